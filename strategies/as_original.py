@@ -44,7 +44,7 @@ _FIRST = "/device:IPU:0"
 def IPUStrategy(
     ipu_device: str = _FIRST, enable_dataset_iterators: bool = True, enable_keras_extensions: bool = True
 ) -> _Alone:
-    """`strategies.IPUStrategy`, with as many replicas as are configured."""
+    """Make a `strategies.IPUStrategy` with as many replicas as are configured."""
     _require_device(ipu_device)
     return _Alone()
 
@@ -55,7 +55,7 @@ def PopDistStrategy(
     enable_dataset_iterators: bool = True,
     enable_keras_extensions: bool = True,
 ) -> _Job:
-    """`strategies.PopDistStrategy`."""
+    """Make a `strategies.PopDistStrategy`."""
     _require_device(ipu_device)
     return _Job(add_ipu_cross_replica_reductions)
 
@@ -66,7 +66,7 @@ def IPUMultiWorkerStrategy(
     add_ipu_cross_replica_reductions: bool = True,
     variables_on_host: bool = True,
 ) -> _Workers:
-    """`strategies.IPUMultiWorkerStrategy`, with the original's default of variables on the host."""
+    """Make a `strategies.IPUMultiWorkerStrategy`; by default variables lie on the host, as in the original."""
     _require_device(ipu_device)
     _require_reductions(add_ipu_cross_replica_reductions)
     return _Workers(cluster_resolver, variables_on_host=variables_on_host)
@@ -75,7 +75,7 @@ def IPUMultiWorkerStrategy(
 def IPUHorovodStrategy(
     ipu_device: str = _FIRST, add_ipu_cross_replica_reductions: bool = True, variables_on_host: bool = True
 ) -> _Horovod:
-    """`strategies.IPUHorovodStrategy`, with the original's default of variables on the host."""
+    """Make a `strategies.IPUHorovodStrategy`; by default variables lie on the host, as in the original."""
     _require_device(ipu_device)
     _require_reductions(add_ipu_cross_replica_reductions)
     return _Horovod(variables_on_host=variables_on_host)
@@ -84,7 +84,7 @@ def IPUHorovodStrategy(
 def IPUInfeedQueue(
     dataset: Data, device_ordinal: int | None = None, prefetch_depth: int | None = None, optimise_latency: bool = False
 ) -> InfeedQueue:
-    """`strategies.InfeedQueue`; an iterable has the elements of this instance's replicas, as in the original."""
+    """Make a `strategies.InfeedQueue`; an iterable has the elements of this instance's replicas, as in the original."""
     has_own = isinstance(dataset, DistributedDataset | PerReplica)
     return InfeedQueue(dataset, prefetch_depth, None if has_own else InfeedMode.INSTANCE)
 
@@ -95,12 +95,12 @@ def IPUOutfeedQueue(
     buffer_depth: int = 3,
     optimise_latency: bool = False,
 ) -> OutfeedQueue:
-    """`strategies.OutfeedQueue`."""
+    """Make a `strategies.OutfeedQueue`."""
     return OutfeedQueue(outfeed_mode, buffer_depth)
 
 
 def ScopedIPUOutfeedQueue(outfeed_mode: OutfeedMode | None = None, device_ordinal: int | None = None) -> OutfeedQueue:
-    """`strategies.OutfeedQueue`, which deletes itself as the original's scoped one."""
+    """Make a `strategies.OutfeedQueue`, which deletes itself as the original's scoped one does."""
     return OutfeedQueue(outfeed_mode)
 
 
@@ -111,7 +111,7 @@ def repeat(
     infeed_queue: InfeedQueue | None = None,
     use_while_v1: bool = True,
 ) -> Tree:
-    """`strategies.loops.repeat`."""
+    """Call `strategies.loops.repeat`."""
     return loops.repeat(n, body, inputs, infeed_queue)
 
 
@@ -123,17 +123,17 @@ def while_loop(
     maximum_iterations: ArrayLike | None = None,
     use_while_v1: bool = True,
 ) -> Tree:
-    """`strategies.loops.while_loop`."""
+    """Call `strategies.loops.while_loop`."""
     return loops.while_loop(condition, body, inputs, infeed_queue, maximum_iterations)
 
 
 def replication_index(name: str | None = None) -> Any:
-    """The index of the replica whose program is being traced, an int32 scalar."""
+    """Return the index of the replica whose program is being traced, an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 
 
 def ipu_scope(device: str) -> AbstractContextManager[None]:
-    """Nothing: a strategy decides where programs run."""
+    """Return a context that does nothing: a strategy decides where programs run."""
     _require_device(device)
     return nullcontext()
 

@@ -13,7 +13,7 @@ _ELSEWHERE = dict.fromkeys(
     ),
     "gradient_accumulation_count",
 )
-"""What other libraries call an option."""
+"""Names that other libraries give to an option."""
 
 
 def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:

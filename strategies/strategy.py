@@ -387,14 +387,14 @@ class Strategy(ABC):
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _compiled(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
-        """The program for each local replica."""
+        """Compile the program for each local replica."""
         return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
 
     def _run(self, executables: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """What the program returns for the arguments of each local replica."""
+        """Run the program on the arguments of each local replica, and return the results."""
 
         def compute(position: int) -> Any:
             result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
@@ -415,7 +415,7 @@ class Strategy(ABC):
         return results
 
     def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[Program, HeldState]:
-        """The compiled function, and the variables that it has besides its arguments."""
+        """Return the compiled function, and the variables that it has besides its arguments."""
         key = function, names
         found = self._replicas.programs.get(key)
         if found is not None and all(is_same() for is_same in found[2]):

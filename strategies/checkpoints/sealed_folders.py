@@ -49,7 +49,7 @@ def put(incomplete: Path, complete: Path) -> None:
 
 
 def fault_of(checkpoint: Path) -> str:
-    """What is wrong with the files of a checkpoint; empty when nothing is."""
+    """Return the fault in the files of a checkpoint, in words; empty if there is none."""
     try:
         lines = content(checkpoint / SUMS).decode().splitlines()
     except (OSError, ValueError) as error:
@@ -70,12 +70,12 @@ def fault_of(checkpoint: Path) -> str:
 
 
 def shown(name: str) -> str:
-    """A name from a file, as it may stand in a message."""
+    """Return a name from a file in a form that is safe in a message."""
     return name if name.isprintable() else repr(name)
 
 
 def _is_inside(checkpoint: Path, name: str) -> bool:
-    """Whether a name leads to nothing outside of a checkpoint, and to no device or pipe; it may lead nowhere."""
+    """Return whether a name leads to nothing outside of a checkpoint, and to no device or pipe; it may lead nowhere."""
     within = PurePath(name)
     if within.is_absolute() or ".." in within.parts or "\0" in name:
         return False
@@ -135,5 +135,5 @@ def _sync(path: Path) -> None:
 
 
 def _said(error: Exception) -> str:
-    """The reason of an error, without the path."""
+    """Return the reason of an error, without the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

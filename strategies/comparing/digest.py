@@ -118,7 +118,7 @@ def _compared(replicas: Replicas, tree: Any, step: int, heals: bool = True) -> t
 
 
 def _first_difference(replicas: Replicas, tree: Any) -> str:
-    """The first array that is not the same everywhere, in words; a collective call, where something differs."""
+    """Describe the first array that is not the same everywhere. A collective call, made only after a difference."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     own = np.array([digest_of(leaf) for _, leaf in leaves], np.uint64)
     gathered = replicas.communicator.all_gather(own, name="digests of each array")

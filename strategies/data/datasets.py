@@ -149,7 +149,7 @@ class DistributedDataset:
         return max(0, self._source.length - self._source.steps * self._layout.global_batch_size)
 
     def __iter__(self) -> DataIterator:
-        """An iterator of each replica's parts, epoch after epoch, for functions that `strategy.run` runs."""
+        """Return an iterator over each replica's parts, epoch after epoch, for functions that `strategy.run` runs."""
         return DataIterator(self)
 
     def epoch(self, epoch: int) -> Generator[Batch, None, None]:

@@ -11,7 +11,7 @@ from strategies.roles import Data, Element
 
 
 class DataIterator(Iterator[Element]):
-    """What `iter` of a data set of ours returns.
+    """The iterator of a data set or infeed of this package.
 
     Semantics: the original's `IPUOwnedIterator`. A function that `strategy.run` runs draws from it with `next`.
 

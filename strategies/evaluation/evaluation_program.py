@@ -193,7 +193,7 @@ class EvaluationProgram:
             )
 
     def fits(self, replicas: Replicas) -> bool:
-        """Whether it may run on the replicas that this instance drives now, and nothing that it reads has changed."""
+        """Return whether this instance drives the same replicas, and nothing that the program reads has changed."""
         return (self.is_independent or replicas.devices is self._devices) and self._reads.is_same()
 
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:

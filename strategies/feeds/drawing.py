@@ -37,7 +37,7 @@ class _Draw:
 
 
 class _Argument(Iterator[Element]):
-    """What a function that is traced gets for an iterator."""
+    """A stand-in for an iterator, which a function gets while it is traced."""
 
     def __init__(self, draw: _Draw) -> None:
         self._draw = draw
@@ -73,7 +73,7 @@ class Iterators:
         self._of_identity: dict[int, tuple[Any, InfeedQueue]] = {}
 
     def placed(self, tree: Tree) -> Tree:
-        """The tree, with something that a program takes in the place of each iterator.
+        """Return the tree with a `_Draw`, which a program can take, in the place of each iterator.
 
         Raises:
             TypeError, ValueError, FeedError: see `InfeedQueue`.
@@ -100,12 +100,12 @@ class Iterators:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether something gives elements one by one, and changes by that; files do, too, and are none."""
+    """Return whether a value is an iterator; files do not count."""
     return hasattr(value, "__next__") and not isinstance(value, io.IOBase | _Argument)
 
 
 def drawn(tree: Tree) -> Tree:
-    """The arguments of a function that is traced, with iterators where `Iterators.placed` has taken them out."""
+    """Return the arguments of a traced function, with iterators where `Iterators.placed` has taken them out."""
     return jax.tree.map(
         lambda leaf: _Argument(leaf) if isinstance(leaf, _Draw) else leaf,
         tree,

@@ -175,14 +175,14 @@ class InfeedQueue:
         return take
 
     def __iter__(self) -> DataIterator:
-        """An iterator that goes on where the queue is, for functions that `strategy.run` runs."""
+        """Return an iterator that goes on where the queue is, for functions that `strategy.run` runs."""
         return DataIterator(self, draw=self.dequeue)
 
     # ---- on the host
 
     @property
     def number(self) -> int:
-        """By which messages call it."""
+        """The number by which messages name the queue."""
         return self._number
 
     @property
@@ -191,7 +191,7 @@ class InfeedQueue:
         return self._failure is not None and not any(self._waiting)
 
     def take_one(self, replication: Replication, replica: int) -> Arrays:
-        """The next element of a replica, for which it waits.
+        """Wait for the next element of a replica, and return it.
 
         Raises:
             EndOfDataError: if there is none.

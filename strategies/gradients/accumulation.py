@@ -140,7 +140,7 @@ def accumulate(
 def mapped(
     function: MapGradient | None, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], keeps_bad: bool
 ) -> list[jax.Array]:
-    """The gradients of one micro-batch after a function of the user; traceable.
+    """Apply a function of the user to the gradients of one micro-batch; traceable.
 
     Args:
         function: None for none.

@@ -54,7 +54,7 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
 
 
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """What changes with every step besides state and batch: int32 [4], the last two the bits of float32 numbers.
+    """Return the inputs of a step besides state and batch: int32 [4], the last two the bits of float32 numbers.
 
     The mean loss is 0 until it is known: see `with_loss`.
     """
@@ -62,7 +62,7 @@ def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
 
 
 def with_loss(control: Any, tail: Any) -> Any:
-    """The control words with the mean loss of all replicas, for the update.
+    """Return the control words with the mean loss of all replicas, for the update.
 
     Args:
         control: see `control_words`; on the host, or traced.
@@ -76,7 +76,7 @@ def with_loss(control: Any, tail: Any) -> Any:
 
 
 def loss_of(control: jax.Array) -> jax.Array:
-    """The mean loss in the control words, a float32 scalar; traceable."""
+    """Return the mean loss in the control words, a float32 scalar; traceable."""
     return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
 
 
@@ -389,7 +389,7 @@ class ReplicaProgram:
     def _mapped(
         self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
     ) -> list[jax.Array]:
-        """The gradients of a micro-batch after `map_gradient`, which does not see the loss scale."""
+        """Apply `map_gradient`, which does not see the loss scale, to the gradients of a micro-batch."""
         function = self._accumulation.map_gradient
         if function is None or not self._precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)

@@ -56,7 +56,7 @@ def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
 
 
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
-    """Whether a flag is set on one instance at least, and whether all have the same digest; a collective call.
+    """Return whether a flag is set on any instance, and whether all have the same digest; a collective call.
 
     Args:
         replicas: connects the instances.

@@ -1,4 +1,4 @@
-"""Keras's `BackupAndRestore`, whose backups are whole: weights, epoch and states of seed generators of one moment.
+"""Keras's `BackupAndRestore` with whole backups: weights, epoch and random states of one moment.
 
 | name in `backup_dir` | content |
 |---|---|
@@ -35,7 +35,7 @@ from strategies.errors import StrategyError
 from strategies.keras.state import random_states, set_random_states
 
 KEPT = 2
-"""How many backups are kept: the newest, and the one before, which is used where the newest is damaged."""
+"""Number of backups that are kept. If the newest is damaged, the one before is used."""
 _WEIGHTS = "latest.weights.h5"
 _COMPLETE = re.compile(r"backup_(\d{8,})")
 
@@ -43,7 +43,7 @@ logger = logging.getLogger("strategies.keras")
 
 
 class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keras's `BackupAndRestore`, which decides when to save; what it saves and restores is whole.
+    """A wrapper of Keras's `BackupAndRestore`, which decides when to save; backups are whole.
 
     Args:
         callback: it is.
@@ -72,7 +72,7 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _numbers(self) -> list[int]:
-        """Of the complete backups, ascending."""
+        """The numbers of the complete backups, ascending."""
         names = [entry.name for entry in self._folder.iterdir()] if self._folder.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := _COMPLETE.fullmatch(name)))
 
@@ -81,7 +81,7 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _file(self) -> Path:
-        """What the newest backup says besides weights."""
+        """The newest backup's file of the epoch and the random states."""
         return self._of(max(self._numbers, default=0)) / TRAINING
 
     def set_params(self, params: Any) -> None:
@@ -145,7 +145,7 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
         model._initial_epoch = training["epoch"]
 
     def _newest(self) -> Path | None:
-        """The newest backup that is whole; newer ones are set aside, with a warning."""
+        """Return the newest backup that is whole; set damaged newer ones aside, with a warning."""
         for number in reversed(self._numbers):
             path = self._of(number)
             fault = fault_of(path)

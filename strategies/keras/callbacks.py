@@ -175,7 +175,7 @@ class Running:
 
 
 class _First(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes before all others.
+    """The callback that comes before all others.
 
     Args:
         running: the loop.
@@ -289,7 +289,7 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
 
 
 def described(callbacks: Any) -> list[str]:
-    """The callbacks that all instances have to have: their classes, and the hooks of a `LambdaCallback`."""
+    """Describe the callbacks that all instances must have: their classes, and the hooks of a `LambdaCallback`."""
     alone = (*WRITERS, OnChief, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
     given = [each for each in _given_to(callbacks) if not isinstance(each, (*alone, keras.callbacks.History, NoneType))]
     hooks = [sorted(name for name in each.__dict__ if name in _HOOKS) for each in given]
@@ -340,6 +340,6 @@ def _has_batch_hooks(callback: Any) -> bool:
 
 
 def _writes_in_epochs(callback: Any) -> bool:
-    """Whether a stock callback writes what the model has in the midst of an epoch."""
+    """Return whether a stock callback writes the model's state in the midst of an epoch."""
     stock = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
     return isinstance(callback, stock) and callback.save_freq not in ("epoch", False)

@@ -28,7 +28,7 @@ Hooks = tuple[Callable[[], object], Callable[[], object]]
 
 DEFAULT_BATCH_SIZE = 32
 COMPARED_BYTES = 4 << 20
-"""So much of arrays is compared between instances before they are used: some 10 ms."""
+"""Most bytes of arrays that instances compare before they are used; it takes some 10 ms."""
 _NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 
@@ -286,7 +286,7 @@ def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
 
 
 def _spread(arrays: Batch) -> Batch:
-    """Some rows of arrays, equally far from each other, from the first to the last, and how many rows there are."""
+    """Return evenly spaced rows of arrays, from the first to the last, and the number of all rows."""
     count = rows_of(arrays)
     each = sum(leaf[:1].nbytes for leaf in jax.tree.leaves(arrays))
     places = np.linspace(0, count - 1, min(count, max(2, COMPARED_BYTES // max(1, each))), dtype=np.int64)

@@ -69,12 +69,12 @@ class KerasState:
 
     @property
     def values(self) -> list[Any]:
-        """Those of all variables, for a program."""
+        """The values of all variables, for a program."""
         return [variable.value for variable in self._variables]
 
     @contextmanager
     def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Changes]]:
-        """While the function is traced: variables are these values, and what is assigned to them is taken note of.
+        """Give the variables these values while the function is traced, and note what is assigned to them.
 
         Args:
             values: of all variables.
@@ -130,7 +130,7 @@ class KerasState:
         )
 
     def _alike(self, own: Sequence[Sequence[np.ndarray]]) -> list[bool]:
-        """For each of the values whether all replicas of all instances have the same bits."""
+        """Return for each value whether all replicas of all instances have the same bits."""
         if self._replicas.num_replicas_in_sync == 1:
             return [True] * len(own[0])
         mine = np.array([[_digest(value) for value in values] for values in own], np.uint64)
@@ -154,7 +154,7 @@ class KerasState:
 
 @contextmanager
 def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
-    """While variables have other values; those that are made inside are initialised at the end, and not traced."""
+    """Give variables other values for a while; initialise those made inside at the end, untraced."""
     scope = keras.StatelessScope(values)
     scope.__enter__()
     try:
@@ -166,7 +166,7 @@ def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
 
 @contextmanager
 def _averaging(optimizer: Any) -> Iterator[None]:
-    """While an optimizer applies the mean of all replicas' gradients, and not those of one."""
+    """Have an optimizer apply the mean of all replicas' gradients for a while."""
     plain = optimizer.apply
 
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
@@ -188,6 +188,6 @@ def _seeds(model: Any) -> list[Any]:
 
 
 def _digest(value: np.ndarray) -> int:
-    """A number that is not 0, and other for other bits."""
+    """Return a checksum of a value's bits that is never 0."""
     found = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).digest()
     return int.from_bytes(found, "little") | 1

@@ -44,7 +44,7 @@ from strategies.strategy import Strategy
 logger = logging.getLogger("strategies.keras")
 
 COMPARED = 3
-"""Of so many batches of `train_on_batch`, the first ones, instances compare the rows."""
+"""Number of batches of `train_on_batch`, the first ones, whose rows instances compare."""
 
 
 def replicate(model: Any, strategy: Strategy) -> None:

@@ -52,7 +52,7 @@ class OwnStep:
     seeds: Seeds
 
     def __call__(self, state: Mapping[str, Any], batch: Batch, mean: Mean) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The logs and the new state; traceable.
+        """Return the logs and the new state; traceable.
 
         Args:
             state: see `_PARTS`.
@@ -64,14 +64,14 @@ class OwnStep:
         return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
 
     def results(self, metrics: Sequence[Any]) -> dict[str, Any]:
-        """What metrics say, by their names; traceable."""
+        """Return the results of metrics, by their names; traceable."""
         with keras.StatelessScope(state_mapping=list(zip(self.model.metrics_variables, metrics, strict=True))):
             found: dict[str, Any] = self.model.get_metrics_result()
         return found
 
 
 def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Logs as Keras tells them: those of metrics that have several come by their own names."""
+    """Return logs as Keras reports them: a metric with several results gives each its own name."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
@@ -80,7 +80,7 @@ def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _averaging(model: Any, mean: Mean) -> Iterator[None]:
-    """While optimizers of a model apply the means of what they are given."""
+    """Have the optimizers of a model apply the means of the gradients that they are given, for a while."""
     is_inside = False
 
     def averaged(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def _averaging(model: Any, mean: Mean) -> Iterator[None]:
 
 
 def _of_replicas(gradients: Tree) -> Tree:
-    """The mean over all replicas, in the order of the tree; those of one dtype travel together."""
+    """Average gradients over all replicas, in the order of the tree; those of one dtype travel together."""
     leaves, structure = jax.tree.flatten(gradients)
     means = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -144,7 +144,7 @@ class OwnLoss:
 
 
 class OwnTrainFunction:
-    """Makes the steps of `fit` and `train_on_batch` of a model with a `train_step` of its own.
+    """The train function of a model with a `train_step` of its own, for `fit` and `train_on_batch`.
 
     Args:
         model: of Keras, built and compiled.
@@ -207,7 +207,7 @@ class OwnTrainFunction:
         return Trainer(self._strategy, loss, optax.set_to_zero(), model_state_aggregation=words)
 
     def _looked_at(self, parts: dict[str, Any], batch: Any) -> dict[str, list[str]]:
-        """How replicas agree on each part of the state."""
+        """Return the ways in which replicas agree on each part of the state."""
         counts = [len(parts[part]) for part in _PARTS]
 
         def split(leaves: Sequence[Any]) -> dict[str, Any]:

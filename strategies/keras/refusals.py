@@ -28,7 +28,7 @@ def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
 
 
 def is_own(stock: type, name: str) -> bool:
-    """Whether a class of models has a method of its own in place of Keras's."""
+    """Return whether a class of models has a method of its own in place of Keras's."""
     return getattr(stock, name) is not getattr(keras.Model, name)
 
 

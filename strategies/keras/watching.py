@@ -1,4 +1,4 @@
-"""What programs and callbacks may change of a model on one instance and not on another, compared before it is used."""
+"""Comparison between instances of the parts of a model that programs and callbacks may change."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
     "strategies.keras.OnChief"
 )
-"""At the end of messages about what differs."""
+"""Way out, at the end of messages about a difference."""
 _FEW = 4  # elements of a variable that are shown
 _OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
 
 
 class Watch:
-    """Notices which variables of a model are others than the last step has left.
+    """A watcher of the variables of a model that were changed since the last step.
 
     Arrays of JAX never change, so an array that is the same object has the same value.
 
@@ -49,7 +49,7 @@ class Watch:
         self._changes = hashlib.blake2b(digest_size=16)
 
     def taken(self, with_flags: bool) -> bytes:
-        """A digest of what was changed since the last time.
+        """Return a digest of the variables that were changed since the last call.
 
         Args:
             with_flags: whether it is one of the flags too, which takes longer.
@@ -62,7 +62,7 @@ class Watch:
         return changes.digest()
 
     def arrays(self) -> list[Any]:
-        """The values of all variables but those of metrics, as Keras knows them."""
+        """Return the values of all variables but those of metrics, as Keras knows them."""
         return [variable._value for variable in _variables(self._model)]
 
     def assign(self, values: Sequence[Any]) -> None:
@@ -88,7 +88,7 @@ def _arrays(state: Sequence[Any]) -> list[Any]:
 
 
 def terms_of_call(model: Any, called: str, callbacks: Sequence[str], arguments: Mapping[str, Any]) -> Terms:
-    """What all instances have to call a function of Keras with.
+    """Return the terms on which all instances must call a function of Keras.
 
     Args:
         model: of Keras.
@@ -105,7 +105,7 @@ def terms_of_call(model: Any, called: str, callbacks: Sequence[str], arguments: 
 
 
 def terms_of_model(model: Any, hook: str) -> Terms:
-    """What all instances have to have behind a hook of callbacks: flags, and the values of all variables."""
+    """Return the terms that must be the same on all instances after a hook of callbacks: flags and all variables."""
     scalars = [variable for variable in model.optimizer.variables if not variable.shape]
     rates = {f"{variable.name} behind {hook},": _value(variable._value) for variable in scalars}
     pairs = enumerate(_variables(model))
@@ -125,7 +125,7 @@ def _of_optimizer(model: Any) -> dict[str, str]:
 
 
 def _flat(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a nested configuration by their paths, without those that may differ: names, and rates."""
+    """Return the values of a nested configuration by their paths, without those that may differ: names and rates."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ def looks(function: Callable[..., Any], old: Sequence[Any], *others: Any) -> tup
 
 
 def depends_on(function: Callable[..., Any], old: Sequence[Any], matters: Sequence[bool], *others: Any) -> list[bool]:
-    """For each array that a function returns whether it depends on what matters: some of the old ones, and all others.
+    """Return for each result whether it depends on the old arrays that matter or on any of the others.
 
     Args:
         function: see `looks`.

@@ -1,4 +1,4 @@
-"""What a function reads from outside while it is traced, and whether that is still what it was.
+"""Values that a function reads from outside while it is traced, and checks that they are unchanged.
 
 A traced function becomes a program, in which all that Python has given it is a constant: numbers, arrays and attributes
 that it closes over, globals, the next element of an iterator, the time. So the code of the function, and of the user's
@@ -37,9 +37,9 @@ from strategies.programs.users_code import (
 )
 
 MOST_READS = 4000
-"""No more is compared: whoever closes over so much has models in it, whose arrays are JAX's, which do not change."""
+"""Most reads that are compared: a function with more closes over models, whose arrays are JAX's and do not change."""
 MOST_REMEMBERED = 100_000
-"""Places whose last values are known."""
+"""Most places whose last values are kept."""
 
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -51,7 +51,7 @@ logger = logging.getLogger("strategies.programs")
 
 @dataclass(frozen=True)
 class _Read:
-    """Something that a function reads.
+    """A value that a function reads.
 
     Attributes:
         name: for messages.
@@ -78,7 +78,7 @@ class _Read:
 
 
 class Reads:
-    """What functions may read, as it is now.
+    """A record of the values that functions may read, as they are now.
 
     Args:
         functions: that will be traced.
@@ -134,7 +134,7 @@ class Reads:
         return next((read.name for read in self._reads if not read.is_same), None)
 
     def is_same(self) -> bool:
-        """Whether all is what it was."""
+        """Return whether nothing has changed."""
         return self.changed is None
 
     def insist(self, instead: str) -> None:
@@ -155,7 +155,7 @@ class Reads:
 
 
 class _Walk:
-    """Goes from a function to all that it and others of the user may read.
+    """A walk from a function to all that it and other functions of the user may read.
 
     Attributes:
         reads: all of it.
@@ -310,7 +310,7 @@ class _Walk:
             self._value(one, each)
 
     def _of_keras(self, value: Any, name: str) -> None:
-        """Its variables; what else a model has does not change, or changes what it is made of."""
+        """Note the variables of an object of Keras; its other attributes are constant, or come with other variables."""
         self.of_keras.append(value)
         self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
         if self._follows_keras:

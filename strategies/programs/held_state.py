@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 
 class HeldState(Protocol):
-    """The variables of what a function reads, as models of Keras; arguments and results of its program."""
+    """Variables that a function reads, as of models of Keras; they are arguments and results of its program."""
 
     @property
     def values(self) -> Sequence[Any]:
-        """Those of all variables, for a program."""
+        """The values of all variables, for a program."""
 
     @property
     def is_current(self) -> bool:
@@ -20,7 +20,7 @@ class HeldState(Protocol):
 
     @contextmanager
     def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Mapping[int, Any]]]:
-        """While the function is traced, with such values; yields what returns the changes, by numbers."""
+        """Give the variables these values while the function is traced; yield a function that returns the changes."""
 
     def put(self, of_replicas: Sequence[Mapping[int, Any]]) -> None:
         """Assign what the local replicas have changed."""

@@ -1,4 +1,4 @@
-"""What is remembered of a value, to tell later whether it is still the same; large ones are not kept for that."""
+"""Marks of values, which tell later whether a value is still the same; large values are not kept alive."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), np.generic)
 WHOLE_BYTES = 1 << 18
-"""Larger arrays of NumPy are compared by as many bytes of elements all over them."""
+"""Most bytes of an array of NumPy that are compared; of a larger one, a sample from all over it."""
 
 
 def remembered(value: Any, keeps: bool = True) -> Any:
-    """Something that tells a value from others, without keeping it where that is possible.
+    """Return a mark that tells a value from others, without keeping the value alive where that is possible.
 
     Args:
         value: of any kind.
@@ -33,12 +33,12 @@ def remembered(value: Any, keeps: bool = True) -> Any:
 
 
 def is_more(remembered: Any, value: Any) -> bool:
-    """Whether a tuple begins as the one that is remembered, and is longer."""
+    """Return whether a tuple begins as the remembered one, and is longer."""
     return len(value) > len(remembered) and all(map(is_what, remembered, value))
 
 
 def is_what(remembered: Any, value: Any) -> bool:
-    """Whether a value is the one that is remembered."""
+    """Return whether a value is the remembered one."""
     if isinstance(remembered, weakref.ref):
         return remembered() is value
     if isinstance(remembered, list):

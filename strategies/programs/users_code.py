@@ -1,4 +1,4 @@
-"""Code of the user, apart from that of installed packages, and what it reads that is another thing each time."""
+"""The user's code, as opposed to installed packages, and its reads of clocks and random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 GONE: Any = object()
-"""In the place of what is not there any more."""
+"""Stand-in for a value that is not there any more."""
 
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -30,7 +30,7 @@ _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("da
 
 
 def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Those of a function and of the functions inside of it.
+    """Yield the instructions of a function and of the functions inside of it.
 
     A callback of JAX runs while the program runs, so what it reads is no constant. Of a function that mentions
     callbacks, the functions inside of it are left out.
@@ -44,7 +44,7 @@ def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
-    """The names that are loaded and not called by a function that mentions callbacks: one of them may be a callback."""
+    """Return names that a function which mentions callbacks loads and does not call: one may be a callback."""
     if not _has_callbacks(instructions):
         return set()
     pairs = list(zip([None, *instructions], instructions, strict=False))
@@ -53,7 +53,7 @@ def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
 
 
 def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
-    """The names of what a function only adds to, such as lists of what was traced; and the names of all else."""
+    """Return the names of containers that a function only adds to, and the names of all else."""
     pairs = [(one, after) for one, after in itertools.pairwise(instructions) if one.opname in _LOADS]
     grown = {one.argval for one, after in pairs if after.opname in _LOADS and after.argval in _ADDING}
     others = {one.argval for one, after in pairs if not (after.opname in _LOADS and after.argval in _ADDING)}
@@ -61,7 +61,7 @@ def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[s
 
 
 def keys_of(instructions: Sequence[dis.Instruction]) -> dict[str, list[Any]]:
-    """For the names of what a function only takes elements from, as `config["rate"]`, the constant keys of these."""
+    """Return, for each name that a function only takes elements from, as `config["rate"]`, the constant keys."""
     keys: dict[str, list[Any]] = {}
     others = set()
     for place, one in enumerate(instructions):
@@ -79,7 +79,7 @@ def _takes_element(one: dis.Instruction) -> bool:
 
 
 def asked_by_name(code: types.CodeType) -> set[str]:
-    """The names that a function may hand to `getattr`."""
+    """Return the names that a function may hand to `getattr`."""
     if "getattr" not in code.co_names:
         return set()
     return {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
@@ -90,7 +90,7 @@ def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:
 
 
 def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
-    """Whether an instruction loads a function in order to call it."""
+    """Return whether an instruction loads a function in order to call it."""
     is_marked = one.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in one.argrepr
     return one.opname == "LOAD_METHOD" or is_marked or (before is not None and before.opname == "PUSH_NULL")
 
@@ -123,7 +123,7 @@ def refuse_clocks(
 
 
 def _changing(value: Any) -> str | None:
-    """What something returns, if that is another thing each time."""
+    """Describe the result of a callable that returns something else each time; None for others."""
     owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
     if isinstance(owner, random.Random | np.random.RandomState) and not isinstance(value, type):
         return "a random number of Python"
@@ -141,7 +141,7 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 def is_of_user(function: types.FunctionType) -> bool:
-    """Whether a function is the user's, and not of an installed package."""
+    """Return whether a function is the user's, and not of an installed package."""
     return not _is_library(function.__code__.co_filename)
 
 
@@ -153,7 +153,7 @@ def _is_library(file: str) -> bool:
 
 
 def is_users_module(module: types.ModuleType | None) -> bool:
-    """Whether a module is the user's."""
+    """Return whether a module is the user's."""
     if module is None:
         return False
     file = getattr(module, "__file__", None)

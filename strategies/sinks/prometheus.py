@@ -21,9 +21,9 @@ from strategies.sinks.sinks import Job
 logger = logging.getLogger("strategies.metrics")
 
 MOST_CLIENTS = 16
-"""How many clients are answered at once; each takes a thread and a descriptor of the instance that trains."""
+"""Most clients that are answered at once; each takes a thread and a descriptor of the instance that trains."""
 CLIENT_LIMIT_S = 10.0
-"""How long a client may take to ask and to read the answer."""
+"""Most seconds that a client may take to ask and to read the answer."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers one request, and does not log it."""
+    """A handler that answers one request, and does not log it."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""

@@ -41,7 +41,7 @@ AS_WRITTEN = Arithmetic(rounded=_as_it_is)
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a step besides its mean gradients; the same bits on every instance.
+    """The results of a step besides its mean gradients; the same bits on every instance.
 
     Attributes:
         gradient_norm: the norm of all mean gradients together, float32.
@@ -129,14 +129,14 @@ class OptaxOptimizer(Optimizer):
         return arithmetic.add(variables, changes), optimizer_state
 
     def _extra(self, gradients: Any, optimizer_state: Any, variables: Any, known: Known) -> dict[str, Any]:
-        """The extra arguments of an update. The first time it is traced, which tells what it asks for."""
+        """Return the extra arguments of an update. The first call traces the update, to see which it asks for."""
         given = {"value": known.loss, "grad": gradients, "gradient_norm": known.gradient_norm}
         if self._names is None:
             self._names = self._accepted((gradients, optimizer_state, variables), given)
         return {name: given[name] for name in self._names}
 
     def _accepted(self, arguments: tuple[Any, Any, Any], given: Mapping[str, Any]) -> Sequence[str]:
-        """The names of the extra arguments that the update takes.
+        """Return the names of the extra arguments that the update takes.
 
         Optimizers in a chain may take none, and then refuse those that the chain passes on.
         """
@@ -171,14 +171,14 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 def _taken(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...]:
-    """The names among these that a function takes as keywords."""
+    """Return the names among these that a function takes as keywords."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return tuple(name for name in names if takes_any or name in parameters)
 
 
 def _optax_function(error: BaseException | None) -> str:
-    """The function of optax in which an error was raised."""
+    """Return the name of the function of optax in which an error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error else None)]
     inside = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith("optax.")]
     return inside[-1].split(".")[0] if inside else "its update"
@@ -226,7 +226,7 @@ class MapGradientOptimizer:
 
 
 def unwrapped(optimizer: AnyOptimizer, outer: MapGradient | None = None) -> tuple[AnyOptimizer, MapGradient | None]:
-    """The optimizer inside, and the function through which gradients go before.
+    """Return the optimizer inside, and the function through which gradients go first.
 
     Args:
         optimizer: of any kind.

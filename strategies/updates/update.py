@@ -164,7 +164,7 @@ class Update(ABC):
         return compiled_in_turn(program, self._replicas.devices.executables)
 
     def _shapes_of(self, variables: Any) -> tuple[Any, Any]:
-        """The shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
+        """Return the shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
         leaves, structure = jax.tree.flatten(variables)
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
