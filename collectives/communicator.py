@@ -283,7 +283,7 @@ class Communicator:
 
     @property
     def limits(self) -> Limits:
-        """How long ranks wait for each other."""
+        """The limits on the time that ranks wait for each other."""
         return self._watch.limits
 
     @property

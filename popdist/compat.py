@@ -37,7 +37,7 @@ _WHOLE = {
     "pipelining_ops": "strategies.pipelines.pipelining_ops",
     "within_replica_ops": "strategies.within_replica_ops",
 }
-"""Modules that have the names of another one, besides those in `_NAMES`."""
+"""Modules of the original, besides those in `_NAMES`, and the module here that has all of their names."""
 
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -82,7 +82,7 @@ _INSTEAD = {
     "ipu_compiler": "strategy.run(function), which compiles it",
     "reset_ipu_seed": "the seed of Trainer, or a key of jax.random among the arguments",
 }
-"""What to write for names that have no counterpart."""
+"""Replacements to suggest for names that have no counterpart."""
 
 
 class _Module(ModuleType):

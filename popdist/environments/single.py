@@ -39,9 +39,9 @@ class AloneEnvironment(Environment):
     """A process that an instance started, and that is to be one instance of its own."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether POPDIST_ALONE is 1."""
+        """Return whether POPDIST_ALONE is 1."""
         return environ.get(ALONE_VARIABLE) == "1"
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """One instance, whatever the variables of the launcher say."""
+        """Return one instance, whatever the variables of the launcher say."""
         return SingleEnvironment().describe(environ, num_replicas)

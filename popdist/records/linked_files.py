@@ -1,4 +1,4 @@
-"""Files that are written, unless somebody else's symbolic link says where."""
+"""Opening of files, which refuses paths through symbolic links of other users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_unless_linked(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def _is_own_link(path: Path) -> bool:
-    """Whether the path itself is a link that may be followed.
+    """Return whether the path itself is a link that may be followed.
 
     Raises:
         PermissionError: it, or a folder above it, is one that may not.

@@ -76,7 +76,7 @@ def _block_at(data: bytes, position: int) -> Block | None:
 
 
 def _is_cut(data: bytes, position: int) -> bool:
-    """Whether a file ends in the block that begins there: it is longer than the rest, which has no whole block."""
+    """Return whether the file ends within the block at a position: no whole block follows."""
     rest = data[position:]
     if len(rest) < _HEAD.size:
         return any(each.startswith(rest[:4]) for each in _KINDS)

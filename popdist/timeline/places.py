@@ -1,4 +1,4 @@
-"""Lines of the program in which its thread is between two steps: what no phase and no collective explains."""
+"""Lines of the program in which its thread is between two steps, outside of phases and collectives."""
 
 from __future__ import annotations
 
