@@ -1,7 +1,7 @@
 """The original's module `ipu`, so that a program changes one line: `from popdist.compat import ipu`.
 
-It takes the place of `from tensorflow.python import ipu`. Each name is that of this project which does the same; most
-lie in `strategies`, which is loaded by its name when it is asked for: this package knows no framework.
+It takes the place of `from tensorflow.python import ipu`. Each name stands for its counterpart in this project.
+Most counterparts are in `strategies`, which is loaded when a name is asked for: this package knows no framework.
 """
 
 from __future__ import annotations

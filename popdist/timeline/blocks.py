@@ -121,7 +121,7 @@ def unpack_events(content: bytes, most_bytes: int | None = None) -> np.ndarray:
     unpacked = zlib.decompressobj().decompress(content[_COUNT.size :], nbytes + 1)
     columns = np.frombuffer(unpacked, np.uint8)
     if len(columns) != nbytes:
-        raise ValueError(f"it has not the {count} events that it says")
+        raise ValueError(f"it does not have the {count} events that it announces")
     events = columns.reshape(EVENT.itemsize, count).T.copy().view(EVENT).reshape(count)
     np.cumsum(events["when_ns"], out=events["when_ns"])
     return events

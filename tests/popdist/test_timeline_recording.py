@@ -177,7 +177,7 @@ class TestAFile:
         bomb = zlib.compress(bytes(24 << 20))
         with pytest.raises(ValueError, match="more than 64 for each byte"):
             blocks.unpack_events((1 << 20).to_bytes(4, "little") + bomb, 64 * len(bomb))
-        with pytest.raises(ValueError, match="it has not the 1 events that it says"):
+        with pytest.raises(ValueError, match="it does not have the 1 events that it announces"):
             blocks.unpack_events((1).to_bytes(4, "little") + bomb, 64 * len(bomb))
 
     def test_of_another_kind_is_refused(self):
