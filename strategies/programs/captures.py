@@ -1,8 +1,8 @@
 """Values that a function reads from outside while it is traced, and checks that they are unchanged.
 
-A traced function becomes a program, in which all that Python has given it is a constant: numbers, arrays and attributes
-that it closes over, globals, the next element of an iterator, the time. So the code of the function, and of the user's
-functions that it calls, is looked through for what it may read. Code of libraries is not.
+A traced function becomes a program, and what it has read in Python is a constant there: numbers, arrays, attributes,
+globals, the next element of an iterator, the time. So the code of the function, and of the user's functions that it
+calls, is searched for such reads. Code of libraries is not searched.
 """
 
 from __future__ import annotations

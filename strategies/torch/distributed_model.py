@@ -48,9 +48,9 @@ class DistributedModel(torch.nn.Module):
         model_state_aggregation: see `TorchOptions`; buffers are agreed on at the end of each backward pass.
         intra_op_threads: of this thread, see `TorchOptions`; None leaves them as they are.
         stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass.
-        verify_steps: after so many first updates, after 2, 4, 8 and so on, and whenever instances have written
-            parameters unequally often, compare the bits of all parameters between instances, at the end of
-            the next backward pass; 0 for none.
+        verify_steps: number of first updates after which instances compare the bits of all parameters, at the end of
+            the next backward pass. They also compare them after 2, 4, 8 updates and so on, and whenever instances
+            have written parameters unequally often; 0 for no comparison.
 
     Attributes:
         module: see above.

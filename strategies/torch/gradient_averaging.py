@@ -298,8 +298,8 @@ class GradientAveraging:
         for name, parameter in self._watch.named:
             if parameter.grad is None and id(parameter) in round_.came:
                 raise StrategyError(
-                    f"the gradient of {name} is gone at the end of the backward pass, as where a hook has applied it, "
-                    "which was that of this instance alone; leave it in grad, and apply it when backward() has returned"
+                    f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
+                    "before it was averaged; leave it in grad, and apply it when backward() has returned"
                 )
 
     def _gradients(self, round_: Round) -> list[torch.Tensor | None]:

@@ -61,7 +61,7 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     if tensor.dtype != master.dtype:
         raise StrategyError(
             f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
-            "buffers keep their dtypes"
+            "keep the dtype of a buffer, or cast it in the module before the training"
         )
     return tensor.shape != master.shape or not torch.equal(tensor.to(master.device), master)
 

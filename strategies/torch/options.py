@@ -60,9 +60,9 @@ class TorchOptions:
         check_numerics: raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
         digest_every: compare the bits of parameters, buffers and optimizer state between instances before every so
             many steps.
-        verify_steps: in so many first steps of a training compare the loss and gradients of replica 0 with plain
-            PyTorch on the module itself, and then the bits of the state between instances, these also later, in steps
-            whose numbers are powers of two; 0 for none.
+        verify_steps: number of first steps in which the loss and gradients of replica 0 are compared with plain PyTorch
+            on the module itself. After these steps, and after 2, 4, 8 and so on, instances compare the bits of the
+            state; 0 for no comparison.
         gradient_accumulation_count: micro-batches of each replica for one update.
         reduction_method: how micro-batches are reduced, over replicas it is always the mean. MEAN divides each loss by
             the count before its backward pass.

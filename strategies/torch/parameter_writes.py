@@ -104,8 +104,8 @@ class ForwardWatch:
         """Watch a forward pass.
 
         Raises:
-            StrategyError: if it has written a parameter that is trained, or one that is frozen, is not declared, and
-                was not written in the first pass, in a way that is not noticed each time.
+            StrategyError: if it has written a trained parameter. Or it has written a frozen one that is not declared,
+                which was first seen in a later pass, by its bits alone.
         """
         if self._parts.changed():
             self._look()
@@ -127,7 +127,7 @@ class ForwardWatch:
 
 
 def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
-    """Look at the parameters that a forward or backward pass has written.
+    """Refuse the parameters that a forward or backward pass has written.
 
     Args:
         written: the names of these parameters.

@@ -22,8 +22,8 @@ _plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 class Seat:
     """One replica's place among all replicas, as its layers know it.
 
-    A layer computes for the replica that the thread computes for, and in other threads for the one of whose module it
-    is a part, while the seat is there: what a checkpoint computes again in the backward pass of a loop, say.
+    A layer computes for the replica whose seat the thread has taken. In other threads, as where a checkpoint computes
+    again in the backward pass of a loop, it computes for the replica of its module, as long as that seat exists.
 
     Args:
         replica: its global index.

@@ -32,9 +32,9 @@ def undone(
 ) -> Iterator[None]:
     """Put back, at the end, what was changed in a module and in what a function reaches.
 
-    These are parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets; tensors and
-    arrays; generators of random numbers, also those of Python and NumPy: in the module, in its hooks, in the closure of
-    the function, in the global variables that it names, and in objects of classes of the same program.
+    It puts back parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets; tensors and
+    arrays; generators of random numbers, also those of Python and NumPy. It looks for them in the module, its hooks,
+    the closure of the function, the global variables that this names, and objects of classes of the same program.
 
     Args:
         module: on the CPU.
