@@ -79,11 +79,6 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
     def _of(self, number: int) -> Path:
         return self._folder / f"backup_{number:08d}"
 
-    @property
-    def _file(self) -> Path:
-        """The newest backup's file of the epoch and the random states."""
-        return self._of(max(self._numbers, default=0)) / TRAINING
-
     def set_params(self, params: Any) -> None:
         """See Keras."""
         self._callback.set_params(params)
