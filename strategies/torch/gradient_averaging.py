@@ -36,7 +36,9 @@ from strategies.torch.training import receive_into, refuse_modules
 _NAMES = ("active", "changed")
 """Flags that travel with gradients: the replica is in its loop; other parameters are to be averaged than before."""
 
-_MOST = 3  # parameters that a warning names
+_GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
+
+_MOST = 3  # parameters that it names
 
 
 class GradientAveraging:
@@ -69,7 +71,7 @@ class GradientAveraging:
         weakref.finalize(self, _remove, self._hooks)
         self._round: Round | None = None
         self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
-        self._has_warned = False
+        self._warned: set[str] = set()  # the functions of PyTorch
         self._writes_before = 0  # to parameters, when they were last compared
         self._title = ""
         self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
@@ -176,8 +178,9 @@ class GradientAveraging:
             self._add_hooks()
         else:
             self._warn(
-                "other tensors stand in place of the parameters of a DistributedModel, as in "
-                "torch.func.functional_call; their gradients are those of this instance alone"
+                _CALL,
+                f"other tensors stand in place of the parameters of a DistributedModel, as in {_CALL}; their gradients "
+                "are those of this instance alone",
             )
         if torch._C._current_graph_task_id() < 0:
             self._passes.settle()  # if one has failed half-way
@@ -383,19 +386,20 @@ class GradientAveraging:
 
     def ended_without_gradients(self) -> None:
         """See `backward_passes.Model`: warn, once, if gradients of parameters were returned."""
-        if self.is_alone or self._has_warned:
+        if self.is_alone or _GRAD in self._warned:
             return
         names = [name for name, node in self._nodes.items() if _is_returned(node)]
         if names:
             self._warn(
-                f"torch.autograd.grad has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, "
-                "which are those of this instance alone; backward() averages what it adds to the grad of parameters"
+                _GRAD,
+                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are those "
+                "of this instance alone; backward() averages what it adds to the grad of parameters",
             )
 
-    def _warn(self, message: str) -> None:
-        """Warn the caller of `torch.autograd.grad`, or of `torch.func.functional_call`, once."""
-        if not self.is_alone and not self._has_warned:
-            self._has_warned = True
+    def _warn(self, function: str, message: str) -> None:
+        """Warn the caller of a function of PyTorch, once."""
+        if not self.is_alone and function not in self._warned:
+            self._warned.add(function)
             warnings.warn(message, UserWarning, stacklevel=6)
 
 
