@@ -88,14 +88,7 @@ class AdamWWithoutCorrection(OneByOne, AdamW):
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         gradient = -gradient if group["maximize"] else gradient
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first, second = _moments(self.state[parameter], parameter, gradient, group["betas"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-group["lr"])
 
@@ -215,14 +208,8 @@ class LAMB(OneByOne):
         return False
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        first, second = _moments(state, parameter, gradient, group["betas"])
         if group["bias_correction"]:
             first = first / (1 - beta1 ** state["step"].item())
             second = second / (1 - beta2 ** state["step"].item())
@@ -232,3 +219,16 @@ class LAMB(OneByOne):
         size, length = parameter.norm().clamp(max=group["max_weight_norm"]), change.norm()
         ratio = (size / length).item() if size > 0 and length > 0 else 1.0
         parameter.add_(change, alpha=-group["lr"] * ratio)
+
+
+def _moments(
+    state: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, betas: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move on the two moments of Adam in the state of a parameter, and return them without correction."""
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state["step"] += 1
+    first = state["exp_avg"].lerp_(gradient, 1 - betas[0])
+    second = state["exp_avg_sq"].mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    return first, second
