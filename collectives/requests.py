@@ -37,7 +37,7 @@ class Prepared(Generic[Result]):
         call: what all ranks must ask for.
         carried: what may travel along with the comparison of the calls.
         count: how many arrays this rank contributes.
-        finish: moves the data, one of `collective_ops`; takes the transport, what all ranks contribute, and `arguments`.
+        finish: moves the data, one of `collective_ops`; takes the transport, what all contribute, and `arguments`.
         arguments: all else that it needs.
         result: what the caller gets; None: what `finish` returns.
     """

@@ -33,7 +33,8 @@ def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job
     """Kill the daemons of one job on all hosts that can be reached, all at the same time.
 
     mpirun does it itself, unless it was killed or its connection to a daemon is gone. An agent whose daemon is gone
-    ends its instance, and removes what the daemon leaves; one that has ended before does not, so the folder is removed here.
+    ends its instance, and removes what the daemon leaves. One that has ended before does not, so the
+    folder is removed here.
 
     Args:
         hosts: without this machine.

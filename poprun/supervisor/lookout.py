@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poprun.ipc.facts import Facts
+from poprun.ipc.facts import Facts, Verdict
 from poprun.supervisor.diagnosis import (
-    Verdict,
     Wait,
     describe_failure,
     find_stuck,

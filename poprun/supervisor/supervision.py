@@ -11,7 +11,7 @@ from functools import partial
 
 from poprun.cli.log import Level, Log, format_line
 from poprun.ipc import wire
-from poprun.ipc.facts import Facts
+from poprun.ipc.facts import Ended, Facts
 from poprun.ipc.leavings import folder_of, remove_leavings
 from poprun.ipc.loopback import keep_to_loopback
 from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
@@ -27,7 +27,6 @@ from poprun.supervisor.job_actions import (
     Action,
     Ask,
     CleanUp,
-    Ended,
     Examine,
     Finish,
     Order,

@@ -248,15 +248,17 @@ class TestItIsQuickToLoad:
     SLOW = {"dataclasses", "typing", "inspect", "subprocess", "json", "asyncio", "logging", "pathlib", "threading"}
 
     def test_the_agent_loads_nothing_slow(self):
-        program = "import sys; before = set(sys.modules); "
+        program = (
+            "import sys; before = set(sys.modules); "
             "import poprun.agent.guard; print(*sorted(set(sys.modules) - before))"
+        )
         words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); {program}"]
         loaded = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
         assert not self.SLOW & set(loaded)
 
     @pytest.mark.parametrize(
         "name",
-        ["agent/guard_machine", *(f"deciding/{name}" for name in PURE)],
+        ["agent/guard_machine", *(f"supervisor/{name}" for name in PURE)],
     )
     def test_a_machine_knows_no_clock_and_no_process(self, name):
         tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())
