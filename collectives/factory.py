@@ -11,16 +11,15 @@ from pathlib import Path
 from collectives.communicator import Communicator
 from collectives.errors import PeerRefusedError
 from collectives.hosts.hosts_link import HostsLink, ranks_beside
-from collectives.hosts.layout import memory_bytes
-from collectives.hosts.near import NearLink
+from collectives.hosts.near import NearLink, memory_bytes
 from collectives.instruments import Instruments
 from collectives.named import NamedQueue
 from collectives.plans.network import Network
 from collectives.point_to_point.link import Link
 from collectives.point_to_point.transport import RingTransport
-from collectives.shared_memory.layout import channel_bytes
 from collectives.shared_memory.segment import SHARED_MEMORY_DIR, share_segment
 from collectives.shared_memory.transport import WindowTransport
+from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import SPINS, Limits, Watch
 

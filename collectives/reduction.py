@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import accumulator_dtype
+from collectives.arrays import accumulator_dtype
 from collectives.tree import Node, Step, registers, steps
 
 OPERATIONS = ("sum", "mean", "min", "max")

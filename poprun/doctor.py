@@ -12,8 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from popdist.instance import this_host
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
+from popdist.xla import (
+    OVERRULE,
+    VARIABLE,
+    adds_up_wrongly,
+    complain_of_sums,
+    is_measured,
+    is_overruled,
+    right_sums_setting,
+)
 from poprun.cli.answers import show
 from poprun.cli.lookup import find_mpirun
 from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap

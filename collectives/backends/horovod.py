@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement import agree, exchange_bytes
+from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype, aligned_empty
 from collectives.calls import MISMATCH, Call, checked_root
 from collectives.communicator import Communicator
-from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
 from collectives.errors import (
     BusyError,
     CollectiveError,
@@ -42,7 +42,6 @@ from collectives.errors import (
     UnsupportedBufferError,
 )
 from collectives.factory import Group, Settings
-from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared
 from collectives.reduction import Reduction, join, shares

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from collectives.arrays import aligned_empty
 from collectives.communicator import Communicator
 from collectives.factory import Group, Settings
-from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
 from collectives.reduction import Reduction
 from collectives.transport import Parts, Transport

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.plans.cutting import UNDER_WAY
 from collectives.point_to_point.exchange import Exchange
 from collectives.point_to_point.flow import Arrays, Memory, PieceFlow, drain

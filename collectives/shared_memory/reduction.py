@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction, order_of
-from collectives.shared_memory.layout import (
+from collectives.shared_memory.words import (
     CONSUMED,
     DEPTH,
     FETCHED,
@@ -23,9 +23,9 @@ from collectives.shared_memory.layout import (
     PRODUCED,
     REDUCED,
     RESULT_BYTES,
+    Window,
     pipe_start,
 )
-from collectives.shared_memory.words import Window
 from collectives.transport import Parts
 from collectives.tree import Node
 

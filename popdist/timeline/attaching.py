@@ -31,8 +31,7 @@ from popdist.timeline.meeting import (
     own_addresses,
     this_clock,
 )
-from popdist.timeline.profiles.profiling import Profiling
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.profiles import Profiling, WantedProfile
 from popdist.timeline.spilling import Recording
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Timeline:
             self._answering.close()
         atexit.unregister(self.close)
 
-    def _open_profiling(self, wanted: Wanted) -> Profiling:
+    def _open_profiling(self, wanted: WantedProfile) -> Profiling:
         folder = self._recording.path.with_suffix(PROFILE_SUFFIX)
         return Profiling(wanted, folder, self._clock.now_ns, partial(self._recording.add, PROFILE))
 

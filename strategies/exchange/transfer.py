@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from collectives import Communicator
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
 from collectives.tree import Node, registers, steps
 from strategies.exchange.flat import FLOAT32

@@ -14,8 +14,8 @@ from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
 from collectives.point_to_point.transport import RingTransport
-from collectives.shared_memory.layout import channel_bytes
 from collectives.shared_memory.transport import WindowTransport
+from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import Watch
 

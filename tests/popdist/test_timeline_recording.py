@@ -23,11 +23,9 @@ from popdist.timeline import blocks
 from popdist.timeline.asked import Asked
 from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import Gauge
-from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
-from popdist.timeline.sampling import stride_of
-from popdist.timeline.spilling import Recording
+from popdist.timeline.spilling import Recording, line_of, stride_of
 
 
 def kinds_of(events):
@@ -365,7 +363,7 @@ class TestARecording:
 ANOTHER = """\
 import os, sys
 from pathlib import Path
-from popdist.timeline.opening import is_being_written, open_recording
+from popdist.records.private_files import is_being_written, open_recording
 path = Path(sys.argv[1])
 print(is_being_written(path), Path(open_recording(path).name).stem.replace(str(os.getpid()), "number"))
 """
