@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 from popdist.instance import this_host
 from popdist.xla import (
+    FLAGS_VARIABLE,
     OVERRULE,
-    VARIABLE,
     adds_up_wrongly,
     complain_of_sums,
     is_measured,
@@ -217,7 +217,7 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
-    flags = {name: environ[name] for name in (VARIABLE, OVERRULE) if name in environ}
+    flags = {name: environ[name] for name in (FLAGS_VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
         complaint = complain_of_sums(version, flags | right_sums_setting(version, flags))

@@ -70,7 +70,7 @@ class NearLink(Link):
         return np.frombuffer(self._memory, np.uint8, POOL_BYTES[lane], pool_start(self.size, source, lane))
 
 
-class _Sent:
+class _Outgoing:
     """A message of which fragments may still have to be copied."""
 
     __slots__ = ("_outbox", "data", "left", "to")
@@ -122,14 +122,14 @@ class _Outbox:
         self._pool = link.pool(link.rank, lane)
         self._channels = [link.channel(link.rank, to, lane) for to in range(link.size)]
         self._announced = [0] * link.size
-        self._waiting: deque[_Sent] = deque()
+        self._waiting: deque[_Outgoing] = deque()
         self._lying: deque[tuple[int, Sequence[tuple[int, int]]]] = deque()  # ends; receivers, with their fragments
         self._begins = 0  # of what lies in the pool, counted in bytes from the very first one on
         self._ends = 0
 
-    def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Sent:
+    def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Outgoing:
         """Send as much at once as there is room for."""
-        sent = _Sent(self, data, to)
+        sent = _Outgoing(self, data, to)
         self._waiting.append(sent)
         self.fill()
         return sent
@@ -144,7 +144,7 @@ class _Outbox:
                 sent.left.popleft()
             self._waiting.popleft()
 
-    def _copy(self, sent: _Sent, part: slice, is_last: bool) -> bool:
+    def _copy(self, sent: _Outgoing, part: slice, is_last: bool) -> bool:
         """Whether there was room for a fragment."""
         nbytes = part.stop - part.start
         if any(self._announced[to] - self._channels[to][TAKEN] >= QUEUED for to in sent.to):

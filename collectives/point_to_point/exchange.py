@@ -28,7 +28,7 @@ Opening = Callable[[], OpeningLink]
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
 
 
-class Exchange:
+class LinkExchange:
     """What the ranks of a link say, each in a block of its own: a header, and arrays.
 
     Args:

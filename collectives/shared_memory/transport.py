@@ -47,7 +47,7 @@ _NO_PARTS = Parts((), ())
 _PLANS = 256  # cached layouts
 
 
-class WindowTransport(Transport):
+class SharedMemoryTransport(Transport):
     """Ranks that share memory.
 
     Args:

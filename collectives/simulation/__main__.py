@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from collectives.plans.network import Network
-from collectives.simulation.comparing import Job, compared
+from collectives.simulation.comparing import SimulatedJob, compared
 from collectives.simulation.measuring import measured
 from collectives.simulation.plotting import plot
 
@@ -77,8 +77,8 @@ def _network(options: argparse.Namespace) -> Network:
     return Network.read(options.network) if options.network else Network()
 
 
-def _job(options: argparse.Namespace, hosts: int) -> Job:
-    return Job(hosts, options.instances_per_host, options.replicas_per_instance, options.size)
+def _job(options: argparse.Namespace, hosts: int) -> SimulatedJob:
+    return SimulatedJob(hosts, options.instances_per_host, options.replicas_per_instance, options.size)
 
 
 def _all_reduce(options: argparse.Namespace) -> str:

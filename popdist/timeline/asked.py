@@ -29,7 +29,7 @@ def folder_beside(trace: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TimelineOptions:
     """What is to be recorded.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked:
     profile: WantedProfile | None = None
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Asked | None:
+    def from_environ(cls, environ: Mapping[str, str]) -> TimelineOptions | None:
         """What the environment asks for; None if nothing.
 
         Raises:

@@ -29,7 +29,7 @@ from popdist.timeline.blocks import (
     pack_exchanges,
 )
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge, read_gauges
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
@@ -43,7 +43,7 @@ _LAST_WORDS = 4096
 
 
 @final
-class Recording:
+class TimelineFile:
     """The file of an instance, and the thread that writes it. What goes wrong with it never disturbs the program.
 
     Args:
@@ -178,7 +178,7 @@ class Recording:
 def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:
     """The event that says so, at the time of those that follow."""
     when = following["when_ns"][0] if len(following) else when_ns
-    return np.array([(when, int(Kind.EVENTS_LOST), 0, 0, lost)], EVENT)
+    return np.array([(when, int(EventKind.EVENTS_LOST), 0, 0, lost)], EVENT)
 
 
 _RESERVE = 0.95

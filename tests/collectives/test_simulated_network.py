@@ -17,7 +17,7 @@ from collectives.plans.planning import plan_for
 from collectives.plans.spread import Spread
 from collectives.simulation import Network, Traffic, chain, of_comparison, of_plan, ring, simulate, steady_s
 from collectives.simulation.__main__ import bytes_of, main
-from collectives.simulation.comparing import Job, compared
+from collectives.simulation.comparing import SimulatedJob, compared
 from collectives.simulation.traffic import Wave
 
 MEGABYTE = 10**6
@@ -139,13 +139,13 @@ def test_pieces_overlap_adding_and_sending() -> None:
 
 
 def test_a_critical_path_is_as_long_as_it_takes() -> None:
-    for name, outcome in compared(Job(4, 2, 2, MEGABYTE), GIGABIT):
+    for name, outcome in compared(SimulatedJob(4, 2, 2, MEGABYTE), GIGABIT):
         assert sum(outcome.critical.values()) == pytest.approx(outcome.seconds), name
 
 
 @pytest.mark.complete
 def test_the_tree_is_close_to_the_least_on_thousands_of_hosts_where_the_chain_is_not() -> None:
-    job, network = Job(1024, 1, 1, 100 * MEGABYTE), Network()
+    job, network = SimulatedJob(1024, 1, 1, 100 * MEGABYTE), Network()
     ((_, outcome),) = compared(job, network, "tree, halving")
     assert outcome.seconds <= 1.3 * job.least_s(network)
     ((_, of_ring),) = compared(job, network, "ring")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.timeline.asked import Asked
+from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.profiles import Profiling, WantedProfile
 
 
@@ -22,7 +22,7 @@ from popdist.timeline.profiles import Profiling, WantedProfile
 )
 def test_a_profile_is_asked_for_in_a_word(text, wanted):
     assert WantedProfile.parse(text) == wanted
-    assert Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text}).profile == wanted
+    assert TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text}).profile == wanted
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_a_profile_is_asked_for_in_a_word(text, wanted):
 )
 def test_a_word_that_names_none_is_refused(text, why):
     with pytest.raises(EnvironmentMismatchError, match=why):
-        Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text})
+        TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text})
 
 
 def test_a_profile_without_a_timeline_is_refused():
     with pytest.raises(EnvironmentMismatchError, match="POPDIST_TIMELINE is not, .*; set both"):
-        Asked.from_environ({"POPDIST_PROFILE": "jax"})
+        TimelineOptions.from_environ({"POPDIST_PROFILE": "jax"})
 
 
 def test_a_profiler_that_cannot_be_imported_is_refused_at_the_start(tmp_path):

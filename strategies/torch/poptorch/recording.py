@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from collectives.instruments import Instrument
 from popdist.instance import Instance
-from popdist.timeline.asked import FOLDER_VARIABLE, Asked
+from popdist.timeline.asked import FOLDER_VARIABLE, TimelineOptions
 from strategies.torch.poptorch.errors import ConfigFileError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
     if folder not in _recordings:
         _tell(folder)
         alone = Instance(0, 1, num_replicas, 0, num_replicas, 0)
-        _recordings[folder] = Timeline(Asked(folder), alone, os.environ)
+        _recordings[folder] = Timeline(TimelineOptions(folder), alone, os.environ)
     return _recordings[folder].instruments
 
 
