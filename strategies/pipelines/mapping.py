@@ -7,8 +7,7 @@ from typing import Any, TypeGuard
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import integer, positive
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
-from strategies.pipelines.schedules.schedule import Schedule
+from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named
 from strategies.pipelines.timetable import Places
 
 _ALL_DEVICES = -1

@@ -14,7 +14,7 @@ from jax.extend import core
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.numbers import positive
-from strategies.pipelines.automatic import choose_for
+from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
     DeviceMapping,
     Stage,
@@ -25,14 +25,12 @@ from strategies.pipelines.mapping import (
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
-from strategies.pipelines.running.executables import Executables
-from strategies.pipelines.running.replica_run import Keeping, Outputs
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
 from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Watch
 from strategies.pipelines.running.stage_plan import StagePlan
-from strategies.pipelines.running.stages import Staged
-from strategies.pipelines.schedules.registry import PipelineSchedule
-from strategies.pipelines.schedules.schedule import Schedule
-from strategies.pipelines.schedules.sequential import serialized
+from strategies.pipelines.running.stage_programs import Executables
+from strategies.pipelines.running.staged import Staged
+from strategies.pipelines.schedules import PipelineSchedule, Schedule, serialized
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing
@@ -242,12 +240,14 @@ class Pipelining:
             staged, blocks = in_blocks(staged)
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
-        out = Outputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
+        out = MicroBatchOutputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
         stages = StagePlan(executables, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
 
-    def _keeping(self, blocks: frozenset[int]) -> Keeping:
-        return Keeping(self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks)
+    def _keeping(self, blocks: frozenset[int]) -> StashPolicy:
+        return StashPolicy(
+            self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks
+        )
 
     def widths(self, timetable: Timetable) -> list[int]:
         """For each stage how many functions it has."""

@@ -8,11 +8,8 @@ from functools import cached_property
 
 from strategies.numbers import integer, positive
 from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
-from strategies.pipelines.pictures.panel import Panel, unit_of
-from strategies.pipelines.pictures.svg import WIDTH, draw_svg
-from strategies.pipelines.pictures.text import COLUMNS, draw_text
-from strategies.pipelines.schedules.registry import PipelineSchedule
-from strategies.pipelines.schedules.sequential import serialized
+from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, unit_of
+from strategies.pipelines.schedules import PipelineSchedule, serialized
 from strategies.pipelines.times import StageTimes, equal_times
 from strategies.pipelines.timetable import Timed, Timetable, bubble_share
 from strategies.switches import require_switches
@@ -67,10 +64,6 @@ class Plan:
     def text(self, columns: int = COLUMNS) -> str:
         """The timetable as lines of at most so many columns; see `draw_text`."""
         return draw_text(self.panel, columns)
-
-    def svg(self, width: int = WIDTH) -> str:
-        """The timetable as a picture of so many pixels; see `draw_svg`."""
-        return draw_svg([self.panel], width)
 
     def __str__(self) -> str:
         unit = unit_of(max([*self.times.whole, *self.times.update]), self.in_seconds)

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, moves, slowest
-from strategies.pipelines.pictures.panel import Panel, unit_of
-from strategies.pipelines.pictures.perfetto import perfetto
-from strategies.pipelines.pictures.svg import WIDTH, draw_svg
-from strategies.pipelines.pictures.text import COLUMNS, draw_text
+from strategies.pipelines.advice import WORTH, Cut, better_cut, even_length, moves, slowest
+from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, perfetto, unit_of
 from strategies.pipelines.times import StageTimes, measured_times
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, bubble_share
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,6 @@ class Trace:
     def text(self, columns: int = COLUMNS) -> str:
         """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
         return "\n".join(draw_text(panel, columns) for panel in self.panels)
-
-    def svg(self, width: int = WIDTH) -> str:
-        """What was done as a picture of so many pixels; see `draw_svg`."""
-        return draw_svg(self.panels, width)
 
     def perfetto(self) -> str:
         """What was done, for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
@@ -152,7 +145,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
         ValueError: if actions of it are missing, or it is more than one update.
     """
     ordered = sorted(spans, key=lambda span: (span.begin_s, span.end_s))
-    actions: list[list[Action]] = [[] for _ in range(1 + max(span.device for span in spans))]
+    actions: list[list[StageAction]] = [[] for _ in range(1 + max(span.device for span in spans))]
     places: list[set[int]] = [set() for _ in range(1 + max(span.action.stage for span in spans))]
     for span in ordered:
         actions[span.device].append(span.action)
@@ -161,7 +154,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
         tuple(map(tuple, actions)),
         tuple(tuple(sorted(devices)) for devices in places),
         1 + max((span.action.micro_batch or 0 for span in spans), default=0),
-        any(span.action.kind is not Kind.FORWARD for span in spans),
+        any(span.action.kind is not ActionKind.FORWARD for span in spans),
         _is_in_turn(spans),
     )
 

@@ -33,7 +33,7 @@ class _Nameless:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
-class Extended:
+class CapturingVariables:
     """Variables, and handles by their tags."""
 
     variables: Variables
@@ -44,7 +44,7 @@ class Extended:
         return ((_Nameless(), self.variables), (jax.tree_util.GetAttrKey("captured"), self.handles)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> Extended:
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> CapturingVariables:
         """See JAX's `register_pytree_with_keys_class`."""
         return cls(*children)
 
@@ -81,19 +81,19 @@ class Captures:
             return variables
         lead = () if self.accumulates else (self.count,)
         handles = {tag: np.zeros((*lead, *shape.shape), shape.dtype) for tag, shape in self.shapes.items()}
-        return Extended(variables, handles)
+        return CapturingVariables(variables, handles)
 
     def trainable(self, trainable: Any) -> Any:
         """Which of those are, where a tree of bools says which variables are."""
         is_tree = trainable is not None and not callable(trainable)
-        return Extended(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
+        return CapturingVariables(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
 
     def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """The loss of what is trained, where `loss_fn` is that of variables."""
         if not self.shapes:
             return loss_fn
 
-        def extended(trained: Extended, *arguments: Any) -> Any:
+        def extended(trained: CapturingVariables, *arguments: Any) -> Any:
             number = get_current_iteration_counter()
             handles = trained.handles
             if not self.accumulates:
@@ -111,22 +111,25 @@ class Captures:
             return optimizer
         own = optax.with_extra_args_support(optimizer)
 
-        def init(trained: Extended) -> CapturingState:
+        def init(trained: CapturingVariables) -> CapturingState:
             dtypes = accumulator_dtypes(trained.handles, self.dtype)
             leaves, structure = jax.tree.flatten(trained.handles)
             zeros = [jnp.zeros(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
             return CapturingState(own.init(trained.variables), jax.tree.unflatten(structure, zeros))
 
         def update(
-            gradients: Extended, state: CapturingState, trained: Extended | None = None, **extra: Any
-        ) -> tuple[Extended, CapturingState]:
+            gradients: CapturingVariables,
+            state: CapturingState,
+            trained: CapturingVariables | None = None,
+            **extra: Any,
+        ) -> tuple[CapturingVariables, CapturingState]:
             captured = gradients.handles
             if not self.accumulates and not self.is_sum:
                 captured = jax.tree.map(lambda leaf: leaf * self.count, captured)
             variables = None if trained is None else trained.variables
             changes, new = own.update(gradients.variables, state.optimizer, variables, captured_grads=captured, **extra)
             still = jax.tree.map(jnp.zeros_like, gradients.handles)
-            return Extended(changes, still), CapturingState(new, captured)
+            return CapturingVariables(changes, still), CapturingState(new, captured)
 
         return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 

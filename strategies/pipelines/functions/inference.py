@@ -13,11 +13,11 @@ import numpy as np
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
 from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.running.executables import Executables
 from strategies.pipelines.running.micro_batch import counting
-from strategies.pipelines.running.replica_run import Given, Outputs, ReplicaRun
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, ReplicaStages, StepArguments
 from strategies.pipelines.running.stage_gradients import Watch
-from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.stage_programs import Executables, StagePrograms
+from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices
@@ -73,7 +73,7 @@ class Inference:
         graph = Graph.of(closed)
         refuse_other_shards(graph, timetable.mapping)
         self._staged = Staged(cut_in_stages(graph, widths), tuple(shapes), varying=varying)
-        self._outputs = Outputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
+        self._outputs = MicroBatchOutputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
         executables = Executables(replicas.devices.compile)
         numbers = range(len(self._staged.segments))
         self._programs = [StagePrograms(self._staged, number, Accumulators(), executables) for number in numbers]
@@ -102,18 +102,18 @@ class Inference:
 
     def _run(
         self, grid: DeviceGrid, position: int, variables: Any, elements: Sequence[Sequence[Any]], begin_s: float
-    ) -> tuple[ReplicaRun, Drive]:
+    ) -> tuple[ReplicaStages, Drive]:
         devices = [column.device_of(position) for column in grid.columns]
-        run = ReplicaRun(self._staged, self._programs, self._timetable.mapping, devices)
+        run = ReplicaStages(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
         each: dict[int, Sequence[Any]] = dict(enumerate(zip(*elements, strict=True), self._count))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
         lasting = dict(enumerate(jax.tree.leaves(variables)))
         lasting[number + 1] = np.int32(grid.replicas[position])
-        run.prepare(Given(lasting, each, {}))
+        run.prepare(StepArguments(lasting, each, {}))
         return run, Drive(self._course, run.perform, begin_s)
 
-    def _begin(self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaRun, Drive]]) -> Sequence[Any]:
+    def _begin(self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaStages, Drive]]) -> Sequence[Any]:
         return column.begin(lambda position: runs[position][1].follow(device), self._fail)
 
     def _fail(self, error: BaseException) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.outcome import Outcome
 from strategies.pipelines.functions.captures import Captures
-from strategies.pipelines.functions.closures import tracers_in
 from strategies.pipelines.functions.inference import Inference
 from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
-from strategies.pipelines.functions.stage_functions import StageFunctions, listed
+from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import counting, knowing
 from strategies.pipelines.trace import Trace

@@ -12,8 +12,8 @@ import numpy as np
 
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.pipelines.running.micro_batch import counting
-from strategies.pipelines.running.replica_run import Given
-from strategies.pipelines.running.stages import Staged
+from strategies.pipelines.running.replica_run import StepArguments
+from strategies.pipelines.running.staged import Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
 
@@ -130,7 +130,9 @@ class Arguments:
                         "stage already; use it in the stage that makes it only"
                     )
 
-    def given(self, variables: Sequence[Any], rows: Sequence[Any], index: Any, control: Any, model_state: Any) -> Given:
+    def given(
+        self, variables: Sequence[Any], rows: Sequence[Any], index: Any, control: Any, model_state: Any
+    ) -> StepArguments:
         """The arguments of a step of a replica.
 
         Args:
@@ -149,7 +151,7 @@ class Arguments:
         first = dict(zip(state, jax.tree.leaves(model_state), strict=True))
         first[total] = np.zeros(len(self.program.names), np.float32)
         lasting = {**dict(zip(of_variables, variables, strict=True)), own: index, words: control}
-        return Given(lasting, each, first)
+        return StepArguments(lasting, each, first)
 
 
 def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:

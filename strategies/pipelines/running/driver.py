@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.pipelines.timetable import Action, Timed, Timetable
+from strategies.pipelines.timetable import StageAction, Timed, Timetable
 
-Perform = Callable[[int, Action], None]
+Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
 
 _ALL: AbstractContextManager[Any] = nullcontext()
@@ -22,7 +22,7 @@ class AbandonedError(Exception):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledAction:
     """An action of a device.
 
     Attributes:
@@ -31,7 +31,7 @@ class Turn:
         gives: the number of the signal that it gives; None if nobody waits for it.
     """
 
-    action: Action
+    action: StageAction
     needs: tuple[int, ...]
     gives: int | None
 
@@ -45,7 +45,7 @@ class Course:
         signals: how many there are.
     """
 
-    devices: tuple[tuple[Turn, ...], ...]
+    devices: tuple[tuple[ScheduledAction, ...], ...]
     signals: int
 
     @classmethod
@@ -61,7 +61,7 @@ class Course:
         return cls(
             tuple(
                 tuple(
-                    Turn(
+                    ScheduledAction(
                         action,
                         tuple(numbers[part] for part in _elsewhere(timetable, device, action)),
                         numbers.get((device, action)),
@@ -74,7 +74,7 @@ class Course:
         )
 
 
-def _elsewhere(timetable: Timetable, device: int, action: Action) -> list[tuple[int, Action]]:
+def _elsewhere(timetable: Timetable, device: int, action: StageAction) -> list[tuple[int, StageAction]]:
     """The parts of other devices in what has to be done before an action."""
     return [
         (other, needed)

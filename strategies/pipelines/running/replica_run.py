@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.pipelines.running.stages import Staged, StagePrograms
-from strategies.pipelines.timetable import Action, Kind, Places
+from strategies.pipelines.running.stage_programs import StagePrograms
+from strategies.pipelines.running.staged import Staged
+from strategies.pipelines.timetable import ActionKind, Places, StageAction
 from strategies.programs.segments import Segment
 from strategies.updates.update import HOST_MEMORY
 
 
 @dataclass(frozen=True)
-class Given:
+class StepArguments:
     """The arguments of a step.
 
     Attributes:
@@ -46,7 +47,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class StashPolicy:
     """What is kept of micro-batches for backward passes, and where.
 
     Attributes:
@@ -67,7 +68,7 @@ class Keeping:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class MicroBatchOutputs:
     """What each micro-batch puts out.
 
     Attributes:
@@ -79,10 +80,10 @@ class Outputs:
     results: range
 
 
-_KEEPING = Keeping()
+_KEEPING = StashPolicy()
 
 
-class ReplicaRun:
+class ReplicaStages:
     """The actions of one replica; those of different devices are carried out at once.
 
     Args:
@@ -104,7 +105,7 @@ class ReplicaRun:
         programs: Sequence[StagePrograms],
         mapping: Places,
         devices: Sequence[jax.Device],
-        keeping: Keeping = _KEEPING,
+        keeping: StashPolicy = _KEEPING,
     ) -> None:
         self._staged = staged
         self._programs = programs
@@ -125,7 +126,7 @@ class ReplicaRun:
         self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
         self.sums: list[list[Any] | None] = [None] * len(programs)
 
-    def prepare(self, given: Given) -> None:
+    def prepare(self, given: StepArguments) -> None:
         """Take the arguments of a step."""
         self._given = given
         self.carried: dict[int, Any] = dict(given.first)
@@ -135,15 +136,15 @@ class ReplicaRun:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._cotangents: dict[tuple[int, int, int], Any] = {}
 
-    def perform(self, device: int, action: Action) -> None:
+    def perform(self, device: int, action: StageAction) -> None:
         """A device's part of an action that is no update; returns when it is done."""
         assert action.micro_batch is not None
         for number in self.segments_of(device, action.stage):
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 self._forward(number, action.micro_batch, self._devices[device])
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUTS):
                 self._backward_inputs(number, action.micro_batch, self._devices[device])
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHTS):
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
@@ -213,9 +214,9 @@ class ReplicaRun:
 
     def release(self) -> None:
         """Let go of the arguments of the step, of which nothing is left to do."""
-        self._given = Given({}, {}, {})
+        self._given = StepArguments({}, {}, {})
 
-    def outputs_of(self, outputs: Outputs) -> list[Any]:
+    def outputs_of(self, outputs: MicroBatchOutputs) -> list[Any]:
         """For each micro-batch what it has put out."""
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]

@@ -19,9 +19,9 @@ from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.pipelines.running.driver import AbandonedError, Drive
-from strategies.pipelines.running.replica_run import ReplicaRun, back_on
+from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
-from strategies.pipelines.timetable import Action, Kind, Timed
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
@@ -113,7 +113,7 @@ class StageGradients(ReplicaGradients):
         self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = plan.buckets_in(self._memory)
         at_once = _at_once(plan, grid)
-        self._runs = [_Run(plan, grid, position, at_once) for position in range(len(grid.replicas))]
+        self._runs = [_ReplicaStep(plan, grid, position, at_once) for position in range(len(grid.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -155,7 +155,7 @@ class StageGradients(ReplicaGradients):
                     of_buffer.append(borrow(array))
             yield bucket, contributions
 
-    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+    def _finished(self, run: _ReplicaStep, number: int) -> Sequence[jax.Array]:
         """The buffers of a bucket, when a replica has filled them."""
         if self.buckets[number] is self.buckets[-1]:
             return run.end()
@@ -207,7 +207,7 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
-class _Run:
+class _ReplicaStep:
     """One local replica.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Run:
         for finished in self.finished:
             finished.clear()
         if self.is_broken:  # no buffers yet, or what is left of donated ones
-            self._replica = ReplicaRun(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
+            self._replica = ReplicaStages(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
         self.is_broken = False
@@ -277,13 +277,13 @@ class _Run:
                 finished.set()
             raise
 
-    def _perform(self, device: int, action: Action) -> None:
+    def _perform(self, device: int, action: StageAction) -> None:
         self._instruments.replica_begins(self._number, action.stage)
         self._carry_out(device, action)
         self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
 
-    def _carry_out(self, device: int, action: Action) -> None:
-        if action.kind is not Kind.UPDATE:
+    def _carry_out(self, device: int, action: StageAction) -> None:
+        if action.kind is not ActionKind.UPDATE:
             self._replica.perform(device, action)
             return
         for segment in self._replica.segments_of(device, action.stage):

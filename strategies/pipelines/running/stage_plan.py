@@ -19,9 +19,9 @@ from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
-from strategies.pipelines.running.executables import Executables
-from strategies.pipelines.running.replica_run import Keeping, Outputs
-from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
+from strategies.pipelines.running.stage_programs import Executables, StagePrograms
+from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
@@ -83,8 +83,8 @@ class StagePlan:
         staged: Staged,
         timetable: Timetable,
         shards: Shards | None,
-        keeping: Keeping,
-        outputs: Outputs,
+        keeping: StashPolicy,
+        outputs: MicroBatchOutputs,
     ) -> None:
         self.program = program
         self.arguments = arguments
@@ -174,7 +174,7 @@ class StagePlan:
         return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
 
     def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
-        """What stages keep of micro-batches for backward passes, as `ReplicaRun.kept_bytes` counts it."""
+        """What stages keep of micro-batches for backward passes, as `ReplicaStages.kept_bytes` counts it."""
         found = []
         for stage, own in enumerate(self.staged.numbers):
             of_segments = [

@@ -5,7 +5,7 @@ import pytest
 
 import strategies
 from strategies.pipelines.mapping import checked_count, places_of, refuse_idle_devices, schedule_for
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from strategies.pipelines.pictures.perfetto import perfetto
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Action, Kind, Timed, placed
+from strategies.pipelines.pictures import perfetto
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, placed
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_events_of_a_thread_do_not_overlap_and_are_in_order(events):
 
 
 def test_times_are_microseconds():
-    text = perfetto({0: [Timed(1, Action(Kind.BACKWARD, 2, 3), 0.5, 0.502)]})
+    text = perfetto({0: [Timed(1, StageAction(ActionKind.BACKWARD, 2, 3), 0.5, 0.502)]})
     (event,) = [one for one in json.loads(text)["traceEvents"] if one["ph"] == "X"]
     assert event["ts"] == 500_000
     assert event["dur"] == pytest.approx(2000)

@@ -71,11 +71,10 @@ def test_a_table_of_times_has_their_unit():
     assert lines[3].split() == ["1", "1", "20", "50", "1"]
 
 
-def test_pictures_show_the_same_timetable():
+def test_the_picture_shows_the_same_timetable():
     made = plan(2, 4, PipelineSchedule.Interleaved)
     assert made.text().splitlines()[0] == str(made).splitlines()[0]
-    assert len(re.findall("forward of stage", made.svg())) == 8
-    assert 'width="700"' in made.svg(700)
+    assert len(re.findall(r"\bF\d", made.text())) == 2 * 4
 
 
 def test_stages_may_be_functions():

@@ -2,10 +2,9 @@
 
 import pytest
 
-from strategies.pipelines.pictures.panel import Panel, round_step, unit_of
-from strategies.pipelines.pictures.text import draw_text
-from strategies.pipelines.schedules.registry import schedule_named, schedules_by_name
-from strategies.pipelines.timetable import Action, Kind, Timed, placed
+from strategies.pipelines.pictures import Panel, draw_text, round_step, unit_of
+from strategies.pipelines.schedules import SCHEDULES, schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, placed
 
 
 def panel(name, mapping, micro_batches, training=True, factor=1.0):
@@ -46,7 +45,7 @@ def test_a_device_has_a_line_for_each_of_its_stages_and_is_not_idle_in_one_of_th
 
 
 @pytest.mark.parametrize("columns", [40, 72, 100, 160])
-@pytest.mark.parametrize("name", sorted(schedules_by_name()))
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_lines_are_not_longer_than_they_may_be(name, columns):
     text = draw_text(panel(name, [0, 1, 2], 24), columns)
     assert max(map(len, text.splitlines())) <= columns
@@ -75,7 +74,7 @@ def test_of_long_pipelines_the_middle_is_left_out():
 
 
 def test_a_number_that_would_be_cut_is_left_out():
-    whole = [Timed(0, Action(Kind.FORWARD, 0, number), number, number + 1) for number in range(100, 161)]
+    whole = [Timed(0, StageAction(ActionKind.FORWARD, 0, number), number, number + 1) for number in range(100, 161)]
     pieces = lanes(draw_text(Panel("", tuple(whole), False), 80))
     assert any(len(piece) % 5 for piece in pieces), "boundaries are in the middle of some of them"
     for piece in pieces:
@@ -85,9 +84,9 @@ def test_a_number_that_would_be_cut_is_left_out():
 
 def test_actions_that_take_no_time_are_seen():
     spans = (
-        Timed(0, Action(Kind.FORWARD, 0, 0), 0, 1),
-        Timed(0, Action(Kind.BACKWARD, 0, 0), 1, 3),
-        Timed(0, Action(Kind.UPDATE, 0, None), 3, 3),
+        Timed(0, StageAction(ActionKind.FORWARD, 0, 0), 0, 1),
+        Timed(0, StageAction(ActionKind.BACKWARD, 0, 0), 1, 3),
+        Timed(0, StageAction(ActionKind.UPDATE, 0, None), 3, 3),
     )
     assert lanes(draw_text(Panel("", spans, False)))[0].endswith("-U")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,96 +19,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient, accumulated, mapped
-from strategies.pipelines.running.executables import Executables
+from strategies.comparing.program_text import lines_of
+from strategies.gradients.accumulation import accumulated, mapped
+from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
+from strategies.programs.jaxpr import Graph, Group, Variable, cut, every_equation, variables
+from strategies.programs.program import Program
 from strategies.programs.segments import Part, Segment
 
+Compile = Callable[[Callable[..., Any], Sequence[int]], Program]
+"""(Function, which arguments are donated) -> the program of it."""
 
-@dataclass(frozen=True)
-class Staged:
-    """What a replica computes of one micro-batch, cut into stages.
 
-    Attributes:
-        stages: for each stage its segments, one for each of its functions.
-        arguments: the shapes and dtypes of the flat arguments.
-        weights: the numbers of the arguments that are differentiated.
-        varying: the numbers of the arguments that are others for each micro-batch.
-        carried: for arguments among them the results that are the arguments of the next micro-batch.
-        loss: the number of the result that is differentiated; None where nothing is learned.
+class Executables:
+    """Compiles functions, and knows again what it has compiled.
+
+    Args:
+        compile_program: makes programs of functions.
     """
 
-    stages: tuple[tuple[Segment, ...], ...]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    weights: tuple[int, ...] = ()
-    varying: frozenset[int] = frozenset()
-    carried: Mapping[int, int] = field(default_factory=dict)
-    loss: int | None = None
+    def __init__(self, compile_program: Compile) -> None:
+        self._compile = compile_program
+        self._programs: dict[Any, Program] = {}
 
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """Those of all stages, in their order."""
-        return tuple(segment for stage in self.stages for segment in stage)
+    def __len__(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
 
-    @cached_property
-    def numbers(self) -> tuple[range, ...]:
-        """For each stage the numbers of its segments."""
-        ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
-        return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
+    def compiled(
+        self, device: jax.Device, function: Callable[..., Any], shapes: Sequence[Any], donated: Sequence[int] = ()
+    ) -> Any:
+        """The executable of a function for arguments of some shapes on a device.
 
-    @cached_property
-    def shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of what stages hand on."""
-        found: dict[int, jax.ShapeDtypeStruct] = {}
-        for segment in self.segments:
-            given = [self.arguments[place] for place in segment.inputs] + [found[number] for number in segment.takes]
-            made = jax.eval_shape(lambda *values, one=segment: tuple(one.function(*values)), *given)
-            found.update(zip(segment.gives, made[len(segment.parts) :], strict=True))
-        return found
-
-    @cached_property
-    def learning(self) -> frozenset[int]:
-        """The numbers of what stages hand on that have gradients: floating-point numbers that weights decide."""
-        if self.loss is None:
-            return frozenset()
-        found: set[int] = set()
-        for segment in self.segments:
-            if set(segment.inputs) & set(self.weights) or found & set(segment.takes):
-                found |= {number for number in segment.gives if is_learning(self.shapes[number])}
-        return frozenset(found)
-
-    def takers(self, value: int) -> list[int]:
-        """The numbers of the segments that take what another one gives."""
-        return [number for number, segment in enumerate(self.segments) if value in segment.takes]
-
-    def readers(self, argument: int) -> list[int]:
-        """The numbers of the segments that read an argument."""
-        return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
+        Args:
+            device: where it runs.
+            function: of flat arguments.
+            shapes: of the arguments.
+            donated: which of them are used up.
+        """
+        closed = jax.make_jaxpr(function)(*shapes)
+        key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
+        if key not in self._programs:
+            self._programs[key] = self._compile(function, donated)
+        return self._programs[key].compiled(device, *shapes)
 
 
-def is_learning(shape: Any) -> bool:
-    """Whether something can have a gradient."""
-    return bool(jnp.issubdtype(shape.dtype, jnp.inexact))
-
-
-@dataclass(frozen=True)
-class Accumulators:
-    """How the gradients of a stage's weights are added up over the micro-batches.
-
-    Attributes:
-        shapes: of the accumulators, by the numbers of the arguments.
-        method: how.
-        count: of micro-batches.
-        map_gradient: of each micro-batch, before; None for none.
-        keeps_bad: see `mapped`.
-    """
-
-    shapes: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
-    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
-    count: int = 1
-    map_gradient: MapGradient | None = None
-    keeps_bad: bool = False
+def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
+    """Whether what it computes is in its text: all but what it calls in Python."""
+    return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
 
 
 class StagePrograms:
@@ -428,8 +386,4 @@ def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
 
 
 def _movements(graph: Graph) -> set[int]:
-    return {number for number, equation in enumerate(graph.equations) if _is_movement(equation)}
-
-
-def _is_movement(equation: Equation) -> bool:
-    return bool(equation.primitive.name in MOVEMENTS)
+    return {number for number, equation in enumerate(graph.equations) if equation.primitive.name in MOVEMENTS}
