@@ -20,8 +20,8 @@ import numpy as np
 
 from popdist.spawned import refuse_while_spawned
 from strategies.data.layout import Layout
-from strategies.data.random_access import Elements, RandomAccess, RandomAccessSource, Steps
-from strategies.data.sources import Source
+from strategies.data.random_access import IndexedElements, RandomAccess, RandomAccessSource, Steps
+from strategies.data.sources import DataSource
 from strategies.numbers import at_least, positive
 from strategies.roles import Batch, Data, Element
 
@@ -86,7 +86,7 @@ class GrainSource:
         if len(self.dataset) >= ENDLESS:
             raise ValueError("the data set repeats for ever; leave repeat() out: every epoch goes through it once")
 
-    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """The local replicas' share; ValueError if it does not fill a step."""
         steps = Steps(GrainElements(self.dataset), layout, seed=seed, shuffle=shuffle)
         if self.num_workers == 0:
@@ -96,7 +96,7 @@ class GrainSource:
 
 @final
 @dataclass(frozen=True)
-class GrainElements(Elements):
+class GrainElements(IndexedElements):
     """Those of a `grain.MapDataset`, whose random transforms know the epoch by the index."""
 
     source: RandomAccess
@@ -105,7 +105,7 @@ class GrainElements(Elements):
         return len(self.source)
 
     def read(self, epoch: int, index: int) -> Element:
-        """See `Elements`; ValueError where a filter of grain has left a hole."""
+        """See `IndexedElements`; ValueError where a filter of grain has left a hole."""
         element = self.source[epoch * len(self.source) + index]
         if element is None:
             raise ValueError(
@@ -124,7 +124,7 @@ def as_grain_source(source: Data) -> GrainSource | None:
     return GrainSource(source) if is_map_dataset else None
 
 
-class WorkerSource(Source):
+class WorkerSource(DataSource):
     """Batches that worker processes of grain prepare; each of them every `num_workers`-th step."""
 
     is_random_access = True
@@ -139,7 +139,7 @@ class WorkerSource(Source):
         weakref.finalize(self, _close_all, self._idle)
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`. At the end of an epoch the workers go on with the next one."""
+        """See `DataSource`. At the end of an epoch the workers go on with the next one."""
         workers = self._workers_at(epoch * self.steps + start)
         try:
             for _ in range(start, self.steps):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.sources import Masked, Source, stacked
+from strategies.data.sources import DataSource, Masked, stacked
 from strategies.roles import Batch, Element
 
 
@@ -20,7 +20,7 @@ class RandomAccess(Protocol):
     def __getitem__(self, index: int, /) -> Element: ...
 
 
-class Elements(ABC):
+class IndexedElements(ABC):
     """Elements that can be read in any order; they can be pickled."""
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Elements(ABC):
 
 @final
 @dataclass(frozen=True)
-class SameElements(Elements):
+class SameElements(IndexedElements):
     """The elements of an object with `[i]`: the same ones in every epoch."""
 
     source: RandomAccess
@@ -43,7 +43,7 @@ class SameElements(Elements):
         return len(self.source)
 
     def read(self, epoch: int, index: int) -> Element:
-        """See `Elements`."""
+        """See `IndexedElements`."""
         return self.source[index]
 
 
@@ -62,7 +62,7 @@ class Steps:
         ValueError: if the elements do not fill one step.
     """
 
-    def __init__(self, elements: Elements, layout: Layout, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, elements: IndexedElements, layout: Layout, *, seed: int, shuffle: bool) -> None:
         self.length = len(elements)
         layout.check_length(self.length)
         self.per_epoch = layout.steps(self.length)
@@ -89,7 +89,7 @@ class Steps:
         return self.__dict__ | {"_order": None}
 
 
-class RandomAccessSource(Source):
+class RandomAccessSource(DataSource):
     """Elements that are read in this process, when their batch is asked for."""
 
     is_random_access = True
@@ -100,6 +100,6 @@ class RandomAccessSource(Source):
         self.steps: int = steps.per_epoch
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`."""
+        """See `DataSource`."""
         for step in range(start, self.steps):
             yield self._steps.read(epoch * self.steps + step)

@@ -30,7 +30,7 @@ from strategies.train_state import TrainState
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 
 
-class Task(ABC):
+class EvaluationTask(ABC):
     """What is wanted of every batch. Equal tasks are compiled once.
 
     Attributes:
@@ -58,7 +58,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class LossOfRows(Task):
+class LossOfRows(EvaluationTask):
     """The loss and the metrics of each row, as a batch of one: however many rows count, their mean is over rows."""
 
     title: ClassVar[str] = "evaluation"
@@ -66,7 +66,7 @@ class LossOfRows(Task):
     function: LossFunction
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`: float32 `[rows]` by the names of the metrics."""
+        """See `EvaluationTask`: float32 `[rows]` by the names of the metrics."""
 
         def of_row(row: Any) -> dict[str, jax.Array]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
@@ -75,19 +75,19 @@ class LossOfRows(Task):
         return jax.vmap(of_row)(batch)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`: a `Mean` for each name, added row by row."""
+        """See `EvaluationTask`: a `Mean` for each name, added row by row."""
         return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
 
 
 @dataclass(frozen=True)
-class MetricsOfBatch(Task):
+class MetricsOfBatch(EvaluationTask):
     """Metrics that a function of the user's makes of a whole batch, and of its mask."""
 
     title: ClassVar[str] = "evaluation"
     function: MetricsFunction
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         metrics = self.function(variables, batch, mask, key, *model_state)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
@@ -101,12 +101,12 @@ class MetricsOfBatch(Task):
         return dict(metrics)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
 
 
 @dataclass(frozen=True)
-class Outputs(Task):
+class RowOutputs(EvaluationTask):
     """What the model says of each row.
 
     Attributes:
@@ -119,7 +119,7 @@ class Outputs(Task):
     is_loss: bool
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         returned = self.function(variables, batch, key, *model_state)
         if self.is_loss or isinstance(returned, Outcome):
             returned = Outcome.of(returned).outputs
@@ -142,7 +142,7 @@ class Outputs(Task):
         return jax.tree.map(jnp.asarray, returned)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return computed
 
 
@@ -163,11 +163,13 @@ class EvaluationProgram:
         is_independent: whether it may run on other instances and replicas: it has no collectives.
 
     Raises:
-        ValueError: if the function has feeds, or collectives where each row is alone; or see `Task`.
-        TypeError: see `Task`.
+        ValueError: if the function has feeds, or collectives where each row is alone; or see `EvaluationTask`.
+        TypeError: see `EvaluationTask`.
     """
 
-    def __init__(self, replicas: Replicas, task: Task, options: StepOptions, state: TrainState, rows: Masked) -> None:
+    def __init__(
+        self, replicas: Replicas, task: EvaluationTask, options: StepOptions, state: TrainState, rows: Masked
+    ) -> None:
         self._replicas = replicas
         self._task = task
         self._options = options

@@ -64,7 +64,7 @@ class FeedStream(ABC):
         """The rounds of the local replicas, for as long as there is an element for each."""
 
 
-class Elements(FeedStream):
+class ElementStream(FeedStream):
     """An iterable of elements, each of which is for one replica.
 
     Args:
@@ -121,7 +121,7 @@ class Elements(FeedStream):
             yield [(start + place, elements[place]) for place in places]
 
 
-class OwnElements(FeedStream):
+class OwnElementStreams(FeedStream):
     """An iterable for each local replica.
 
     Args:
@@ -209,10 +209,12 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
             raise ValueError(
                 f"a {type(dataset).__name__} has the elements of each local replica, and mode is {mode}; leave it out"
             )
-        return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElements(_of_iterables(dataset))
+        return (
+            Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(_of_iterables(dataset))
+        )
     if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
-        return Elements(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
-    return Elements(_iterable(dataset), mode)
+        return ElementStream(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
+    return ElementStream(_iterable(dataset), mode)
 
 
 def _numbered(rounds: Iterator[Sequence[Element]]) -> Iterator[Round]:

@@ -137,11 +137,11 @@ class Iteration:
             most = 1 if left is None else min(self.infeed.prefetch_depth, CHUNK)
         exchange = _Exchange(self.program, self.infeed, self.collected, most)
 
-        def chunk(start: _State) -> _State:
+        def chunk(start: _Carry) -> _Carry:
             wanted = jnp.where(start.goes, most if left is None else left(start.number), 0)
             ready, token, elements = exchange(start.token, wanted, start.held, start.buffers)
 
-            def iterate(state: _State) -> _State:
+            def iterate(state: _Carry) -> _Carry:
                 place = state.number - start.number
                 element = [jax.lax.dynamic_index_in_dim(array, place, keepdims=False) for array in elements]
                 token, collected, leaves = self._evaluate(constants, state.token, state.number, element, state.leaves)
@@ -150,7 +150,7 @@ class Iteration:
                     for buffer, array in zip(state.buffers, collected, strict=True)
                 ]
                 number = state.number + 1
-                return _State(number, goes_on(number, leaves), token, leaves, state.held, buffers)
+                return _Carry(number, goes_on(number, leaves), token, leaves, state.held, buffers)
 
             end = jax.lax.while_loop(
                 lambda state: (state.number < start.number + ready) & state.goes & (state.token >= 0),
@@ -164,7 +164,7 @@ class Iteration:
         end = jax.lax.while_loop(
             lambda state: (state.token >= 0) & (state.goes | (state.held > 0)),
             chunk,
-            _State(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
+            _Carry(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
         )
         return [end.token, *end.leaves]
 
@@ -177,7 +177,7 @@ class Iteration:
         return token, results[:count], results[count:]
 
 
-class _State(NamedTuple):
+class _Carry(NamedTuple):
     """What loops in which one call into Python comes between several iterations carry.
 
     Attributes:

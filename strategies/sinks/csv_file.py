@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import final
 
 from strategies.sinks.continued_file import ContinuedFile, Said
-from strategies.sinks.row import STEP, TIME, Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import STEP, TIME, Row, Sink
 
 
 @final

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import final
 
 from strategies.sinks.continued_file import ContinuedFile, Said
-from strategies.sinks.row import STEP, TIME, Number, Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import STEP, TIME, Number, Row, Sink
 
 
 @final

@@ -25,7 +25,7 @@ from strategies.sinks.json_lines import JsonLines
 from strategies.sinks.mlflow_run import EXPERIMENT_VARIABLE, MlflowRun
 from strategies.sinks.prometheus import Prometheus
 from strategies.sinks.sink import Sink
-from strategies.sinks.sinks import Job, Sinks
+from strategies.sinks.sinks import JobFacts, Sinks
 from strategies.sinks.tensorboard import TensorBoard
 from strategies.sinks.wandb_run import WandbRun
 
@@ -33,7 +33,7 @@ _opened: list[Sinks] = []
 _asked: dict[str, Sinks] = {}
 
 
-def open_sinks(wanted: Sequence[str | Sink], job: Job, environ: Mapping[str, str]) -> Sinks:
+def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
     """Those that are wanted, which `opened` has until they are closed.
 
     Args:
@@ -57,7 +57,7 @@ def open_sinks(wanted: Sequence[str | Sink], job: Job, environ: Mapping[str, str
     return sinks
 
 
-def asked_sinks(job: Job, environ: Mapping[str, str]) -> list[Sinks]:
+def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
     """Those that the environment asks for, one time in a process, however often this is called.
 
     Args:
@@ -86,7 +86,7 @@ def opened() -> Sequence[Sinks]:
     return tuple(_opened)
 
 
-def sink_of(word: MetricWord, job: Job, environ: Mapping[str, str]) -> Sink:
+def sink_of(word: MetricWord, job: JobFacts, environ: Mapping[str, str]) -> Sink:
     """What a word stands for; nothing is opened."""
     run = environ.get(RUN_VARIABLE, "")
     if word.kind == CSV:

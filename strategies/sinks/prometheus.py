@@ -14,9 +14,8 @@ from socketserver import ThreadingMixIn
 from typing import Any, final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from strategies.sinks.row import Number, Row
-from strategies.sinks.sink import Sink
-from strategies.sinks.sinks import Job
+from strategies.sinks.sink import Number, Row, Sink
+from strategies.sinks.sinks import JobFacts
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -27,7 +26,7 @@ CLIENT_LIMIT_S = 10.0
 
 
 @dataclass
-class _State:
+class _Totals:
     """What is known so far.
 
     Attributes:
@@ -56,12 +55,12 @@ class Prometheus(Sink):
 
     way_out = "name another address of this host"
 
-    def __init__(self, host: str, port: int, job: Job, client_limit_s: float = CLIENT_LIMIT_S) -> None:
+    def __init__(self, host: str, port: int, job: JobFacts, client_limit_s: float = CLIENT_LIMIT_S) -> None:
         self.name = f"prometheus:{host}:{port}"
         self._at = host, port
         self._job = job
         self._client_limit_s = client_limit_s
-        self._state = _State()
+        self._state = _Totals()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,7 +84,7 @@ class Prometheus(Sink):
 
     def write(self, rows: Sequence[Row]) -> None:
         """See `Sink`; who asks gets the state from before or behind all rows."""
-        state = _State(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
+        state = _Totals(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
         for row in rows:
             state.numbers.update(row.values)
             if row.is_training:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from popdist.records import Waits
-from strategies.sinks.delivery import MOST, Delivery
-from strategies.sinks.row import Reading, Row, is_scalar, reading_of
-from strategies.sinks.sink import Sink
+from strategies.sinks.delivery import MOST, SinkDelivery
+from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -22,7 +21,7 @@ WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFacts:
     """What sinks ask about the job.
 
     Attributes:
@@ -54,11 +53,11 @@ class Sinks:
             is only said.
     """
 
-    def __init__(self, sinks: Sequence[Sink], job: Job) -> None:
+    def __init__(self, sinks: Sequence[Sink], job: JobFacts) -> None:
         self._sinks = sinks
         self._job = job
         self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes
-        self._deliveries: list[Delivery] = []
+        self._deliveries: list[SinkDelivery] = []
         self._is_closed = self._has_left_out = False
         self._at_close: list[Callable[[Sinks], object]] = []
         if job.is_chief():
@@ -120,7 +119,7 @@ class Sinks:
             delivery.add(row)
 
     def wait(self, limit_s: float = WAIT_S) -> None:
-        """Return when what has come is written, where this instance writes; see `Delivery.wait`."""
+        """Return when what has come is written, where this instance writes; see `SinkDelivery.wait`."""
         for delivery in self._deliveries:
             delivery.wait(limit_s)
 
@@ -151,7 +150,7 @@ class Sinks:
         """Begin to write."""
         if is_first:
             self._open_all()
-        self._deliveries = [Delivery(sink, is_open=is_first) for sink in self._sinks]
+        self._deliveries = [SinkDelivery(sink, is_open=is_first) for sink in self._sinks]
         for delivery in self._deliveries:
             delivery.start()
 

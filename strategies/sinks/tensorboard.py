@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from strategies.sinks.row import Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import Row, Sink
 
 _numbers = itertools.count()
 _VERSION = "brain.Event:2"
