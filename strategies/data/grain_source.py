@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -173,7 +173,7 @@ class _Workers:
         limits = grain.experimental.DatasetOptions(min_shm_size=_min_shared_bytes())
         batches = grain.experimental.WithOptionsIterDataset(batches, limits)
         options = grain.MultiprocessingOptions(num_workers, buffer_size)
-        self._batches: Any = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
+        self._batches = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
         self._in_use = threading.RLock()
         atexit.register(self.close)  # before those of multiprocessing, which came earlier
 

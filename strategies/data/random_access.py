@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, stacked
@@ -85,7 +85,7 @@ class Steps:
             self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
         return self._order[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_order": None}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -140,7 +140,7 @@ def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterat
         for elements in zip(*shards, strict=False):
             yield ElementRound(elements, [True] * len(shards))
         return
-    previous: list[Any] = [_ENDED] * len(shards)
+    previous: list[Element] = [_ENDED] * len(shards)
     for elements in zip_longest(*shards, fillvalue=_ENDED):
         valid = [element is not _ENDED for element in elements]
         previous = [new if ok else old for new, old, ok in zip(elements, previous, valid, strict=True)]
@@ -150,7 +150,7 @@ def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterat
         yield ElementRound(previous, valid)
 
 
-def _shard_lengths(source: Data, own_shard: Any, replicas: int) -> list[int] | None:
+def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | None:
     """Lengths of all replicas' shards: their own where they tell, else an even split of the source's."""
     if _length(own_shard) is not None:
         return [len(source.shard(replicas, r)) for r in range(replicas)]

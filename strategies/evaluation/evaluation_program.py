@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Key, Tree, Variables
+from strategies.roles import Batch, Function, Key, Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 
@@ -68,7 +68,7 @@ class LossOfRows(EvaluationTask):
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `EvaluationTask`: float32 `[rows]` by the names of the metrics."""
 
-        def of_row(row: Any) -> dict[str, jax.Array]:
+        def of_row(row: Tree) -> dict[str, jax.Array]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
             return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
 
@@ -115,7 +115,7 @@ class RowOutputs(EvaluationTask):
     """
 
     title: ClassVar[str] = "prediction"
-    function: Callable[..., Any]
+    function: Function
     is_loss: bool
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
@@ -175,7 +175,7 @@ class EvaluationProgram:
         self._options = options
         self._devices = replicas.devices
         self._program = replicas.devices.compile(self._of_replica)
-        self._executables: dict[tuple[jax.Device, int], Callable[..., Any]] = {}
+        self._executables: dict[tuple[jax.Device, int], Function] = {}
         self._has_feeds = False
         self.is_independent = True
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
@@ -217,7 +217,7 @@ class EvaluationProgram:
         counts = [int(mask.sum()) if self._task.is_exact else len(mask) for mask in masks]
         executables = [self._compiled(devices.device_of(place), counts[place]) for place in positions]
 
-        def compute(position: int) -> Any:
+        def compute(position: int) -> Tree:
             variables, model_state = shared[position % len(shared)]
             model_state = rule.with_own(model_state, [one[0] for one in own[position]])
             index = np.int32(devices.replicas[position])
@@ -239,11 +239,11 @@ class EvaluationProgram:
 
         return wait_for_all
 
-    def _told(self, computed: Sequence[Any], masks: Sequence[np.ndarray]) -> Told:
+    def _told(self, computed: Sequence[Tree], masks: Sequence[np.ndarray]) -> Told:
         hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]
         return [(self._task.told(values, mask), mask) for values, mask in zip(hosted, masks, strict=True)]
 
-    def _compiled(self, device: jax.Device, rows: int) -> Callable[..., Any]:
+    def _compiled(self, device: jax.Device, rows: int) -> Function:
         """The program for so many rows; for none of them one that returns zeros."""
         if rows == 0:
             return lambda *arguments: self._nothing

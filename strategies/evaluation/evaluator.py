@@ -7,9 +7,8 @@ may also go to instance 0 alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -64,8 +63,8 @@ class JaxEvaluator:
         self._devices = replicas.devices
         self._loss_fn = loss_fn
         self._options = options
-        self._programs: dict[Any, EvaluationProgram] = {}
-        self._agreed: set[Any] = set()  # the keys of programs that the instances that are there have compared
+        self._programs: dict[Hashable, EvaluationProgram] = {}
+        self._agreed: set[Hashable] = set()  # the keys of programs that the instances that are there have compared
         self._has_warned = False
 
     def evaluate(

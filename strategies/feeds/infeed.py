@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,7 @@ class InfeedQueue:
         self._depth = checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
-        self._opened: Iterator[Any] | None = self._stream.open()
+        self._opened: Iterator[Element] | None = self._stream.open()
         self.spec = self._peek()
         self._replication: Replication | None = None
         self._rounds: Prefetcher[Sequence[Arrays]] | None = None
@@ -365,7 +364,7 @@ def _usual_depth() -> int:
     return 3 if in_force().prefetches else 1
 
 
-def checked_depth(depth: Any) -> int:
+def checked_depth(depth: object) -> int:
     """How much is prepared ahead, as the original allows it.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -162,11 +161,11 @@ class MemoryPlanner:
         ]
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def shapes_of(tree: Any) -> Any:
+def shapes_of(tree: Tree) -> Tree:
     """The shapes and dtypes of a pytree of arrays and numbers."""
     return jax.tree.map(lambda leaf: _shape(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)), tree)
 

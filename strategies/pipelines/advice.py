@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from strategies.pipelines.mapping import checked_count
 from strategies.pipelines.pictures import unit_of
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
 from strategies.pipelines.running.stage_plan import StagePlan
+from strategies.pipelines.running.staged import Array
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.times import StageTimes, measured_times
 from strategies.pipelines.timetable import ActionKind, Places, StageAction, Timed, Timetable
@@ -253,7 +253,7 @@ def _round(plan: StagePlan, devices: Sequence[jax.Device], keeping: StashPolicy)
     return spans, kept
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> Any:
+def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape.shape, shape.dtype)
     return np.zeros(shape.shape, shape.dtype)

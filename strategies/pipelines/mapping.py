@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import TypeGuard
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import integer, positive
 from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named
 from strategies.pipelines.timetable import Places
+from strategies.roles import Function
 
 _ALL_DEVICES = -1
 """In a device mapping: the stage is on all devices of the replica, and may shard what it does over them."""
 
 GREATEST_COUNT = 2**31 - 1
 
-Stage = Callable[..., Any] | Sequence[Callable[..., Any]]
+Stage = Function | Sequence[Function]
 """A function, or a list of functions that run at the same time, with the same arguments."""
 
 DeviceMapping = Sequence[int | Sequence[int]]
@@ -139,7 +140,7 @@ def checked_count(
     return count
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

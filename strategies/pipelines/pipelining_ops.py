@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ from strategies.pipelines.schedules import PipelineSchedule
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace
 from strategies.programs.recomputation import recomputation_checkpoint
+from strategies.roles import Number, Tree
 from strategies.strategy import get_strategy
 from strategies.switches import require_switches, require_switches_or_none
 
@@ -68,12 +68,12 @@ logger = logging.getLogger(__name__)
 
 def pipeline(
     computational_stages: Sequence[Stage],
-    gradient_accumulation_count: Any = None,
+    gradient_accumulation_count: Number = None,
     gradient_accumulation_dtype: AccumulationDtype = None,
     gradient_accumulation_for_captured_grads: bool = True,
     repeat_count: int = 1,
     batch_serialization_iterations: int = 1,
-    inputs: Any = None,
+    inputs: Tree = None,
     infeed_queue: InfeedQueue | None = None,
     outfeed_queue: OutfeedQueue | None = None,
     optimizer_function: OptimizerFunction | None = None,
@@ -92,7 +92,7 @@ def pipeline(
     continuous_weight_updates: bool = False,
     outfeed_loss: bool = False,
     accumulate_outfeed: bool = False,
-    accumulate_outfeed_dtype: Any = None,
+    accumulate_outfeed_dtype: AccumulationDtype = None,
     outfeed_mask: Sequence[bool] | None = None,
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
@@ -224,7 +224,7 @@ def _recomputes(mode: RecomputationMode | None) -> bool:
     return mode is not None if allowed is None else allowed
 
 
-def _check_types(infeed_queue: Any, optimizer_function: Any, recomputation_mode: Any) -> None:
+def _check_types(infeed_queue: object, optimizer_function: object, recomputation_mode: object) -> None:
     if not isinstance(infeed_queue, InfeedQueue | None):
         raise TypeError(f"infeed_queue is {infeed_queue!r}, a {type(infeed_queue).__name__}; use an InfeedQueue")
     if optimizer_function is not None and not callable(optimizer_function):
@@ -251,7 +251,7 @@ def _refuse_sharding_without_offloading(shards: bool | None, offloads: bool | No
         )
 
 
-def _devices_of(mapping: Any, stages: Any) -> int:
+def _devices_of(mapping: object, stages: object) -> int:
     """How many devices a replica spans that nobody else has decided."""
     if isinstance(mapping, Sequence):
         flat = [one for each in mapping for one in (each if isinstance(each, Sequence) else (each,))]
@@ -259,7 +259,7 @@ def _devices_of(mapping: Any, stages: Any) -> int:
     return max(len(stages), 1) if isinstance(stages, Sequence) else 1
 
 
-def _whole(count: Any) -> Any:
+def _whole(count: Number) -> Number:
     """A count that may be an array of one whole number."""
     is_array = isinstance(count, np.ndarray | jax.Array) and not count.ndim
     return int(count) if is_array and jnp.issubdtype(count.dtype, jnp.integer) else count

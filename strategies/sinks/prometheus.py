@@ -146,7 +146,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
         self.set_app(application)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Answer in a thread, unless there are too many clients."""
         if len(self._accepted_s) >= MOST_CLIENTS:
             logger.debug("prometheus: there are %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
@@ -170,7 +170,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().server_close()
         self._cut_off(accepted_before_s=time.monotonic())
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Keep what clients do wrong out of the program's output."""
         logger.debug("prometheus: the client %s was not answered: %s", client_address, sys.exc_info()[1])
 
@@ -184,5 +184,5 @@ class _Server(ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     """A handler that answers one request, and does not log it."""
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

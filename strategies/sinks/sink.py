@@ -91,7 +91,7 @@ class Sink(ABC):
         """End; after an error, too."""
 
 
-def reading_of(values: Mapping[str, Any]) -> Reading:
+def reading_of(values: Mapping[str, object]) -> Reading:
     """Has values read later, where they may still be being computed; others are read now.
 
     Raises:
@@ -106,13 +106,13 @@ def reading_of(values: Mapping[str, Any]) -> Reading:
     return read
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: object) -> bool:
     """Whether a value is a number, or an array of one."""
     is_number = isinstance(value, int | float) or str(getattr(value, "dtype", "")).startswith(_DTYPES)
     return is_number and getattr(value, "shape", ()) == ()
 
 
-def _checked(name: Any) -> str:
+def _checked(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of a metric is {name!r}, which is no text; name it by a string")
     if not name.strip() or not name.isprintable():

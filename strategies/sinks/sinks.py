@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Self, final
 
 from popdist.records import Waits
 from strategies.sinks.delivery import MOST, SinkDelivery
@@ -64,7 +64,7 @@ class Sinks:
             self._begin(is_first=not job.restarts)
         atexit.register(self.close)  # behind all that was registered before, as waiting for the other instances
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, object], step: int) -> None:
         """Write numbers of one's own; to be called on every instance alike, and not a collective call.
 
         Nothing waits for arrays of JAX that are still being computed.
@@ -81,7 +81,7 @@ class Sinks:
             raise TypeError(f"step is {step!r}, which is no whole number; give the number of steps made, as state.step")
         self.add(Row(step.__index__(), reading_of(values)))
 
-    def log_scalars(self, values: Mapping[str, Any], step: int) -> None:
+    def log_scalars(self, values: Mapping[str, object], step: int) -> None:
         """Write those of the numbers that are; the first time that others are left out, say so.
 
         Args:

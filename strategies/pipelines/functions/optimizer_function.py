@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
@@ -47,10 +46,10 @@ class OptimizerFunctionOutput:
 
     opt: optax.GradientTransformation | MapGradientOptimizer
     loss: jax.Array
-    compute_gradients_args: tuple[Any, ...] | None = None
-    compute_gradients_kwargs: Mapping[str, Any] | None = None
-    apply_gradients_args: tuple[Any, ...] | None = None
-    apply_gradients_kwargs: Mapping[str, Any] | None = None
+    compute_gradients_args: tuple[object, ...] | None = None
+    compute_gradients_kwargs: Mapping[str, object] | None = None
+    apply_gradients_args: tuple[object, ...] | None = None
+    apply_gradients_kwargs: Mapping[str, object] | None = None
     variables: Tree = None
     tape: object = None
     gradient_capture_context: GradientCaptureContext | None = None
@@ -115,9 +114,9 @@ class PipelineStageOptions:
         TypeError: if they are no dictionaries.
     """
 
-    convolution_options: Mapping[str, Any] | None = None
-    matmul_options: Mapping[str, Any] | None = None
-    slice_options: Mapping[str, Any] | None = None
+    convolution_options: Mapping[str, object] | None = None
+    matmul_options: Mapping[str, object] | None = None
+    slice_options: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         for name in ("convolution_options", "matmul_options", "slice_options"):
@@ -126,7 +125,7 @@ class PipelineStageOptions:
                 raise TypeError(f"{name} is {given!r}, a {type(given).__name__}; it must be a dictionary")
 
 
-def check_stage_options(name: str, options: Any, stages: int) -> None:
+def check_stage_options(name: str, options: object, stages: int) -> None:
     """Check one `PipelineStageOptions` for each stage.
 
     Raises:
@@ -143,7 +142,7 @@ def check_stage_options(name: str, options: Any, stages: int) -> None:
         )
 
 
-def check_update_options(name: str, options: Any) -> None:
+def check_update_options(name: str, options: object) -> None:
     """Check the options of the update.
 
     Raises:

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from strategies.pipelines.timetable import StageAction, Timed, Timetable
 
 Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
 
-_ALL: AbstractContextManager[Any] = nullcontext()
+_ALL: AbstractContextManager[object] = nullcontext()
 
 
 class AbandonedError(Exception):
@@ -101,7 +100,7 @@ class Drive:
         perform: Perform,
         begin_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
-        at_once: AbstractContextManager[Any] = _ALL,
+        at_once: AbstractContextManager[object] = _ALL,
     ) -> None:
         self._course = course
         self._perform = perform

@@ -6,15 +6,15 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from strategies.pipelines.running.stage_programs import StagePrograms
-from strategies.pipelines.running.staged import Staged
+from strategies.pipelines.running.staged import Array, Staged
 from strategies.pipelines.timetable import ActionKind, Places, StageAction
 from strategies.programs.segments import Segment
+from strategies.roles import Tree
 from strategies.updates.update import HOST_MEMORY
 
 
@@ -28,9 +28,9 @@ class StepArguments:
         first: likewise those that the first micro-batch gets, and that it makes for the next one.
     """
 
-    lasting: Mapping[int, Any]
-    of_each: Mapping[int, Sequence[Any]]
-    first: Mapping[int, Any]
+    lasting: Mapping[int, Array]
+    of_each: Mapping[int, Sequence[Array]]
+    first: Mapping[int, Array]
 
 
 @dataclass
@@ -42,8 +42,8 @@ class _Kept:
         residuals: what the forward pass has made; None where it is run again.
     """
 
-    values: list[Any]
-    residuals: dict[int, Any] | None
+    values: list[Array | None]
+    residuals: dict[int, jax.Array] | None
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,17 @@ class ReplicaStages:
         }
         self._takers = {value: len(staged.takers(value)) for segment in staged.segments for value in segment.gives}
         self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
-        self.sums: list[list[Any] | None] = [None] * len(programs)
+        self.sums: list[list[jax.Array] | None] = [None] * len(programs)
 
     def prepare(self, given: StepArguments) -> None:
         """Take the arguments of a step."""
         self._given = given
-        self.carried: dict[int, Any] = dict(given.first)
-        self.outputs: dict[int, list[Any]] = {}
-        self._handed: dict[tuple[int, int], Any] = {}
+        self.carried: dict[int, Array] = dict(given.first)
+        self.outputs: dict[int, list[Array]] = {}
+        self._handed: dict[tuple[int, int], Array] = {}
         self._left: Counter[tuple[int, int]] = Counter()
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._cotangents: dict[tuple[int, int, int], Any] = {}
+        self._cotangents: dict[tuple[int, int, int], Array] = {}
 
     def perform(self, device: int, action: StageAction) -> None:
         """A device's part of an action that is no update; returns when it is done."""
@@ -159,8 +159,8 @@ class ReplicaStages:
         values += [self._take(micro_batch, value) for value in segment.takes]
         values = self._here(values, device)
         made, residuals = programs.forward(device, values)
-        for part, value in zip(segment.parts, made, strict=False):
-            self._finish(part.result, micro_batch, value)
+        for part, array in zip(segment.parts, made, strict=False):
+            self._finish(part.result, array)
         with self._lock:
             for value, array in zip(segment.gives, made[len(segment.parts) :], strict=True):
                 self._handed[micro_batch, value] = array
@@ -172,7 +172,7 @@ class ReplicaStages:
                 kept, residuals = self._offloaded(segment, kept, device), on_host(residuals, device)
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
-    def _offloaded(self, segment: Segment, kept: Sequence[Any], device: jax.Device) -> list[Any]:
+    def _offloaded(self, segment: Segment, kept: Sequence[Array | None], device: jax.Device) -> list[Array | None]:
         """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
         stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
         return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]
@@ -185,7 +185,7 @@ class ReplicaStages:
         if self._keeping.offloads:
             kept.values, kept.residuals = back_on((kept.values, kept.residuals), device)
         if kept.residuals is None:
-            _, kept.residuals = programs.forward(device, kept.values)
+            kept.residuals = programs.forward_again(device, kept.values)
         cotangents = [
             self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
         ]
@@ -216,7 +216,7 @@ class ReplicaStages:
         """Let go of the arguments of the step, of which nothing is left to do."""
         self._given = StepArguments({}, {}, {})
 
-    def outputs_of(self, outputs: MicroBatchOutputs) -> list[Any]:
+    def outputs_of(self, outputs: MicroBatchOutputs) -> list[Tree]:
         """For each micro-batch what it has put out."""
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
@@ -232,13 +232,13 @@ class ReplicaStages:
 
     # ---- values
 
-    def _argument(self, place: int, micro_batch: int) -> Any:
+    def _argument(self, place: int, micro_batch: int) -> Array:
         given = self._given
         if place in self.carried:
             return self.carried[place]
         return given.of_each[place][micro_batch] if place in given.of_each else given.lasting[place]
 
-    def _take(self, micro_batch: int, value: int) -> Any:
+    def _take(self, micro_batch: int, value: int) -> Array:
         key = (micro_batch, value)
         with self._lock:
             self._left[key] -= 1
@@ -247,28 +247,28 @@ class ReplicaStages:
             del self._left[key]
             return self._handed.pop(key)
 
-    def _here(self, values: list[Any], device: jax.Device) -> list[Any]:
+    def _here(self, values: list[Array], device: jax.Device) -> list[Array]:
         """Values of other devices on this one."""
         if not self._moves:
             return values
         return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
 
-    def _finish(self, result: int, micro_batch: int, value: Any) -> None:
+    def _finish(self, result: int, value: Array) -> None:
         if result in self._results:
             self.carried[self._results[result]] = value
         elif result != self._staged.loss:
             self.outputs.setdefault(result, []).append(value)
 
 
-def on_host(tree: Any, device: jax.Device) -> Any:
+def on_host(tree: Tree, device: jax.Device) -> Tree:
     """A tree with its JAX arrays in host memory."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
 
-def back_on(tree: Any, device: jax.Device) -> Any:
+def back_on(tree: Tree, device: jax.Device) -> Tree:
     """A tree with its JAX arrays in the memory of a device."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device))
 
 
-def _placed(tree: Any, where: jax.sharding.Sharding) -> Any:
+def _placed(tree: Tree, where: jax.sharding.Sharding) -> Tree:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if isinstance(leaf, jax.Array) else leaf, tree)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -21,13 +21,15 @@ from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.pipelines.running.driver import AbandonedError, Drive
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
+from strategies.pipelines.running.stage_programs import CompiledStage
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.roles import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
 """Gets, after each step, for each local replica what its devices did when."""
 
-Take = Callable[[Mapping[int, Sequence[Any]]], None]
+Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 """Gets, after each step, for each local replica the outputs of each of its micro-batches."""
 
 
@@ -64,7 +66,7 @@ class PipelinePlan(ReplicaPlan):
         """See `ReplicaPlan`."""
         return self.stages.sum_bytes
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, CompiledStage]:
         """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
@@ -126,7 +128,7 @@ class StageGradients(ReplicaGradients):
         """See `ReplicaGradients`."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         flat = jax.tree.leaves(variables)
@@ -176,7 +178,7 @@ class StageGradients(ReplicaGradients):
         if self._take is not None:
             self._take({replica: run.outputs for replica, run in runs.items()})
 
-    def kept(self) -> list[list[Any]]:
+    def kept(self) -> list[list[jax.Array]]:
         """See `ReplicaGradients`."""
         return [run.kept for run in self._runs]
 
@@ -196,7 +198,7 @@ class StageGradients(ReplicaGradients):
         return [[*(leaves[number] for number in sorted(leaves)), *own] for leaves, own in zip(found, kept, strict=True)]
 
 
-def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
+def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object]:
     """Lets in all devices of all replicas; where memory is to be saved, as many as there are cores.
 
     What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
@@ -218,7 +220,9 @@ class _ReplicaStep:
         drive: the drivers of the last step.
     """
 
-    def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[object]
+    ) -> None:
         self._plan = plan
         self._at_once = at_once
         self._is_cpu = grid.column(0).is_cpu
@@ -229,9 +233,9 @@ class _ReplicaStep:
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.buckets]
         self.is_broken = True
-        self.kept: list[Any] = []
+        self.kept: list[jax.Array] = []
 
-    def prepare(self, variables: Sequence[Any], arguments: Sequence[Any], others: Any, begin_s: float) -> None:
+    def prepare(self, variables: Sequence[jax.Array], arguments: Sequence[Tree], others: Tree, begin_s: float) -> None:
         """Take the arguments of a step.
 
         Args:
@@ -263,7 +267,7 @@ class _ReplicaStep:
         )
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[Tree]:
         """The outputs of each micro-batch."""
         return self._replica.outputs_of(self._plan.outputs)
 
@@ -299,7 +303,7 @@ class _ReplicaStep:
             self._flags[number] = made[count]
         self.finished[number].set()
 
-    def _sum(self, segment: int, place: int, device: jax.Device) -> Any:
+    def _sum(self, segment: int, place: int, device: jax.Device) -> jax.Array:
         found = self._replica.sums[segment]
         if found is None:  # nothing of it has a gradient
             found = self._plan.stages[segment].zeros(device)

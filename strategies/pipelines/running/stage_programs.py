@@ -9,10 +9,9 @@ forward pass; weights are not, nor what depends on them alone, which is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,26 @@ from jax.extend import core
 
 from strategies.comparing.program_text import lines_of
 from strategies.gradients.accumulation import accumulated, mapped
-from strategies.pipelines.running.staged import Accumulators, Staged
+from strategies.pipelines.running.staged import Accumulators, Array, Staged
 from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import Graph, Group, Variable, cut, every_equation, variables
 from strategies.programs.program import Program
 from strategies.programs.segments import Part, Segment
+from strategies.roles import Function, Tree
 
-Compile = Callable[[Callable[..., Any], Sequence[int]], Program]
+Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
+
+Compile = Callable[[Function, Sequence[int]], Program]
 """(Function, which arguments are donated) -> the program of it."""
+
+
+class CompiledStage(Protocol):
+    """A compiled program, as the part of `jax.stages.Compiled` that pipelines use."""
+
+    out_info: Tree
+
+    def __call__(self, *arguments: Array | None) -> Sequence[jax.Array]:
+        """Compute the results, which may not be ready yet."""
 
 
 class Executables:
@@ -40,15 +51,15 @@ class Executables:
 
     def __init__(self, compile_program: Compile) -> None:
         self._compile = compile_program
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Hashable, Program] = {}
 
     def __len__(self) -> int:
         """How many programs there are."""
         return len(self._programs)
 
     def compiled(
-        self, device: jax.Device, function: Callable[..., Any], shapes: Sequence[Any], donated: Sequence[int] = ()
-    ) -> Any:
+        self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
+    ) -> CompiledStage:
         """The executable of a function for arguments of some shapes on a device.
 
         Args:
@@ -61,12 +72,16 @@ class Executables:
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
             self._programs[key] = self._compile(function, donated)
-        return self._programs[key].compiled(device, *shapes)
+        return cast(CompiledStage, self._programs[key].compiled(device, *shapes))
 
 
 def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
     """Whether what it computes is in its text: all but what it calls in Python."""
     return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
+
+
+FORWARD, INPUTS, WEIGHTS = range(3)
+"""The passes of a stage, in the order of their programs."""
 
 
 class StagePrograms:
@@ -102,10 +117,11 @@ class StagePrograms:
         self._accumulators = accumulators
         self.closed = self._traced()
         self._forward, self._inputs, self._weights, outputs = self._cut()
-        self._handed = _forwarded(outputs)
+        self._outputs = outputs
+        self._handed = outputs.function(*map(_Handed, range(len(outputs.inputs) + len(outputs.takes))))
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
-        self._compiled: dict[jax.Device, list[Callable[..., Any]]] = {}
+        self._compiled: dict[jax.Device, list[CompiledStage | None]] = {}
 
     @cached_property
     def seed(self) -> np.ndarray:
@@ -224,7 +240,7 @@ class StagePrograms:
 
     # ---- compiling
 
-    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def compiled(self, device: jax.Device) -> list[CompiledStage | None]:
         """The executables of the three passes on a device, None for those that have nothing to compute.
 
         They are compiled when they are asked for first.
@@ -233,17 +249,18 @@ class StagePrograms:
             self._compiled[device] = self._compile(device)
         return self._compiled[device]
 
-    def _compile(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def _compile(self, device: jax.Device) -> list[CompiledStage | None]:
         values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.closed.in_avals]
-        kept: dict[int, Any] = {}
-        found: list[Any] = []
+        kept: dict[int, jax.ShapeDtypeStruct] = {}
+        found: list[CompiledStage | None] = []
         for one in self._passes[:2]:
             if one is self._inputs and not self.steep:
                 found.append(None)
                 continue
             given = [values[place] for place in one.inputs] + [kept[number] for number in one.takes]
-            found.append(self._executables.compiled(device, one.function, given))
-            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found[-1].out_info)]
+            program = self._executables.compiled(device, one.function, given)
+            found.append(program)
+            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.out_info)]
             kept.update(zip(one.gives, made[len(one.parts) :], strict=True))
         given = [values[place] for place in self._weights.inputs] + [kept[number] for number in self._weights.takes]
         if not self.weights:
@@ -277,21 +294,40 @@ class StagePrograms:
         taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
         kept = [self.closed.in_avals[place] for place in taken if place in self.needed(forward_again)]
         if not forward_again:
-            forward: Any = self.compiled(device)[0]
+            forward = self.compiled(device)[0]
+            assert forward is not None
             made = dict(zip(self._forward.gives, jax.tree.leaves(forward.out_info), strict=True))
             kept += [made[number] for number in self._kept]
         return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in kept)
 
-    def zeros(self, device: jax.Device) -> list[Any]:
+    def zeros(self, device: jax.Device) -> list[jax.Array]:
         """New accumulators."""
         return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
-    def forward(self, device: jax.Device, values: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The parts and what is given; and what the backward passes read of it, by numbers."""
-        forward = self._forward
-        made = _when_ready(self.compiled(device)[0](*[values[place] for place in forward.inputs]))
-        found = dict(zip(forward.gives, made, strict=True))
-        return [one.of(values, found) for one in self._handed], {number: found[number] for number in self._kept}
+    def forward(self, device: jax.Device, values: Sequence[Array]) -> tuple[list[Array], dict[int, jax.Array]]:
+        """Return the parts and what is given; and what the backward passes read of it, by numbers."""
+        found = self._run_forward(device, values)
+        given = [values[place] for place in self._outputs.inputs] + [found[one] for one in self._outputs.takes]
+        handed = [given[one] if isinstance(one, _Handed) else one for one in self._handed]
+        return handed, {number: found[number] for number in self._kept}
+
+    def forward_again(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        """Return what the backward passes read, made once more of the values that `needed` names."""
+        found = self._run_forward(device, values)
+        return {number: found[number] for number in self._kept}
+
+    def _run_forward(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        made = self._run(device, FORWARD, [values[place] for place in self._forward.inputs])
+        return dict(zip(self._forward.gives, made, strict=True))
+
+    def _run(self, device: jax.Device, number: int, given: Sequence[Array | None]) -> Sequence[jax.Array]:
+        """Run one of the three passes; all of its results are ready when one is."""
+        program = self.compiled(device)[number]
+        assert program is not None
+        results = program(*given)
+        if results:
+            results[-1].block_until_ready()
+        return results
 
     @cached_property
     def _kept(self) -> list[int]:
@@ -304,7 +340,9 @@ class StagePrograms:
         """What the backward pass for the inputs reads last."""
         return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
 
-    def backward_inputs(self, device: jax.Device, values: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
+    def backward_inputs(
+        self, device: jax.Device, values: Sequence[Array | None], kept: dict[int, jax.Array]
+    ) -> list[jax.Array]:
         """The gradients of `steep`.
 
         Args:
@@ -316,15 +354,20 @@ class StagePrograms:
         if not self.steep:
             return []
         given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
-        made = _when_ready(self.compiled(device)[1](*given))
+        made = self._run(device, INPUTS, given)
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
         for number in self._last_read:
             del kept[number]
         return list(made[: len(inputs.parts)])
 
     def backward_weights(
-        self, device: jax.Device, values: Sequence[Any], kept: Mapping[int, Any], sums: Sequence[Any], number: Any
-    ) -> list[Any]:
+        self,
+        device: jax.Device,
+        values: Sequence[Array | None],
+        kept: Mapping[int, jax.Array],
+        sums: Sequence[jax.Array],
+        number: np.int32,
+    ) -> list[jax.Array]:
         """The new accumulators; the old ones are used up.
 
         Args:
@@ -338,41 +381,11 @@ class StagePrograms:
         if not self.weights:
             return []
         given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
-        return list(_when_ready(self.compiled(device)[2](*given, *sums, number)))
+        return list(self._run(device, WEIGHTS, [*given, *sums, number]))
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """A result of a forward pass: a value of the segment, what the program has made, or a constant.
-
-    Attributes:
-        place: of the value; None if it is none.
-        number: of what was made; None if it is none.
-        constant: else.
-    """
-
-    place: int | None = None
-    number: int | None = None
-    constant: Any = None
-
-    def of(self, values: Sequence[Any], found: Mapping[int, Any]) -> Any:
-        """It, where the program has run."""
-        if self.number is not None:
-            return found[self.number]
-        return self.constant if self.place is None else values[self.place]
-
-
-def _forwarded(outputs: Segment) -> list[_Handed]:
-    """What a segment without equations hands on."""
-    every = [_Handed(place=place) for place in outputs.inputs] + [_Handed(number=number) for number in outputs.takes]
-    return [one if isinstance(one, _Handed) else _Handed(constant=one) for one in outputs.function(*every)]
-
-
-def _when_ready(results: Sequence[Any]) -> Sequence[Any]:
-    """The results of a program, all of which are ready when one is."""
-    if results:
-        results[-1].block_until_ready()
-    return results
+class _Handed(int):
+    """The number of a value, in its place where a segment without equations is evaluated."""
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient
 from strategies.programs.segments import Segment
+
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+"""A flat argument or result of a stage: on a device, or of NumPy."""
 
 
 @dataclass(frozen=True)
