@@ -49,12 +49,7 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
 
 class Prefetcher(Generic[T]):
-    """`prefetched`, of which one can ask whether the next item is there.
-
-    Args:
-        items: see `prefetched`.
-        depth: at least 1.
-    """
+    """`prefetched`, of which one can ask whether the next item is there."""
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._worker = _Worker(items, depth)

@@ -52,12 +52,6 @@ class Steps:
 
     It can be pickled; processes that read different steps of one data set need nothing else, and agree.
 
-    Args:
-        elements: the elements, and how they are read.
-        layout: how they are dealt to the replicas.
-        seed: of the shuffle.
-        shuffle: whether they are shuffled, as a whole and anew in every epoch.
-
     Raises:
         ValueError: if the elements do not fill one step.
     """

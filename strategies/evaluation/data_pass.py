@@ -63,14 +63,7 @@ class Passing:
 
 
 class DataPass:
-    """Goes through the rest of a data set once, with all instances that there are.
-
-    Args:
-        replicas: connects the instances.
-        passing: what is done with every batch.
-        rows: the data set.
-        to_all: whether all instances are told, or instance 0 alone.
-    """
+    """Goes through the rest of a data set once, with all instances that there are."""
 
     def __init__(self, replicas: Replicas, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
         require_switches(to_all=to_all)

@@ -151,13 +151,6 @@ class EvaluationProgram:
 
     The key that functions get is `jax.random.key(seed)`, for every row, batch and replica.
 
-    Args:
-        replicas: whose replicas run it.
-        task: what is wanted.
-        options: of the step, whose seed and precision count.
-        state: what it is computed with.
-        rows: the shapes and dtypes of what one replica gets.
-
     Attributes:
         equations: what is computed.
         is_independent: whether it may run on other instances and replicas: it has no collectives.
@@ -200,10 +193,6 @@ class EvaluationProgram:
 
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
         """Begin to compute; does not wait.
-
-        Args:
-            state: see above; not to be used up before it is computed.
-            batch: of all local replicas.
 
         Returns:
             A function that waits, and returns what each local replica tells, and its mask.

@@ -45,12 +45,6 @@ from strategies.train_state import TrainState
 class JaxEvaluator:
     """Evaluates and predicts with the variables of a state, which stays as it is.
 
-    Args:
-        replicas: where the replicas are.
-        loss_fn: of the `Trainer`, for where no other function is given.
-        options: of the step.
-        single: makes the steps between which this happens.
-
     Attributes:
         single: see above.
         survives: whether the state is not lost with an instance.
@@ -136,11 +130,6 @@ class JaxEvaluator:
         """For each batch what a task tells of it on all replicas, in their order, with their masks.
 
         Taking a batch is a collective call.
-
-        Args:
-            task: see there.
-            state: see `predict`.
-            dataset: see `evaluate`.
 
         Raises:
             TypeError, ValueError, DisagreementError: see `evaluate`, and what the task raises.

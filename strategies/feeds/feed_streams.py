@@ -65,12 +65,7 @@ class FeedStream(ABC):
 
 
 class ElementStream(FeedStream):
-    """An iterable of elements, each of which is for one replica.
-
-    Args:
-        elements: the iterable.
-        mode: whose they are; None if nobody has said.
-    """
+    """An iterable of elements, each of which is for one replica."""
 
     def __init__(self, elements: Iterable[Element], mode: InfeedMode | None) -> None:
         self._elements = elements
@@ -122,11 +117,7 @@ class ElementStream(FeedStream):
 
 
 class OwnElementStreams(FeedStream):
-    """An iterable for each local replica.
-
-    Args:
-        streams: the iterables.
-    """
+    """An iterable for each local replica."""
 
     kind = "PerReplica"
 
@@ -158,11 +149,7 @@ class OwnElementStreams(FeedStream):
 
 
 class Batches(FeedStream):
-    """A distributed data set, of whose batches each replica gets its part.
-
-    Args:
-        dataset: the data set.
-    """
+    """A distributed data set, of whose batches each replica gets its part."""
 
     kind = "DistributedDataset"
     is_once = False
@@ -193,10 +180,6 @@ class Batches(FeedStream):
 
 def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
     """What kind of data set it is.
-
-    Args:
-        dataset: see `InfeedQueue`.
-        mode: likewise.
 
     Raises:
         TypeError: if it is none, or the mode is none.

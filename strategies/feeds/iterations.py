@@ -232,14 +232,7 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
 
 
 class _Exchange:
-    """The call into Python between iterations, in which values leave and elements come.
-
-    Args:
-        program: that makes the calls.
-        infeed: where elements come from.
-        collected: what leaves.
-        most: how many iterations there may be between two calls.
-    """
+    """The call into Python between iterations, in which values leave and elements come."""
 
     def __init__(
         self, program: FeedProgram, infeed: InfeedQueue | None, collected: Sequence[Enqueued], most: int
@@ -309,11 +302,7 @@ def _allow(replica: int, count: int) -> list[ArrayLike]:
 
 
 class _Pace:
-    """How many iterations of a replica there may be until it hands over what they have enqueued.
-
-    Args:
-        most: at most so many.
-    """
+    """How many iterations of a replica there may be until it hands over what they have enqueued."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -28,14 +28,7 @@ from strategies.updates.update import Update
 
 
 class MemoryPlanner:
-    """Plans the memory of a training, beside the parts that carry it out; calls no collective.
-
-    Args:
-        replicas: where the replicas are.
-        loss_fn: see `Trainer`.
-        optimizer: see there.
-        options: of the step.
-    """
+    """Plans the memory of a training, beside the parts that carry it out; calls no collective."""
 
     def __init__(
         self, replicas: Replicas, loss_fn: LossFunction, optimizer: AnyOptimizer, options: StepOptions
@@ -46,12 +39,7 @@ class MemoryPlanner:
         self._options = options
 
     def plan(self, variables: Variables, model_state: Tree, batch: Batch) -> MemoryPlan:
-        """What this instance needs.
-
-        Args:
-            variables: shapes and dtypes are enough.
-            model_state: likewise, as in `Trainer.init`.
-            batch: likewise, of this instance.
+        """Return what this instance needs; shapes and dtypes of all arguments are enough.
 
         Raises:
             TypeError, ValueError: as of a step with them.

@@ -7,8 +7,8 @@ from typing import TypeGuard
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import integer, positive
-from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named
-from strategies.pipelines.timetable import Places
+from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named, serialized
+from strategies.pipelines.timetable import Places, Timetable
 from strategies.roles import Function
 
 _ALL_DEVICES = -1
@@ -67,6 +67,26 @@ def places_of(
     return tuple(
         _devices_of(number, width, devices, ipus_per_replica)
         for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
+    )
+
+
+def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
+    """Return functions in the place of so many stages of which only the mapping is known."""
+    given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
+    known: list[Stage] = [[_unknown] * len(devices) if isinstance(devices, Sequence) else _unknown for devices in given]
+    return known + [_unknown] * (number - len(known))
+
+
+def _unknown() -> None:
+    """Stands for a function of a stage."""
+
+
+def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
+    """Return one more than the greatest device of a mapping; where it is no mapping, the number of stages."""
+    if not isinstance(device_mapping, Sequence):
+        return max(num_stages, 1)
+    return 1 + max(
+        [0, *(integer(one) or 0 for each in device_mapping for one in (each if _is_list(each) else (each,)))]
     )
 
 
@@ -138,6 +158,16 @@ def checked_count(
             f"gradient_accumulation_count is {count}; use {use} (in Keras, steps_per_execution is such a number, too)"
         )
     return count
+
+
+def timetable_for(
+    schedule: Schedule, places: Places, count: object, training: bool = True, batch_serialization_iterations: int = 1
+) -> Timetable:
+    """Return what each device does for an update of so many micro-batches; see `checked_count` for what is refused."""
+    number = checked_count(count, schedule, places, training)
+    if batch_serialization_iterations > 1:
+        return serialized(places, number, training, batch_serialization_iterations)
+    return schedule.timetable(places, number, training)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:

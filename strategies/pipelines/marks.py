@@ -117,10 +117,6 @@ def cut_in_stages(
 def refuse_other_shards(graph: Graph, mapping: Places) -> None:
     """Refuse an `ipu_shard` of a device on which its stage is not.
 
-    Args:
-        graph: of the loss function.
-        mapping: for each stage its devices.
-
     Raises:
         ValueError: naming the first one.
     """

@@ -123,10 +123,6 @@ def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
     "F3---" is a forward pass for micro-batch 3 that takes five columns; dots are time in which the device does nothing,
     blanks are time in which it is busy with another stage.
 
-    Args:
-        panel: what is drawn.
-        columns: at least 40.
-
     Raises:
         ValueError: if there are fewer columns.
     """
@@ -246,9 +242,6 @@ def perfetto(replicas: Mapping[int, Sequence[Timed]]) -> str:
     """JSON with an event for each action; times in microseconds, and a thread for each device.
 
     Source: "Trace Event Format", Google, 2016: the object with `traceEvents`, complete events (X), metadata (M).
-
-    Args:
-        replicas: for each replica what its devices did, in seconds.
     """
     events = [event for replica, spans in sorted(replicas.items()) for event in _events(replica, spans)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))

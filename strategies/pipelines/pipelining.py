@@ -17,11 +17,11 @@ from strategies.numbers import positive
 from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
     DeviceMapping,
-    Stage,
-    checked_count,
     places_of,
     refuse_idle_devices,
     schedule_for,
+    stages_like,
+    timetable_for,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
@@ -30,7 +30,7 @@ from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Wat
 from strategies.pipelines.running.stage_plan import StagePlan
 from strategies.pipelines.running.stage_programs import Executables
 from strategies.pipelines.running.staged import Staged
-from strategies.pipelines.schedules import PipelineSchedule, Schedule, serialized
+from strategies.pipelines.schedules import PipelineSchedule, Schedule
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing
@@ -172,27 +172,17 @@ class Pipelining:
 
     def places(self, ipus_per_replica: int) -> Places:
         """The devices of each stage; see `places_of` for what is refused."""
-        stages: list[Stage] = [
-            [_nothing] * len(devices) if isinstance(devices, Sequence) else _nothing for devices in self.device_mapping
-        ]
+        stages = stages_like(self.device_mapping, len(self.device_mapping))
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
     def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
         """What each device does for an update.
 
-        Args:
-            ipus_per_replica: the devices of a replica.
-            count: of micro-batches.
-            training: whether there are backward passes.
-
         Raises:
             FailedPreconditionError: if the count is no multiple of what the schedule needs.
         """
         places = self.places(ipus_per_replica)
-        if self.batch_serialization_iterations > 1:
-            return serialized(places, count, training, self.batch_serialization_iterations)
-        checked_count(count, self._schedule, places, training)
-        return self._schedule.timetable(places, count, training)
+        return timetable_for(self._schedule, places, count, training, self.batch_serialization_iterations)
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
@@ -253,10 +243,6 @@ class Pipelining:
         """For each stage how many functions it has."""
         pairs = zip(timetable.mapping, self.device_mapping, strict=True)
         return [len(places) if isinstance(given, Sequence) else 1 for places, given in pairs]
-
-
-def _nothing() -> None:
-    """In the place of a function of a stage."""
 
 
 def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:

@@ -17,7 +17,7 @@ from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
-from strategies.numbers import integer, positive
+from strategies.numbers import positive
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (
     OptimizerFunctionOutput,
@@ -28,7 +28,7 @@ from strategies.pipelines.functions.optimizer_function import (
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
 from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
+from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, num_devices, places_of, schedule_for
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.running.micro_batch import (
@@ -166,7 +166,9 @@ def pipeline(
     outfeed.check(learns)
     schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
     strategy = get_strategy()
-    devices = _devices_of(device_mapping, computational_stages)
+    devices = num_devices(
+        device_mapping, len(computational_stages) if isinstance(computational_stages, Sequence) else 1
+    )
     ipus_per_replica = devices if strategy is None else strategy.replicas.grid.ipus_per_replica
     places = places_of(computational_stages, device_mapping, ipus_per_replica, batch_serialization_iterations)
     _refuse_captures(computational_stages)
@@ -249,14 +251,6 @@ def _refuse_sharding_without_offloading(shards: bool | None, offloads: bool | No
             "replicated_optimizer_state_sharding is True, and offload_weight_update_variables False; optimizer state "
             "must be offloaded to be sharded: leave offload_weight_update_variables out"
         )
-
-
-def _devices_of(mapping: object, stages: object) -> int:
-    """How many devices a replica spans that nobody else has decided."""
-    if isinstance(mapping, Sequence):
-        flat = [one for each in mapping for one in (each if isinstance(each, Sequence) else (each,))]
-        return 1 + max(integer(one) or 0 for one in (0, *flat))
-    return max(len(stages), 1) if isinstance(stages, Sequence) else 1
 
 
 def _whole(count: Number) -> Number:

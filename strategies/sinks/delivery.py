@@ -30,11 +30,6 @@ CLOSING_S = 10.0
 class SinkDelivery:
     """Takes rows to a sink. Whatever happens there, `add` returns at once.
 
-    Args:
-        sink: gets them.
-        is_open: whether it is open.
-        now_s: a clock.
-
     Attributes:
         dropped: how many rows it does not get.
     """

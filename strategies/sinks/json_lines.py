@@ -18,9 +18,6 @@ class JsonLines(Sink):
 
     JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
     other numbers have as many digits as `float` needs to find the same one.
-
-    Args:
-        path: of the file.
     """
 
     way_out = "make room there, or name another file"

@@ -36,11 +36,6 @@ _asked: dict[str, Sinks] = {}
 def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
     """Those that are wanted, which `opened` has until they are closed.
 
-    Args:
-        wanted: words, or sinks of one's own.
-        job: see there.
-        environ: has what some of them need besides.
-
     Raises:
         ValueError: a word means nothing, or a sink cannot be opened.
     """
@@ -59,10 +54,6 @@ def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str
 
 def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
     """Those that the environment asks for, one time in a process, however often this is called.
-
-    Args:
-        job: see there.
-        environ: see `open_sinks`.
 
     Raises:
         EnvironmentMismatchError: it asks for what means nothing or cannot be opened.

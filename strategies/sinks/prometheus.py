@@ -126,14 +126,7 @@ class Prometheus(Sink):
 
 @final
 class _Server(ThreadingMixIn, WSGIServer):
-    """An HTTP server with a bound on its clients, and on the time of each.
-
-    Args:
-        host: a name or an address of this host.
-        port: 0: any free one.
-        application: answers requests, by WSGI.
-        client_limit_s: see `CLIENT_LIMIT_S`.
-    """
+    """An HTTP server with a bound on its clients, and on the time of each."""
 
     daemon_threads = True
     request_queue_size = 128  # 5 is the default, and a client that finds it full tries again after a second

@@ -44,10 +44,6 @@ class Sinks:
     The other instances keep the last rows. Where the first one is lost the next one goes on with these, so that no step
     is lost, and none is written twice.
 
-    Args:
-        sinks: where rows go.
-        job: see there.
-
     Raises:
         ValueError: a sink cannot be opened, on the instance that writes, the first time the job is started. Later that
             is only said.
@@ -82,12 +78,7 @@ class Sinks:
         self.add(Row(step.__index__(), reading_of(values)))
 
     def log_scalars(self, values: Mapping[str, object], step: int) -> None:
-        """Write those of the numbers that are; the first time that others are left out, say so.
-
-        Args:
-            values: see `log`.
-            step: see there.
-        """
+        """Write those of the numbers that are; the first time that others are left out, say so."""
         scalars = {name: value for name, value in values.items() if is_scalar(value)}
         if len(scalars) < len(values) and not self._has_left_out:
             self._has_left_out = True

@@ -23,9 +23,6 @@ class TensorBoard(Sink):
     What older files there have of the first step that is written, and of later ones, TensorBoard does not show any
     more. Numbers are float32, as events have them. (tensorboardX, which would be smaller, imports PyTorch where that is
     installed, and gives two files of one second the same name.)
-
-    Args:
-        folder: is made.
     """
 
     way_out = "make room there, or name another folder"

@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
-from strategies.pipelines.running.driver import AbandonedError, Course, Drive
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive, raise_first
 from strategies.pipelines.running.micro_batch import counting
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, ReplicaStages, StepArguments
 from strategies.pipelines.running.stage_gradients import Watch
@@ -85,10 +85,6 @@ class Inference:
     ) -> Mapping[int, Sequence[Tree]]:
         """For each local replica the outputs of its micro-batches.
 
-        Args:
-            variables: as they lie on the first device.
-            elements: for each local replica and micro-batch the arrays of its element.
-
         Raises:
             BaseException: what a stage has raised.
         """
@@ -96,9 +92,7 @@ class Inference:
         runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
         columns = grid.columns[: len(self._timetable.devices)]
         begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
-        errors = [error for error in (future.exception() for future in begun) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
-            raise error
+        raise_first(begun)
         of_replicas = dict(zip(grid.replicas, runs, strict=True))
         self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}

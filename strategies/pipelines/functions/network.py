@@ -82,15 +82,6 @@ class Pipeline:
         metrics: of the last update, with the mean "loss" over all replicas; None before the first one.
         trace: what the devices of the local replicas did in the last update or run; None before the first one.
         strategy: where the replicas are.
-
-    Args:
-        strategy: see above.
-        functions: the stages.
-        outfeed: what of their outputs is fed out.
-        learning: how they learn; None if they do not.
-        count: of micro-batches.
-        repeat_count: updates, or runs, of a call.
-        pipelining: where and when they run.
     """
 
     def __init__(

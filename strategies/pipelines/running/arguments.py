@@ -138,15 +138,7 @@ class Arguments:
         control: Array,
         model_state: Tree,
     ) -> StepArguments:
-        """The arguments of a step of a replica.
-
-        Args:
-            variables: flat.
-            rows: of its batch, flat.
-            index: of the replica.
-            control: see `control_words`.
-            model_state: of the replica, a pytree.
-        """
+        """The arguments of a step of a replica."""
         of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
         count = self.program.accumulation.count
         each: dict[int, Sequence[Array]] = {number: [np.int32(n) for n in range(count)]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,13 @@ _ALL: AbstractContextManager[object] = nullcontext()
 
 class AbandonedError(Exception):
     """Another device of the replica has failed; the error of that one is what the user has to see."""
+
+
+def raise_first(begun: Sequence[Future[None]]) -> None:
+    """Wait until all devices have ended; raise what one of them has raised by itself, if any has."""
+    errors = [error for error in (future.exception() for future in begun) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
+        raise error
 
 
 @dataclass(frozen=True)

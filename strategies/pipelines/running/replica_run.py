@@ -86,13 +86,6 @@ _KEEPING = StashPolicy()
 class ReplicaStages:
     """The actions of one replica; those of different devices are carried out at once.
 
-    Args:
-        staged: the stages.
-        programs: of their segments.
-        mapping: for each stage its devices.
-        devices: where those are.
-        keeping: what is kept.
-
     Attributes:
         carried: by the numbers of the arguments what the last micro-batch has made of those that it carries on.
         outputs: for each result that is not carried what each micro-batch has made, in their order.

@@ -18,7 +18,7 @@ from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
-from strategies.pipelines.running.driver import AbandonedError, Drive
+from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.running.stage_programs import CompiledStage
@@ -35,14 +35,7 @@ Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 
 @final
 class PipelinePlan(ReplicaPlan):
-    """See `ReplicaPlan`.
-
-    Args:
-        stages: the programs.
-        closed: what is computed of a micro-batch.
-        watch: called after each step.
-        take: likewise.
-    """
+    """See `ReplicaPlan`."""
 
     def __init__(
         self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
@@ -87,16 +80,7 @@ class PipelinePlan(ReplicaPlan):
 
 @final
 class StageGradients(ReplicaGradients):
-    """See `ReplicaGradients`.
-
-    Args:
-        plan: the programs.
-        grid: where the local replicas run.
-        allocate: makes memory for results.
-        failed: called with what a replica raises, when others may be waiting for it.
-        watch: called after each step.
-        take: likewise.
-    """
+    """See `ReplicaGradients`."""
 
     def __init__(
         self,
@@ -169,9 +153,7 @@ class StageGradients(ReplicaGradients):
     def _end(self) -> None:
         """Wait until all devices have ended; raises what the first of them has raised that was not told to end."""
         begun, self._begun = self._begun, []
-        errors = [error for error in (future.exception() for future in begun) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
-            raise error
+        raise_first(begun)
         runs = dict(zip(self._grid.replicas, self._runs, strict=True))
         if self._watch is not None:
             self._watch({replica: run.drive.spans for replica, run in runs.items()})

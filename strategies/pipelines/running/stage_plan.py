@@ -56,16 +56,6 @@ class StagePlan:
     A gradient leaves with the first segment that uses its variable, the sum over all segments that do: they are on one
     device. The buckets are those of the last stage first, which is done first, then one of all that is no gradient.
 
-    Args:
-        executables: compile for where replicas run; on other devices of the same kind the plan is the same.
-        program: of a replica.
-        arguments: of a micro-batch.
-        staged: the stages.
-        timetable: what devices do.
-        shards: how means of gradients are cut.
-        keeping: what is kept for backward passes.
-        outputs: what micro-batches put out.
-
     Attributes:
         buckets: in the order in which they leave, without the last one.
         leaving: how all of them lie in buffers.

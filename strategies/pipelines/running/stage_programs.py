@@ -43,11 +43,7 @@ class CompiledStage(Protocol):
 
 
 class Executables:
-    """Compiles functions, and knows again what it has compiled.
-
-    Args:
-        compile_program: makes programs of functions.
-    """
+    """Compiles functions, and knows again what it has compiled."""
 
     def __init__(self, compile_program: Compile) -> None:
         self._compile = compile_program
@@ -60,14 +56,7 @@ class Executables:
     def compiled(
         self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
     ) -> CompiledStage:
-        """The executable of a function for arguments of some shapes on a device.
-
-        Args:
-            device: where it runs.
-            function: of flat arguments.
-            shapes: of the arguments.
-            donated: which of them are used up.
-        """
+        """The executable of a function for arguments of some shapes on a device."""
         closed = jax.make_jaxpr(function)(*shapes)
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
@@ -88,12 +77,6 @@ class StagePrograms:
     """The compiled programs of one segment of a stage, and how values flow through them.
 
     Its values are its arguments and what it takes of earlier segments, in this order, and behind them the cotangents.
-
-    Args:
-        staged: all stages.
-        number: of the segment.
-        accumulators: of all weights.
-        executables: of all segments.
 
     Attributes:
         segment: see there.
@@ -283,12 +266,7 @@ class StagePrograms:
         return frozenset(place for one in passes for place in one.inputs if place < count)
 
     def kept_bytes(self, device: jax.Device, forward_again: bool) -> int:
-        """What is kept of a micro-batch for the backward passes at most, besides the arguments of the step.
-
-        Args:
-            device: where.
-            forward_again: whether the forward pass runs again for the backward passes.
-        """
+        """What is kept of a micro-batch for the backward passes at most, besides the arguments of the step."""
         if not self.has_backward:
             return 0
         taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
