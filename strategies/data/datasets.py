@@ -18,7 +18,7 @@ from strategies.data.iterators import DataIterator
 from strategies.data.layout import Layout, Position, Remainder
 from strategies.data.lockstep import in_lockstep
 from strategies.data.prefetch import prefetched
-from strategies.data.random_access import RandomAccessSource, SameElements, Steps
+from strategies.data.random_access import RandomAccessSource, Steps
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import ArraySource, DataSource, Masked, SourceFactory
 from strategies.errors import StrategyError
@@ -354,7 +354,7 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
     if _is_pytree_of_arrays(source):
         return ArraySource(source, layout, seed=seed, shuffle=shuffle)
     if _is_random_access(source):
-        return RandomAccessSource(Steps(SameElements(source), layout, seed=seed, shuffle=shuffle))
+        return RandomAccessSource(Steps(source, layout, seed=seed, shuffle=shuffle))
     return from_iterable(source, layout)
 
 

@@ -13,14 +13,13 @@ import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import final
 
 import jax
 import numpy as np
 
 from popdist.spawned import refuse_while_spawned
 from strategies.data.layout import Layout
-from strategies.data.random_access import IndexedElements, RandomAccess, RandomAccessSource, Steps
+from strategies.data.random_access import RandomAccess, RandomAccessSource, Steps
 from strategies.data.sources import DataSource
 from strategies.numbers import at_least, positive
 from strategies.roles import Batch, Data, Element
@@ -88,31 +87,25 @@ class GrainSource:
 
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """The local replicas' share; ValueError if it does not fill a step."""
-        steps = Steps(GrainElements(self.dataset), layout, seed=seed, shuffle=shuffle)
+        steps = Steps(self.dataset, layout, seed=seed, shuffle=shuffle, read=read_of_epoch)
         if self.num_workers == 0:
             return RandomAccessSource(steps)
         return WorkerSource(steps, self.num_workers, self.worker_buffer_size)
 
 
-@final
-@dataclass(frozen=True)
-class GrainElements(IndexedElements):
-    """Those of a `grain.MapDataset`, whose random transforms know the epoch by the index."""
+def read_of_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
+    """Read an element of a `grain.MapDataset`, whose random transforms know the epoch by the index.
 
-    source: RandomAccess
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, epoch: int, index: int) -> Element:
-        """See `IndexedElements`; ValueError where a filter of grain has left a hole."""
-        element = self.source[epoch * len(self.source) + index]
-        if element is None:
-            raise ValueError(
-                f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
-                "unequally many; filter the records before grain reads them, or mark elements instead"
-            )
-        return element
+    Raises:
+        ValueError: if a filter of grain has left a hole.
+    """
+    element = source[epoch * len(source) + index]
+    if element is None:
+        raise ValueError(
+            f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
+            "unequally many; filter the records before grain reads them, or mark elements instead"
+        )
+    return element
 
 
 def as_grain_source(source: Data) -> GrainSource | None:

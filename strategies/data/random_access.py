@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Protocol, final
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeAlias
 
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, stacked
@@ -20,31 +18,13 @@ class RandomAccess(Protocol):
     def __getitem__(self, index: int, /) -> Element: ...
 
 
-class IndexedElements(ABC):
-    """Elements that can be read in any order; they can be pickled."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many there are in an epoch."""
-
-    @abstractmethod
-    def read(self, epoch: int, index: int) -> Element:
-        """Element `index` as it is in an epoch."""
+ReadElement: TypeAlias = Callable[[RandomAccess, int, int], Element]
+"""(elements, epoch, index) -> the element as it is in that epoch; can be pickled."""
 
 
-@final
-@dataclass(frozen=True)
-class SameElements(IndexedElements):
-    """The elements of an object with `[i]`: the same ones in every epoch."""
-
-    source: RandomAccess
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, epoch: int, index: int) -> Element:
-        """See `IndexedElements`."""
-        return self.source[index]
+def same_in_every_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
+    """Read an element of an object with `[i]`."""
+    return source[index]
 
 
 class Steps:
@@ -56,11 +36,14 @@ class Steps:
         ValueError: if the elements do not fill one step.
     """
 
-    def __init__(self, elements: IndexedElements, layout: Layout, *, seed: int, shuffle: bool) -> None:
-        self.length = len(elements)
+    def __init__(
+        self, source: RandomAccess, layout: Layout, *, seed: int, shuffle: bool, read: ReadElement = same_in_every_epoch
+    ) -> None:
+        self.length = len(source)
         layout.check_length(self.length)
         self.per_epoch = layout.steps(self.length)
-        self._elements = elements
+        self._source = source
+        self._read = read
         self._layout = layout
         self._seed = seed
         self._shuffle = shuffle
@@ -71,7 +54,7 @@ class Steps:
         epoch, step = divmod(number, self.per_epoch)
         order = self._order_of(epoch)
         positions = self._layout.positions(step, self.length)
-        values = stacked([self._elements.read(epoch, int(i)) for i in order[positions % self.length]])
+        values = stacked([self._read(self._source, epoch, int(i)) for i in order[positions % self.length]])
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:

@@ -45,20 +45,14 @@ def places_of(
             each stage, or devices that there are not.
     """
     if not _is_list(stages):
-        raise TypeError(
-            f"computational_stages is {stages!r}, a {type(stages).__name__}; it must be a list of functions, one for "
-            "each stage"
-        )
+        raise wrong_type("computational_stages", stages, "it must be a list of functions, one for each stage")
     widths = [_width(number, stage) for number, stage in enumerate(stages)]
     if len(widths) < 2:
         raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
     if device_mapping is None:
         device_mapping = _default(widths, batch_serialization_iterations > 1)
     if not _is_list(device_mapping):
-        raise TypeError(
-            f"device_mapping is {device_mapping!r}, a {type(device_mapping).__name__}; it must be a list of devices, "
-            "one for each stage"
-        )
+        raise wrong_type("device_mapping", device_mapping, "it must be a list of devices, one for each stage")
     if len(device_mapping) != len(widths):
         raise ValueError(
             f"Each stage must be mapped to an IPU: there are {len(widths)} stages, and device_mapping has "
@@ -68,6 +62,11 @@ def places_of(
         _devices_of(number, width, devices, ipus_per_replica)
         for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
     )
+
+
+def wrong_type(name: str, value: object, way_out: str) -> TypeError:
+    """Return the error that an argument has a value of another type than the way out says."""
+    return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
 
 
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:

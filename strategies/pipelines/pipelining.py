@@ -22,6 +22,7 @@ from strategies.pipelines.mapping import (
     schedule_for,
     stages_like,
     timetable_for,
+    wrong_type,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
@@ -121,10 +122,7 @@ class Pipelining:
                 "original does not take together; use RecomputeThenBackpropagate, or the schedule Grouped"
             )
         if not isinstance(self.device_mapping, Sequence) or isinstance(self.device_mapping, str):
-            raise TypeError(
-                f"device_mapping is {self.device_mapping!r}, a {type(self.device_mapping).__name__}; it must be a "
-                "list of devices, one for each stage"
-            )
+            raise wrong_type("device_mapping", self.device_mapping, "it must be a list of devices, one for each stage")
         if not self.allow_idle_devices:
             refuse_idle_devices(self.device_mapping)
 

@@ -28,7 +28,15 @@ from strategies.pipelines.functions.optimizer_function import (
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
 from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, num_devices, places_of, schedule_for
+from strategies.pipelines.mapping import (
+    DeviceMapping,
+    Stage,
+    checked_count,
+    num_devices,
+    places_of,
+    schedule_for,
+    wrong_type,
+)
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.running.micro_batch import (
@@ -228,11 +236,9 @@ def _recomputes(mode: RecomputationMode | None) -> bool:
 
 def _check_types(infeed_queue: object, optimizer_function: object, recomputation_mode: object) -> None:
     if not isinstance(infeed_queue, InfeedQueue | None):
-        raise TypeError(f"infeed_queue is {infeed_queue!r}, a {type(infeed_queue).__name__}; use an InfeedQueue")
+        raise wrong_type("infeed_queue", infeed_queue, "use an InfeedQueue")
     if optimizer_function is not None and not callable(optimizer_function):
-        raise TypeError(
-            f"optimizer_function is {optimizer_function!r}, a {type(optimizer_function).__name__}; use a function"
-        )
+        raise wrong_type("optimizer_function", optimizer_function, "use a function")
     if not isinstance(recomputation_mode, RecomputationMode | None):
         raise TypeError(f"recomputation_mode is {recomputation_mode!r}; use a member of RecomputationMode")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, asks_for_each
+from strategies.pipelines.mapping import wrong_type
 from strategies.roles import Tree
 
 
@@ -39,12 +40,11 @@ class OutfeedRule:
             ValueError: else.
         """
         if not isinstance(self.queue, OutfeedQueue | None):
-            raise TypeError(f"outfeed_queue is {self.queue!r}, a {type(self.queue).__name__}; use an OutfeedQueue")
+            raise wrong_type("outfeed_queue", self.queue, "use an OutfeedQueue")
         is_list = isinstance(self.mask, Sequence) and all(isinstance(one, bool | np.bool_) for one in self.mask)
         if self.mask is not None and not is_list:
-            raise TypeError(
-                f"outfeed_mask is {self.mask!r}, a {type(self.mask).__name__}; it must be a list of bools, one for "
-                "each output of the last stage"
+            raise wrong_type(
+                "outfeed_mask", self.mask, "it must be a list of bools, one for each output of the last stage"
             )
         wanted = {"outfeed_loss": self.loss, "outfeed_mask": self.mask is not None}
         if all(wanted.values()):
