@@ -69,13 +69,6 @@ def test_what_is_kept_depends_on_the_stages_behind_and_not_on_their_devices(mapp
     assert all(one <= number + 1 for one, number in zip(kept, behind, strict=True))
 
 
-def test_the_four_stages_of_the_original():
-    assert stashes(timetable("grouped", range(4), 24)) == [7, 5, 3, 1]
-    assert stashes(timetable("interleaved", range(4), 24)) == [4, 3, 2, 1]
-    assert stashes(timetable("sequential", range(4), 24)) == [1, 1, 1, 1]
-    assert stashes(timetable("grouped", range(4), 24, training=False)) == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("name", ["grouped", "interleaved", "one_forward_one_backward"])
 @pytest.mark.parametrize("stages", range(2, 6))
 def test_bubbles_are_those_of_filling_and_emptying_the_pipeline(name, stages):
