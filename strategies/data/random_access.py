@@ -50,7 +50,7 @@ class Steps:
         self._order: tuple[int, Indices] | None = None
 
     def read(self, number: int) -> Batch:
-        """The batch of step `number % per_epoch` of epoch `number // per_epoch`."""
+        """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         epoch, step = divmod(number, self.per_epoch)
         order = self._order_of(epoch)
         positions = self._layout.positions(step, self.length)

@@ -46,7 +46,7 @@ class StashBytes:
     inputs: tuple[int, ...]
 
     def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
-        """For each device the greatest number of bytes that it keeps at once.
+        """Return for each device the greatest number of bytes that it keeps at once.
 
         With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
         its parts and waits for the other.
@@ -59,7 +59,7 @@ class StashBytes:
         )
 
     def _kept(self, timetable: Timetable, device: int, kept: Sequence[int], recompute: bool) -> Iterator[int]:
-        """What a device keeps during each of its actions."""
+        """Yield the number of bytes that a device keeps during each of its actions."""
         total = 0
         for kind, stage in ((action.kind, action.stage) for action in timetable.devices[device]):
             again = self.stashed[stage] if recompute else 0
@@ -117,7 +117,7 @@ class Choice:
 def choose(
     times: StageTimes, stash: StashBytes, mapping: Places, num_micro_batches: int, memory_limit_bytes: int | None = None
 ) -> Choice:
-    """The schedule, with or without recomputation, whose simulated update is the shortest of those that fit.
+    """Return the schedule, with or without recomputation, with the shortest simulated update of those that fit.
 
     Of equally long ones it is the one that keeps less; then the one without recomputation; then the first of
     `PipelineSchedule`. A pure function: the instances of a job choose the same if they call it with the same arguments,
@@ -153,7 +153,7 @@ def choose(
 
 
 def _candidates(times: StageTimes, stash: StashBytes, mapping: Places, count: int) -> Iterator[Candidate]:
-    """All that can run, in the order of the enum."""
+    """Yield all ways that can run, in the order of the enum."""
     for member in PipelineSchedule:
         schedule = schedule_named(member)
         try:
@@ -171,7 +171,7 @@ def _order(one: Candidate) -> tuple[float, int, bool]:
 
 
 def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, limit: int | None) -> str:
-    """A sentence with the numbers that decided."""
+    """Return a sentence with the numbers that decided."""
     which = f"{len(every)} ways to run it"
     if limit is not None:
         which = f"{num_fitting} of {len(every)} ways to run it that keep at most {_said(limit)} on a device"
@@ -189,7 +189,7 @@ def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, lim
 
 
 def _said(number: int) -> str:
-    """A number of bytes with a unit."""
+    """Return a number of bytes with a unit."""
     name, size = next((unit for unit in SIZES if number >= unit[1]), ("bytes", 1))
     return f"{number / size:.4g} {name}"
 
@@ -201,7 +201,7 @@ ROUNDS = 4
 
 
 def choose_for(replicas: Replicas, plan: StagePlan, memory_limit_bytes: int | None) -> Choice:
-    """The schedule for the stages of a plan, by what instance 0 measures; a collective call.
+    """Choose the schedule for the stages of a plan by what instance 0 measures; a collective call.
 
     Raises:
         ValueError: if nothing fits into the limit.
@@ -220,7 +220,7 @@ def choose_for(replicas: Replicas, plan: StagePlan, memory_limit_bytes: int | No
 
 
 def measured(plan: StagePlan, devices: Sequence[jax.Device]) -> tuple[StageTimes, StashBytes]:
-    """How long the stages take for one micro-batch of zeros, and what they keep of it."""
+    """Measure the stages with one micro-batch of zeros: their times, and the bytes that they keep of it."""
     rounds = [_round(plan, devices, StashPolicy()) for _ in range(ROUNDS)][1:]
     _, inputs = _round(plan, devices, StashPolicy(recomputes=True))
     return measured_times(spans for spans, _ in rounds), StashBytes(rounds[0][1], inputs)
@@ -294,12 +294,12 @@ class Cut:
 
 
 def slowest(times: StageTimes) -> int:
-    """The stage whose forward and backward pass take the longest; the first of several."""
+    """Return the stage with the longest forward and backward pass; the first of several."""
     return max(range(times.num_stages), key=lambda stage: times.whole[stage])
 
 
 def loads(timetable: Timetable, times: StageTimes) -> list[float]:
-    """For each device how long its stages take for one micro-batch."""
+    """Return for each device how long its stages take for one micro-batch."""
     found = [0.0] * len(timetable.devices)
     for devices, took in zip(timetable.mapping, times.whole, strict=True):
         for device in set(devices):
@@ -330,7 +330,7 @@ class Move:
 
 
 def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:
-    """How the cuts would have to move for all devices to have equally much to do, if work could be cut anywhere.
+    """Return how the cuts would have to move for equal loads of all devices, if work could be cut anywhere.
 
     The stages of a device keep their shares of what it does. Moves of less than `WORTH` of a stage are left out.
     """
@@ -346,14 +346,14 @@ def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:
 
 
 def _even_factors(timetable: Timetable, times: StageTimes) -> list[float]:
-    """For each stage by what its times are multiplied where all devices have equally much to do."""
+    """Return for each stage the factor of its times with equal loads of all devices."""
     there = loads(timetable, times)
     mean = sum(there) / len(there)
     return [mean / most if (most := max(there[one] for one in devices)) else 1.0 for devices in timetable.mapping]
 
 
 def even_length(timetable: Timetable, times: StageTimes, recompute: bool = False) -> float:
-    """How long an update would take if all devices had equally much to do, and cutting cost nothing.
+    """Return how long an update would take with equal loads of all devices, if cutting cost nothing.
 
     What a real cut can be compared with: where parts cannot be divided none may be as good.
     """
@@ -361,7 +361,7 @@ def even_length(timetable: Timetable, times: StageTimes, recompute: bool = False
 
 
 def better_cut(timetable: Timetable, parts: StageTimes, sizes: Sequence[int], recompute: bool = False) -> Cut:
-    """The cut whose slowest device has the least to do, if an update is shorter with it.
+    """Return the cut whose slowest device has the least to do, if an update is shorter with it.
 
     With a device for each stage no cut has a faster slowest stage. Where devices have several stages, parts are moved
     one at a time between neighbours as long as that helps.
@@ -389,7 +389,7 @@ def better_cut(timetable: Timetable, parts: StageTimes, sizes: Sequence[int], re
 
 
 def evenest(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """The sizes of so many groups of neighbours of which the longest is as short as possible; each has one or more.
+    """Return the sizes of so many groups of neighbours of which the longest is as short as possible.
 
     Raises:
         TypeError, ValueError: if the stages are no positive whole number, or more than there are times.
@@ -400,7 +400,7 @@ def evenest(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     @cache
     def best(end: int, groups: int) -> tuple[float, tuple[int, ...]]:
-        """The longest of the groups that the first parts make, and the sizes of all of them."""
+        """Return the longest of the groups of the first parts, and the sizes of all of them."""
         if groups == 1:
             return sums[end], (end,)
         options = (
@@ -413,13 +413,13 @@ def evenest(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def _load(timetable: Timetable, parts: StageTimes, sizes: Sequence[int]) -> tuple[float, float]:
-    """What the slowest device has to do for a micro-batch; and by how much the devices differ."""
+    """Return the load of the slowest device for a micro-batch, and the sum of the squares of all loads."""
     there = loads(timetable, parts.joined(sizes))
     return max(there), sum(load**2 for load in there)
 
 
 def _improved(timetable: Timetable, parts: StageTimes, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Moves single parts as long as that helps."""
+    """Move single parts as long as that helps."""
     while True:
         best = min(_neighbours(sizes), key=lambda each: _load(timetable, parts, each), default=sizes)
         if _load(timetable, parts, best) >= _load(timetable, parts, sizes):
@@ -428,7 +428,7 @@ def _improved(timetable: Timetable, parts: StageTimes, sizes: tuple[int, ...]) -
 
 
 def _neighbours(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The cuts that differ in the place of one part."""
+    """Yield the cuts that differ in the place of one part."""
     for stage in range(len(sizes) - 1):
         for moved in (-1, 1):
             changed = list(sizes)

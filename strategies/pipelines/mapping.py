@@ -29,7 +29,7 @@ def places_of(
     ipus_per_replica: int,
     batch_serialization_iterations: int = 1,
 ) -> Places:
-    """The devices of each stage: of each function where it is a list, and all where it is on all of them.
+    """Return the devices of each stage: of each function where it is a list, and all where it is on all of them.
 
     Devices may stay without a stage. Semantics: the original's `device_mapping`.
 
@@ -77,7 +77,7 @@ def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage
 
 
 def _unknown() -> None:
-    """Stands for a function of a stage."""
+    """Stand for a function of a stage."""
 
 
 def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
@@ -108,7 +108,7 @@ def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:
-    """The schedule that was asked for: by default Grouped, and Sequential with batch serialization.
+    """Return the schedule that was asked for: by default Grouped, and Sequential with batch serialization.
 
     Raises:
         TypeError: if it is neither a member of the enum nor a word, or the iterations are no whole number.
@@ -130,7 +130,7 @@ def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_it
 def checked_count(
     gradient_accumulation_count: object, schedule: Schedule, mapping: Places, training: bool = True
 ) -> int:
-    """How many micro-batches go through the pipeline, if the original's schedule takes so many.
+    """Return how many micro-batches go through the pipeline, if the original's schedule takes so many.
 
     Raises:
         TypeError: if it is no whole number.
@@ -174,7 +174,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def _width(number: int, stage: Stage) -> int | None:
-    """How many functions a stage has; None if it is one, and no list."""
+    """Return how many functions a stage has; None if it is one, and no list."""
     if callable(stage):
         return None
     if not _is_list(stage):

@@ -78,7 +78,7 @@ def _number(name: str, things: str, given: int) -> int:
 
 
 def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]:
-    """As `pipeline_stage`, for one of several functions that run at the same time."""
+    """Mark one of several functions of a stage that run at the same time; see `pipeline_stage`."""
     return jax.named_scope(f"{_SCOPE}{stage}{_FUNCTION}{function}")
 
 
@@ -137,7 +137,7 @@ def _shards(equation: Equation) -> list[int]:
 
 
 def _marks(graph: Graph, stages: int) -> dict[int, Place]:
-    """The stage of each equation that lies in one."""
+    """Return the stage of each equation that lies in one."""
     found: dict[int, Place] = {}
     last = 0
     for number, equation in enumerate(graph.equations):
@@ -182,7 +182,7 @@ def _mark_of(equation: Equation) -> Place | None:
 
 
 def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
-    """The stage of each equation but of those that read nothing that a stage makes.
+    """Return the stage of each equation, but of those that read nothing of a stage.
 
     One between stages belongs to the last one of which it reads; one with effects that reads of none to the first.
     """
@@ -199,7 +199,7 @@ def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
 def _homes_of_penalties(
     graph: Graph, homes: Mapping[int, Place], weights: Collection[int], last: Place
 ) -> dict[int, Place]:
-    """Where numbers are made that depend on weights alone, and that only later stages add to the loss.
+    """Return where numbers are made that depend on weights alone and that only later stages add to the loss.
 
     Otherwise the stage that adds them would read the weights too, which are on the device of another one: what Keras's
     regularizers say is added up behind the last stage.
@@ -232,7 +232,7 @@ def _homes_of_penalties(
 
 
 def _needed(graph: Graph, homes: Mapping[int, Place], last: Place) -> dict[Variable, set[Place]]:
-    """Where values are read, by equations that have a home or through others that have none."""
+    """Return where values are read, by equations that have a home or through others that have none."""
     needed: dict[Variable, set[Place]] = defaultdict(set)
     for result in variables(graph.results):
         needed[result].add(last)

@@ -35,7 +35,7 @@ class Unit:
     size: float
 
     def said(self, time: float) -> str:
-        """A length of time with its unit, to three digits: "12.3 ms"."""
+        """Return a length of time with its unit, to three digits: "12.3 ms"."""
         return f"{time / self.size:.3g} {self.name}"
 
 
@@ -44,14 +44,14 @@ FORWARDS = Unit("forward passes", 1.0)
 
 
 def unit_of(length: float, in_seconds: bool) -> Unit:
-    """The unit in which a length of time has a number that is not too small."""
+    """Return the unit in which a length of time has a number that is not too small."""
     if not in_seconds:
         return FORWARDS
     return next((unit for unit in SECONDS if length >= unit.size), SECONDS[-1])
 
 
 def round_step(at_least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... and their fractions that is not smaller than a positive number."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... and their fractions that is at least a positive number."""
     power = 10.0 ** math.floor(math.log10(at_least))
     return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= at_least * (1 - 1e-9))
 
@@ -89,7 +89,7 @@ class Panel:
         return {device: sorted(devices[device]) for device in sorted(devices)}
 
     def in_lane(self, device: int, stage: int) -> Iterator[Timed]:
-        """What a device does with a stage; times begin at 0."""
+        """Yield what a device does with a stage; times begin at 0."""
         for span in self.spans:
             if (span.device, span.action.stage) == (device, stage):
                 yield span._replace(begin_s=span.begin_s - self.begin, end_s=span.end_s - self.begin)
@@ -102,7 +102,7 @@ class Panel:
 
 
 def label_of(span: Timed) -> str:
-    """The letter and the number of an action: "F3" is a forward pass for micro-batch 3, "U" an update."""
+    """Return the letter and number of an action: "F3" is a forward pass for micro-batch 3, "U" an update."""
     number = span.action.micro_batch
     return LETTERS[span.action.kind] + ("" if number is None else str(number))
 
@@ -118,7 +118,7 @@ BETWEEN_TICKS = 15
 
 
 def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
-    """Lines of at most so many columns, each for a stage on a device.
+    """Draw lines of at most so many columns, each for a stage on a device.
 
     "F3---" is a forward pass for micro-batch 3 that takes five columns; dots are time in which the device does nothing,
     blanks are time in which it is busy with another stage.
@@ -160,7 +160,7 @@ class _Scale:
 
     @classmethod
     def of(cls, panel: Panel, room: int) -> _Scale:
-        """A forward pass has as many columns as its label and one more; more if all fits then."""
+        """Give a forward pass as many columns as its label and one more; more if all fits then."""
         times = [span.end_s - span.begin_s for span in panel.spans if span.action.kind is ActionKind.FORWARD]
         one = median([time for time in times if time > 0] or [panel.length or 1.0])
         widest = 1 + max((len(label_of(span)) for span in panel.spans), default=1)
@@ -170,7 +170,7 @@ class _Scale:
 
 
 def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
-    """Round times above the columns at which they are."""
+    """Return round times above the columns at which they are."""
     per_unit = scale.per_time * unit.size
     step = round_step(BETWEEN_TICKS / per_unit)
     line = ""
@@ -181,7 +181,7 @@ def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
 
 
 def _names(panel: Panel) -> list[str]:
-    """What stands before the lines: the device at the first of its stages, and the stage."""
+    """Return the names before the lines: the device at the first of its stages, and the stage."""
     return [
         (f"device {device}" if stage == stages[0] else " " * len(f"device {device}")) + f" stage {stage}"
         for device, stages in panel.lanes.items()
@@ -190,7 +190,7 @@ def _names(panel: Panel) -> list[str]:
 
 
 def _rows(panel: Panel, scale: _Scale) -> list[str]:
-    """For each stage on a device its line, in one piece."""
+    """Return for each stage on a device its line, in one piece."""
     rows = []
     for device, stages in panel.lanes.items():
         cells = {stage: [_placed(span, scale) for span in panel.in_lane(device, stage)] for stage in stages}
@@ -206,7 +206,7 @@ def _rows(panel: Panel, scale: _Scale) -> list[str]:
 
 
 def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
-    """The first column of an action, the one behind its last, and what stands there: a label that fits, or a letter."""
+    """Return the first column of an action, the one behind its last, and the label, or its letter if no more fits."""
     first = min(round(span.begin_s * scale.per_time), scale.columns - 1)
     end = min(max(round(span.end_s * scale.per_time), first + 1), scale.columns)
     label = label_of(span)
@@ -215,7 +215,7 @@ def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
 
 
 def _bands(scale: _Scale) -> Iterator[int | None]:
-    """The first columns of the pieces into which the lines are cut; None where some are left out."""
+    """Yield the first columns of the pieces into which the lines are cut; None where some are left out."""
     firsts = list(range(0, scale.columns, scale.width))
     if len(firsts) <= MOST_BANDS:
         yield from firsts
@@ -239,7 +239,7 @@ MICROSECONDS = 1e6
 
 
 def perfetto(replicas: Mapping[int, Sequence[Timed]]) -> str:
-    """JSON with an event for each action; times in microseconds, and a thread for each device.
+    """Return JSON with an event for each action: microseconds, and a thread for each device.
 
     Source: "Trace Event Format", Google, 2016: the object with `traceEvents`, complete events (X), metadata (M).
     """

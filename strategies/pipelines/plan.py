@@ -70,7 +70,7 @@ class Plan:
         return Panel(self._title, self.spans, self.in_seconds)
 
     def text(self, columns: int = COLUMNS) -> str:
-        """The timetable as lines of at most so many columns; see `draw_text`."""
+        """Draw the timetable as lines of at most so many columns; see `draw_text`."""
         return draw_text(self.panel, columns)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def plan(
     batch_serialization_iterations: int = 1,
     ipus_per_replica: int | None = None,
 ) -> Plan:
-    """What a pipeline with these arguments would do, without running or compiling anything.
+    """Plan a pipeline with these arguments, without running or compiling anything.
 
     Args:
         computational_stages: the stages, or how many there are.

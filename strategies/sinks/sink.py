@@ -56,7 +56,7 @@ class Row:
 
 
 def _free(name: str) -> str:
-    """A name that is none of those that every row has."""
+    """Return a name that is none of those that every row has."""
     return f"metric/{name}" if name in _OURS else name
 
 
@@ -92,7 +92,7 @@ class Sink(ABC):
 
 
 def reading_of(values: Mapping[str, object]) -> Reading:
-    """Has values read later, where they may still be being computed; others are read now.
+    """Have values read later, where they may still be being computed; read others now.
 
     Raises:
         TypeError: a name is no text, or a value no number.
@@ -107,7 +107,7 @@ def reading_of(values: Mapping[str, object]) -> Reading:
 
 
 def is_scalar(value: object) -> bool:
-    """Whether a value is a number, or an array of one."""
+    """Return whether a value is a number, or an array of one."""
     is_number = isinstance(value, int | float) or str(getattr(value, "dtype", "")).startswith(_DTYPES)
     return is_number and getattr(value, "shape", ()) == ()
 
@@ -121,7 +121,7 @@ def _checked(name: object) -> str:
 
 
 def _held(name: str, value: Any) -> Any:
-    """A number; or an array that is still to be computed: JAX's, which never changes."""
+    """Return a number; or an array that is still to be computed: JAX's, which never changes."""
     if isinstance(value, int | float):
         return _number(value)
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)

@@ -46,7 +46,7 @@ class StageFunctions:
         return [] if self.infeed is None else list(self.infeed.spec.leaves)
 
     def outputs(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
-        """What the last stage returns for an element; each array is made by an equation of its stage.
+        """Return what the last stage returns for an element; each array is made by an equation of its stage.
 
         Raises:
             ValueError: if a stage returns nothing.
@@ -54,7 +54,7 @@ class StageFunctions:
         return self._run(variables, leaves, _made_here)
 
     def described(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
-        """Likewise, where only shapes are asked for: an input that is handed through is still the constant."""
+        """Return the same where only shapes are asked for: an input that is handed through is still the constant."""
         return self._run(variables, leaves, lambda result: result)
 
     def in_last_stage(self, function: Callable[..., _T], *arguments: Tree) -> _T:
@@ -88,19 +88,19 @@ class StageFunctions:
 
 
 def _made_here(result: Tree) -> Tree:
-    """What a stage returns, of which each array is made by an equation of the stage, even if it is an input."""
+    """Have each array of what a stage returns be made by an equation of the stage, even if it is an input."""
     return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), _OUTPUT), result)
 
 
 def listed(result: Tree) -> list[Tree]:
-    """What a stage returns as a list: a tuple or list, one value, or None for nothing."""
+    """Return what a stage returns as a list: a tuple or list, one value, or None for nothing."""
     if result is None:
         return []
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
 def tracers_in(value: Tree) -> Iterator[jax.Array]:
-    """The values of a program that is being traced, in a pytree, or in the closures of functions in it."""
+    """Yield the values of a program that is being traced, in a pytree or in the closures of functions in it."""
     return _look_into(value, set())
 
 

@@ -57,7 +57,7 @@ class Course:
 
     @classmethod
     def of(cls, timetable: Timetable) -> Course:
-        """That of a timetable."""
+        """Return the course of a timetable."""
         waited_for = {
             (other, needed)
             for device, actions in enumerate(timetable.devices)
@@ -82,7 +82,7 @@ class Course:
 
 
 def _elsewhere(timetable: Timetable, device: int, action: StageAction) -> list[tuple[int, StageAction]]:
-    """The parts of other devices in what has to be done before an action."""
+    """Return the parts of other devices in what has to be done before an action."""
     return [
         (other, needed)
         for needed in timetable.dependencies(action)

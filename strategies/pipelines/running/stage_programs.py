@@ -50,7 +50,7 @@ class Executables:
         self._programs: dict[Hashable, Program] = {}
 
     def __len__(self) -> int:
-        """How many programs there are."""
+        """Return the number of programs."""
         return len(self._programs)
 
     def compiled(
@@ -65,7 +65,7 @@ class Executables:
 
 
 def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
-    """Whether what it computes is in its text: all but what it calls in Python."""
+    """Return whether all that is computed is in the text, and nothing is called in Python."""
     return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
 
 
@@ -124,7 +124,7 @@ class StagePrograms:
     # ---- tracing
 
     def _traced(self) -> core.ClosedJaxpr:
-        """`(*values, *cotangents) -> (*parts, *gives, *gradients of what it takes, *gradients of the weights)`."""
+        """Trace `(*values, *cotangents) -> (*parts, *gives, *gradients of takes, *gradients of the weights)`."""
         segment, staged = self.segment, self._staged
         given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
         cotangents = [staged.shapes[value] for value, takers in self.slopes for _ in takers]
@@ -166,7 +166,7 @@ class StagePrograms:
         return shape
 
     def _differentiated(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Of what the segment makes, that which has cotangents."""
+        """Return the results of the segment that have cotangents."""
         parts = self.segment.parts
         given = dict(zip(self.segment.gives, results[len(parts) :], strict=True))
         found = [given[value] for value, _ in self.slopes]
@@ -175,7 +175,7 @@ class StagePrograms:
         return found
 
     def _cut(self) -> list[Segment]:
-        """The three passes; and what hands over the results of the forward pass."""
+        """Cut the three passes, and a segment that hands over the results of the forward pass."""
         graph = Graph.of(self.closed)
         segment = self.segment
         results = len(segment.parts) + len(segment.gives)
@@ -199,7 +199,7 @@ class StagePrograms:
         return cut(graph, groups, lambda equation: id(equation) in repeated)
 
     def _lasting(self, graph: Graph) -> set[int]:
-        """The numbers of the equations whose results are the same for all micro-batches."""
+        """Return the numbers of the equations whose results are the same for all micro-batches."""
         varying = {
             graph.arguments[place] for place, number in enumerate(self.segment.inputs) if number in self._staged.varying
         }
@@ -260,13 +260,13 @@ class StagePrograms:
     # ---- running
 
     def needed(self, forward_again: bool) -> frozenset[int]:
-        """The places of the values that backward passes read; of those of the forward pass too if that runs again."""
+        """Return the places of the values that backward passes read, and the forward pass if it runs again."""
         count = len(self.segment.inputs) + len(self.segment.takes)
         passes = self._passes if forward_again else self._passes[1:]
         return frozenset(place for one in passes for place in one.inputs if place < count)
 
     def kept_bytes(self, device: jax.Device, forward_again: bool) -> int:
-        """What is kept of a micro-batch for the backward passes at most, besides the arguments of the step."""
+        """Return the bytes kept of a micro-batch for the backward passes, besides the arguments of the step."""
         if not self.has_backward:
             return 0
         taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
@@ -279,7 +279,7 @@ class StagePrograms:
         return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in kept)
 
     def zeros(self, device: jax.Device) -> list[jax.Array]:
-        """New accumulators."""
+        """Return new accumulators."""
         return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
     def forward(self, device: jax.Device, values: Sequence[Array]) -> tuple[list[Array], dict[int, jax.Array]]:
@@ -321,7 +321,7 @@ class StagePrograms:
     def backward_inputs(
         self, device: jax.Device, values: Sequence[Array | None], kept: dict[int, jax.Array]
     ) -> list[jax.Array]:
-        """The gradients of `steep`.
+        """Return the gradients of `steep`.
 
         Args:
             device: where.
@@ -346,7 +346,7 @@ class StagePrograms:
         sums: Sequence[jax.Array],
         number: np.int32,
     ) -> list[jax.Array]:
-        """The new accumulators; the old ones are used up.
+        """Return the new accumulators; the old ones are used up.
 
         Args:
             device: where.
@@ -367,7 +367,7 @@ class _Handed(int):
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
-    """The numbers of the equations that read some arguments, or what is made of them."""
+    """Return the numbers of the equations that read some arguments, or what is made of them."""
     known, found = set(atoms), set()
     for number, equation in enumerate(graph.equations):
         if known & set(variables(equation.invars)):

@@ -71,11 +71,11 @@ class Staged:
         return frozenset(found)
 
     def takers(self, value: int) -> list[int]:
-        """The numbers of the segments that take what another one gives."""
+        """Return the numbers of the segments that take what another one gives."""
         return [number for number, segment in enumerate(self.segments) if value in segment.takes]
 
     def readers(self, argument: int) -> list[int]:
-        """The numbers of the segments that read an argument."""
+        """Return the numbers of the segments that read an argument."""
         return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
 
 
