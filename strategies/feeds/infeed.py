@@ -117,7 +117,8 @@ class InfeedQueue:
             FeedError: if the queue is deleted, or used by a program on other replicas.
             EndOfDataError: called from Python, if there is none; and what the data set raises.
         """
-        return self.spec.unflatten(self._dequeue())
+        _, leaves = self.dequeue_some(1, np.int32(1))
+        return self.spec.unflatten(leaf[0] for leaf in leaves)
 
     def register(self, program: FeedProgram) -> None:
         """Note that a program dequeues this queue; called while it is traced.
@@ -129,10 +130,6 @@ class InfeedQueue:
             self._expect(program.replication)
         self._dequeued = True
         program.infeeds[id(self)] += 1
-
-    def _dequeue(self) -> list[jax.Array]:
-        _, leaves = self.dequeue_some(1, np.int32(1))
-        return [leaf[0] for leaf in leaves]
 
     def dequeue_some(self, most: int, wanted: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
         """One element, and those behind it that are there already, in one call into Python.

@@ -14,13 +14,13 @@ import numpy as np
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import at_least
-from strategies.pipelines.mapping import checked_count
-from strategies.pipelines.pictures import unit_of
+from strategies.pipelines.mapping import timetable_for
+from strategies.pipelines.pictures import said_s
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
 from strategies.pipelines.running.stage_plan import StagePlan
 from strategies.pipelines.running.staged import Array
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
-from strategies.pipelines.times import StageTimes, measured_times
+from strategies.pipelines.times import StageTimes, StashBytes, measured_times
 from strategies.pipelines.timetable import ActionKind, Places, StageAction, Timed, Timetable
 from strategies.replicas.replicas import Replicas
 
@@ -31,42 +31,6 @@ DIGITS = 6
 
 MIB = 2**20
 SIZES = (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10))
-
-
-@dataclass(frozen=True)
-class StashBytes:
-    """What a stage keeps of one micro-batch until its backward pass, on each of its devices; in bytes.
-
-    Attributes:
-        stashed: for each stage all that the backward pass needs, besides variables.
-        inputs: for each stage what goes into it, of which the rest is recomputed.
-    """
-
-    stashed: tuple[int, ...]
-    inputs: tuple[int, ...]
-
-    def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
-        """Return for each device the greatest number of bytes that it keeps at once.
-
-        With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
-        its parts and waits for the other.
-        """
-        if not timetable.training:
-            return (0,) * len(timetable.devices)
-        kept = self.inputs if recompute else self.stashed
-        return tuple(
-            max(self._kept(timetable, device, kept, recompute), default=0) for device in range(len(timetable.devices))
-        )
-
-    def _kept(self, timetable: Timetable, device: int, kept: Sequence[int], recompute: bool) -> Iterator[int]:
-        """Yield the number of bytes that a device keeps during each of its actions."""
-        total = 0
-        for kind, stage in ((action.kind, action.stage) for action in timetable.devices[device]):
-            again = self.stashed[stage] if recompute else 0
-            total += kept[stage] if kind is ActionKind.FORWARD else 0
-            total += again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUTS) else 0
-            yield total
-            total -= kept[stage] + again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHTS) else 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +56,6 @@ class Candidate:
 
     def __str__(self) -> str:
         return self.schedule + (" with recomputation" if self.recompute else "")
-
-    @property
-    def said_length(self) -> str:
-        """How long it takes, with a unit."""
-        return unit_of(self.length_s, True).said(self.length_s)
 
 
 @dataclass(frozen=True)
@@ -157,8 +116,7 @@ def _candidates(times: StageTimes, stash: StashBytes, mapping: Places, count: in
     for member in PipelineSchedule:
         schedule = schedule_named(member)
         try:
-            checked_count(count, schedule, mapping)
-            timetable = schedule.timetable(mapping, count, True)
+            timetable = timetable_for(schedule, mapping, count)
         except (FailedPreconditionError, NotImplementedError):
             continue
         for recompute in (False, True):
@@ -176,7 +134,7 @@ def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, lim
     if limit is not None:
         which = f"{num_fitting} of {len(every)} ways to run it that keep at most {_said(limit)} on a device"
     words = (
-        f"{chosen} was chosen: {chosen.said_length} for an update is the shortest of {which}, and it keeps "
+        f"{chosen} was chosen: {said_s(chosen.length_s)} for an update is the shortest of {which}, and it keeps "
         f"{_said(chosen.most_bytes)}"
     )
     other = next((one for one in every if one.schedule != chosen.schedule), None)
@@ -184,8 +142,8 @@ def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, lim
         return words
     keeps = f"keep {_said(other.most_bytes)}"
     if limit is not None and other.most_bytes > limit:
-        return f"{words}; {other} would take {other.said_length}, but {keeps}"
-    return f"{words}; {other} would take {other.said_length} and {keeps}"
+        return f"{words}; {other} would take {said_s(other.length_s)}, but {keeps}"
+    return f"{words}; {other} would take {said_s(other.length_s)} and {keeps}"
 
 
 def _said(number: int) -> str:
@@ -285,7 +243,7 @@ class Cut:
         return 1 - self.length_s / self.before_s if self.before_s else 0.0
 
     def __str__(self) -> str:
-        before, after = (unit_of(time, True).said(time) for time in (self.before_s, self.length_s))
+        before, after = said_s(self.before_s), said_s(self.length_s)
         if self.gain < WORTH:
             return f"no cut of these parts was found with which an update is {WORTH:.0%} shorter than {before}"
         return (
@@ -326,7 +284,7 @@ class Move:
     def __str__(self) -> str:
         end = "last" if self.giver < self.taker else "first"
         how = f"the {end} {self.share:.0%}" if self.share <= 1 else "all"
-        return f"{how} of stage {self.giver} ({unit_of(self.time, True).said(self.time)}) to stage {self.taker}"
+        return f"{how} of stage {self.giver} ({said_s(self.time)}) to stage {self.taker}"
 
 
 def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:

@@ -50,6 +50,11 @@ def unit_of(length: float, in_seconds: bool) -> Unit:
     return next((unit for unit in SECONDS if length >= unit.size), SECONDS[-1])
 
 
+def said_s(seconds: float) -> str:
+    """Return a length of time in the unit that fits it."""
+    return unit_of(seconds, True).said(seconds)
+
+
 def round_step(at_least: float) -> float:
     """Return the smallest of 1, 2, 5, 10, 20, 50, ... and their fractions that is at least a positive number."""
     power = 10.0 ** math.floor(math.log10(at_least))

@@ -1,15 +1,15 @@
-"""How long the stages of a pipeline take."""
+"""How long the stages of a pipeline take, and what they keep for their backward passes."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
-from strategies.pipelines.timetable import ActionKind, Durations, StageAction, Timed
+from strategies.pipelines.timetable import ActionKind, Durations, StageAction, Timed, Timetable
 
 Average = Callable[[Sequence[float]], float]
 """`statistics.median`, `fmean`, `min`: one time for several."""
@@ -156,3 +156,37 @@ def _averaged(times: Mapping[tuple[ActionKind, int], float], stages: range, reco
         tuple(parts[1]) if is_split else (),
         tuple(one(ActionKind.UPDATE, stage) for stage in stages),
     )
+
+
+@dataclass(frozen=True)
+class StashBytes:
+    """What a stage keeps of one micro-batch until its backward pass, on each of its devices; in bytes.
+
+    Attributes:
+        stashed: for each stage all that the backward pass needs, besides variables.
+        inputs: for each stage what goes into it, of which the rest is recomputed.
+    """
+
+    stashed: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+    def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
+        """Return for each device the greatest number of bytes that it keeps at once.
+
+        With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
+        its parts and waits for the other.
+        """
+        if not timetable.training:
+            return (0,) * len(timetable.devices)
+        kept = self.inputs if recompute else self.stashed
+        return tuple(max(self._during(actions, kept, recompute), default=0) for actions in timetable.devices)
+
+    def _during(self, actions: Sequence[StageAction], kept: Sequence[int], recompute: bool) -> Iterator[int]:
+        """Yield the number of bytes that a device keeps during each of its actions."""
+        total = 0
+        for kind, stage in ((action.kind, action.stage) for action in actions):
+            again = self.stashed[stage] if recompute else 0
+            total += kept[stage] if kind is ActionKind.FORWARD else 0
+            total += again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUTS) else 0
+            yield total
+            total -= kept[stage] + again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHTS) else 0

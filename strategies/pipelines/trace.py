@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 
 from strategies.pipelines.advice import WORTH, Cut, better_cut, even_length, moves, slowest
-from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, perfetto, unit_of
+from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, perfetto, said_s, unit_of
 from strategies.pipelines.times import StageTimes, measured_times
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, bubble_share
 
@@ -95,7 +95,7 @@ class Trace:
         gain = 1 - even / length if length else 0.0
         if gain < WORTH:
             return f"Other cuts would gain less than {WORTH:.0%}"
-        before, after = (unit_of(time, True).said(time) for time in (length, even))
+        before, after = said_s(length), said_s(even)
         how = ", ".join(map(str, moves(timetable, self.times)))
         return (
             f"If all devices had equally much to do an update would take {after} and not {before} (both simulated): "
@@ -133,7 +133,7 @@ class Trace:
         devices = len({span.device for span in spans})
         length = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
         return (
-            f"replica {replica}, measured: {unit_of(length, True).said(length)}, "
+            f"replica {replica}, measured: {said_s(length)}, "
             f"{bubble_share(spans, devices):.1%} bubbles on {devices} devices"
         )
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from strategies.pipelines.advice import MIB, StashBytes, choose
+from strategies.pipelines.advice import MIB, choose
 from strategies.pipelines.schedules import SCHEDULES, schedule_named
-from strategies.pipelines.times import StageTimes
+from strategies.pipelines.times import StageTimes, StashBytes
 from strategies.pipelines.timetable import placed
 
 TIMES = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)

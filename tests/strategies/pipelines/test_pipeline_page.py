@@ -2,8 +2,8 @@
 
 import draw_pipelines
 
-from strategies.pipelines.advice import MIB, StashBytes, choose
-from strategies.pipelines.times import StageTimes
+from strategies.pipelines.advice import MIB, choose
+from strategies.pipelines.times import StageTimes, StashBytes
 from strategies.pipelines.timetable import placed
 
 
