@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import AutoStage, Liveness
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
