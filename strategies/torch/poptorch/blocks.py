@@ -11,8 +11,8 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
-from strategies.switches import require_switches
-from strategies.torch.poptorch.enums import AutoStage, Liveness
+from strategies.torch.poptorch.enums import AutoStage
+from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
 
 
@@ -323,7 +323,10 @@ class ShardedExecution(ExecutionStrategy):
     overlaps = False
 
 
-class _Phased(ExecutionStrategy):
+_IN_MEMORY = "nothing leaves the memory between phases"
+
+
+class _Phased(Accepting, ExecutionStrategy):
     """What phased strategies have in common: here they are executed as shards, since there is one memory.
 
     Args:
@@ -332,6 +335,10 @@ class _Phased(ExecutionStrategy):
     """
 
     overlaps = False
+    _methods = methods_of(
+        "SerialPhasedExecution",
+        useSeparateBackwardPhase=Accepted(lambda use=True: use, _IN_MEMORY, True),
+    )
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Phase | Stage | str]) -> None:
         if len(phases) == 1 and isinstance(phases[0], list) and any(isinstance(each, Phase) for each in phases[0]):
@@ -345,26 +352,25 @@ class _Phased(ExecutionStrategy):
         """One of the phases."""
         return self.phases[phase]
 
-    def useSeparateBackwardPhase(self, use: bool = True) -> _Phased:
-        """Changes nothing: nothing leaves the memory between phases."""
-        require_switches(useSeparateBackwardPhase=use)
-        return self
-
 
 @final
 class ParallelPhasedExecution(_Phased):
     """Phases that alternate between devices; executed as `ShardedExecution` of their stages."""
 
-    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
-        """Changes nothing: nothing leaves the memory."""
-        require_switches(sendTensorsOffChipAfterFwd=off_chip)
-        return self
+    _methods = {
+        **_Phased._methods,
+        **methods_of(
+            "ParallelPhasedExecution",
+            sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
+        ),
+    }
 
 
 @final
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; executed as `ShardedExecution` of their stages."""
 
-    def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
-        """Changes nothing: nothing leaves the memory."""
-        return self
+    _methods = {
+        **_Phased._methods,
+        **methods_of("SerialPhasedExecution", setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY)),
+    }

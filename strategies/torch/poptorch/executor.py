@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import torch
@@ -39,6 +40,7 @@ from strategies.torch.poptorch.outputs import put_together
 from strategies.torch.poptorch.parameters import make_groupable
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.poptorch.states import States
+from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
@@ -47,6 +49,24 @@ from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
 
 logger = logging.getLogger(__name__)
+
+
+_SHARED = "models of a module share its parameters and buffers, which are read at every call"
+_METHODS = methods_of(
+    "PoplarExecutor",
+    attachToDevice=Accepted(lambda: None, NO_IPU),
+    compilationTime=Accepted(lambda: timedelta(), NO_COMPILER),
+    copyNamedBuffersToDevice=Accepted(lambda: None, _SHARED),
+    copyWeightsToDevice=Accepted(lambda: None, _SHARED),
+    copyWeightsToHost=Accepted(lambda: None, _SHARED),
+    copyWeightsToHostIfNeeded=Accepted(lambda: False, _SHARED),
+    cycleCount=Refused("cycles of an IPU are not counted, as there is none; take the time around a call"),
+    detachFromDevice=Accepted(lambda: None, NO_IPU),
+    isAttachedToDevice=Accepted(lambda: True, NO_IPU),
+    isCompiled=Accepted(lambda: True, NO_COMPILER),
+    loadExecutable=Accepted(lambda filename: None, "what was compiled is no part of the file"),
+)
+"""Methods of a model with nothing to do; each returns the value of the table."""
 
 
 class PoplarExecutor:
@@ -369,36 +389,6 @@ class PoplarExecutor:
         self.compile(*args, **kwargs)
         self.save(filename, export_model, save_rng_state)
 
-    def loadExecutable(self, filename: str | Path) -> None:
-        """Nothing is to be done: what was compiled is no part of the file."""
-
-    def isCompiled(self) -> bool:
-        """True: there is nothing to do before the first call."""
-        return True
-
-    def isAttachedToDevice(self) -> bool:
-        """True: there is no device to attach."""
-        return True
-
-    def attachToDevice(self) -> None:
-        """Nothing is to be done."""
-
-    def detachFromDevice(self) -> None:
-        """Nothing is to be done."""
-
-    def copyWeightsToHost(self) -> None:
-        """Nothing is to be done: they are there, in the module."""
-
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """False: it is never needed."""
-        return False
-
-    def copyWeightsToDevice(self) -> None:
-        """Nothing is to be done: all models of a module share its parameters."""
-
-    def copyNamedBuffersToDevice(self) -> None:
-        """Nothing is to be done: buffers of the module are read at every call."""
-
     def destroy(self) -> None:
         """End the threads of the replicas; a call begins new ones."""
         if self._trainer is not None:
@@ -446,23 +436,16 @@ class PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
 
-    def compilationTime(self) -> timedelta:
-        """Return no time at all: nothing is compiled."""
-        return timedelta()
-
-    def cycleCount(self) -> NoReturn:
-        """Refused: there are no cycles of an IPU.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError("cycles of an IPU are not counted, as there is none; take the time around a call")
-
     def __getattr__(self, name: str) -> Any:
-        """Of the module: `state_dict`, `parameters`, submodules."""
+        """Return what a table has, or else of the module: `state_dict`, `parameters`, submodules."""
+        if name in _METHODS:
+            return partial(_METHODS[name].called, name)
         if name.startswith("_") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_METHODS]
 
     def __repr__(self) -> str:
         kind = "trainingModel" if self._is_training else "inferenceModel"

@@ -6,13 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
+from strategies.torch.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
+
+Self = TypeVar("Self")
 
 
 class _OfThread(threading.local):
@@ -179,71 +182,53 @@ def cond(
     return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
-class NameScope:
-    """Gives names to operators of a graph, of which there is none here: changes nothing."""
+class _Scope:
+    """A scope that changes nothing."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> NameScope:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
-class Attribute:
-    """Attributes for the operators of a graph; they change nothing, as there is no graph here.
+class NameScope(_Scope):
+    """A scope with a name for the operators of a graph, which there is not here.
+
+    Args:
+        name: of the scope.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Attribute(_Scope):
+    """A scope with attributes for the operators of a graph, which there is not here.
 
     Args:
         kwargs: the attributes.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.attributes = kwargs
 
-    def __enter__(self) -> Attribute:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class MultiConv:
+class MultiConv(_Scope, Accepting):
     """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
 
-    What is set changes nothing.
+    Methods that say how are accepted, and change nothing.
     """
 
-    def __enter__(self) -> MultiConv:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def availableMemoryProportions(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def partialsTypes(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def planType(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def perConvReservedTiles(self, value: int) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def cycleBackOff(self, value: float) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def enableConvDithering(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
+    _methods = methods_of(
+        "MultiConv",
+        availableMemoryProportions=Accepted(lambda value: value, ONE_MEMORY),
+        cycleBackOff=Accepted(lambda value: value, NO_IPU),
+        enableConvDithering=Accepted(lambda value: value, NO_IPU),
+        partialsTypes=Accepted(lambda value: value, "PyTorch chooses in what it adds up"),
+        perConvReservedTiles=Accepted(lambda value: value, NO_IPU),
+        planType=Accepted(lambda value: value, "convolutions are computed one after another"),
+    )
 
 
 class CPU:
@@ -263,10 +248,18 @@ class CPU:
         return self._layer(*arguments, **named)
 
 
-def custom_op(*arguments: Any, **named: Any) -> None:
-    """Refused: custom operators are codelets of IPUs.
+def _refused(way_out: str) -> Callable[..., NoReturn]:
+    """Return a function that raises StrategyError with what to use instead."""
 
-    Raises:
-        StrategyError: always.
-    """
-    raise StrategyError("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")
+    def refuse(*arguments: object, **named: object) -> NoReturn:
+        raise StrategyError(way_out)
+
+    refuse.__doc__ = f"Refused: {way_out}."
+    return refuse
+
+
+custom_op = _refused("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")
+_NOT_HERE = "is not provided, as nothing in it is distributed; use"
+ctc_beam_search_decoder = _refused(f"ctc_beam_search_decoder {_NOT_HERE} torchaudio.models.decoder.ctc_decoder")
+fps = _refused(f"fps {_NOT_HERE} torch_cluster.fps")
+nearest = _refused(f"nearest {_NOT_HERE} torch_cluster.nearest")

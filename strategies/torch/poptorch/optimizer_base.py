@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from strategies.torch.poptorch.without_effect import tell_once
 
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes of parameters whose optimizers compute in float32."""
@@ -26,7 +25,6 @@ WITHOUT_EFFECT = {
     "use_combined_accum": "gradients and velocities have arrays of their own, whose numbers are the same",
 }
 """Arguments of PopTorch that change no number."""
-_told: set[str] = set()
 
 
 class VariableAttributes:
@@ -75,9 +73,8 @@ def own_arguments(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, t
     """
     given = {name: value for name, value in named.items() if value is not None}
     for name, why in WITHOUT_EFFECT.items():
-        if given.pop(name, None) is not None and name not in _told:
-            _told.add(name)
-            logger.info("%s of an optimizer changes nothing here: %s", name, why)
+        if given.pop(name, None) is not None:
+            tell_once(f"{name} of an optimizer", why)
     dtypes = {name: given.pop(name) for name in ("accum_type", *STATE_TYPES) if name in given}
     for name, dtype in dtypes.items():
         if dtype not in (torch.float16, torch.float32):

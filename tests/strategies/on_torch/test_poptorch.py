@@ -504,13 +504,13 @@ class TestOptions:
             Options().loadFromFile(file)
 
     def test_of_a_compiler_are_taken(self, caplog):
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
         Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}).setEngineOptions({})
         Options().updatableNamedBuffers(["mean"]).appendToLocationExcludes("models")
         assert "Options._Popart.autoRecomputation changes nothing here: nothing is compiled" in caplog.text
 
     def test_without_a_meaning_here_are_said_once(self, caplog):
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
+        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
         for _ in range(2):
             Options().useIpuModel(True).enableStableNorm(True)
         messages = [record.message for record in caplog.records]

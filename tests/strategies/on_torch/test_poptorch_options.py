@@ -13,7 +13,7 @@ from torch import nn
 import strategies.torch.poptorch as poptorch
 from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
-from strategies.torch.poptorch import option_groups
+from strategies.torch.poptorch import without_effect
 from strategies.torch.poptorch.recording import close_recordings, tell_too_late
 
 
@@ -237,13 +237,13 @@ class TestCompilers:
 
     @pytest.mark.parametrize("use", [True, False])
     def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
-        option_groups._told.clear()
+        without_effect._told.clear()
         caplog.set_level(logging.INFO, "strategies.torch.poptorch")
         poptorch.TensorLocationSettings().useOnChipStorage(use)
         assert "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them" in caplog.text
 
     def test_stochastic_rounding_is_taken_and_said(self, caplog):
-        option_groups._told.clear()
+        without_effect._told.clear()
         caplog.set_level(logging.INFO, "strategies.torch.poptorch")
         poptorch.Options().Precision.enableStochasticRounding(True)
         assert "enableStochasticRounding changes nothing here: PyTorch rounds to nearest" in caplog.text
@@ -271,6 +271,32 @@ class TestNames:
     def test_that_are_not_there_are_refused_with_the_way_out(self, name, way_out):
         with pytest.raises(AttributeError, match=f"poptorch has no {name}: .*{way_out}"):
             getattr(poptorch, name)
+
+    @pytest.mark.parametrize(
+        ("name", "library"),
+        [
+            ("custom_op", "torch.autograd.Function"),
+            ("ctc_beam_search_decoder", "torchaudio.models.decoder.ctc_decoder"),
+            ("fps", "torch_cluster.fps"),
+            ("nearest", "torch_cluster.nearest"),
+        ],
+    )
+    def test_of_what_is_not_here_name_a_library(self, name, library):
+        with pytest.raises(StrategyError, match=library):
+            getattr(poptorch, name)(torch.ones(1), 2, named=3)
+
+    def test_without_an_effect_are_listed(self):
+        options, model = poptorch.Options(), poptorch.inferenceModel(nn.Linear(1, 1))
+        assert {"useIpuModel", "deviceIterations"} <= set(dir(options))
+        assert {"copyWeightsToHost", "save"} <= set(dir(model))
+
+    def test_without_an_effect_take_the_arguments_of_poptorch(self):
+        options = poptorch.Options()
+        assert options.useOfflineIpuTarget(ipu_version=21).useIpuModel(True) is options
+        with pytest.raises(TypeError, match=r"Options\.useIpuModel\(\) missing .* argument: 'use_model'"):
+            options.useIpuModel()
+        with pytest.raises(AttributeError, match="MultiConv has no planTypes; it has availableMemoryProp"):
+            poptorch.MultiConv().planTypes(1)
 
     def test_say_which_version_of_poptorch_they_are_of(self):
         assert poptorch.__version__.split(".")[0] == "3"
