@@ -24,10 +24,8 @@ from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
-from strategies.torch.poptorch.counters import Counters, Latency
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
-from strategies.torch.poptorch.losses import calling, loss_function
-from strategies.torch.poptorch.modes import Modes
+from strategies.torch.poptorch.module_state import Modes, States, make_groupable
 from strategies.torch.poptorch.optimizer_options import (
     Clipping,
     refuse_pairs,
@@ -36,10 +34,9 @@ from strategies.torch.poptorch.optimizer_options import (
     tell_rounding,
 )
 from strategies.torch.poptorch.options import Options
-from strategies.torch.poptorch.outputs import put_together
-from strategies.torch.poptorch.parameters import make_groupable
+from strategies.torch.poptorch.outputs import calling, loss_function, put_together
+from strategies.torch.poptorch.profiling import Counters, Latency
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
-from strategies.torch.poptorch.states import States
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory

@@ -31,7 +31,7 @@ from strategies.torch.poptorch.option_groups import (
     TrainingOptions,
 )
 from strategies.torch.poptorch.options_file import set_from_line, set_from_value
-from strategies.torch.poptorch.recording import folder_wanted, record_job, recording_into, tell_too_late
+from strategies.torch.poptorch.profiling import folder_wanted, record_job, recording_into, tell_too_late
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"

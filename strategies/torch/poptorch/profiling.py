@@ -1,13 +1,31 @@
-"""PopTorch's channels of PopVision: spans of a program that PyTorch's profiler sees (`poprun --profile torch`)."""
+"""Times of a program in place of PopVision's: channels of spans, performance counters, and recordings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, TypeVar
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
+import torch
 from torch.profiler import record_function
+
+from collectives.instruments import Instrument
+from popdist.instance import Instance
+from popdist.timeline.asked import FOLDER_VARIABLE, Asked
+from strategies.errors import StrategyError
+from strategies.roles import Tree
+from strategies.torch.poptorch.errors import ConfigFileError
+
+if TYPE_CHECKING:
+    from popdist.timeline.attaching import Timeline
+
 
 Instrumented = TypeVar("Instrumented")
 
@@ -44,3 +62,142 @@ class Channel:
                 return function(*arguments, **named)
 
         return in_span
+
+
+Latency = tuple[float, float, float]
+"""Seconds: least, most and mean."""
+
+
+class Counters:
+    """Of the last call of a model: its updates, or an inference as a whole.
+
+    Tensors are computed with where they stand, so each is there when it is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+        self._inputs = self._outputs = 0
+
+    def begin(self, inputs: Tree) -> None:
+        """A call begins with these rows."""
+        self._spans = []
+        self._inputs, self._outputs = _tensors_in(inputs), 0
+
+    def add(self, began_s: float, ended_s: float) -> None:
+        """An update was made."""
+        self._spans.append((began_s, ended_s))
+
+    def end(self, outputs: Tree) -> None:
+        """The call returns these."""
+        self._outputs = _tensors_in(outputs)
+
+    def events(self) -> dict[str, list[list[float]]]:
+        """For each kind of event, each tensor and each update the second; one empty list for what there is none of."""
+        began = [[span[0] for span in self._spans] for _ in range(self._inputs)] or [[]]
+        ended = [[span[1] for span in self._spans] for _ in range(self._outputs)] or [[]]
+        return {
+            "input": began,
+            "input_complete": [list(each) for each in began],
+            "output": ended,
+            "output_complete": [list(each) for each in ended],
+        }
+
+    def of_updates(self) -> Latency:
+        """How long they took.
+
+        Raises:
+            StrategyError: if there was no call.
+        """
+        return self._over_updates(lambda began_s, ended_s: ended_s - began_s)
+
+    def of_transfers(self) -> Latency:
+        """How long tensors were on their way: no time.
+
+        Raises:
+            StrategyError: if there was no call.
+        """
+        return self._over_updates(lambda began_s, ended_s: 0.0)
+
+    def _over_updates(self, seconds_of: Callable[[float, float], float]) -> Latency:
+        if not self._spans:
+            raise StrategyError("the model was not called, so nothing has taken time; call it first")
+        seconds = [seconds_of(*span) for span in self._spans]
+        return min(seconds), max(seconds), fmean(seconds)
+
+
+def _tensors_in(tree: Tree) -> int:
+    return sum(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(tree))
+
+
+ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
+_FOLDER, _REPORTS = "autoReport.directory", "autoReport."
+
+_recordings: dict[Path, Timeline] = {}
+
+logger = logging.getLogger(__name__)
+
+
+def folder_wanted(environ: Mapping[str, str], engine_options: Mapping[str, str]) -> Path | None:
+    """Return where reports are to be written; None if none are wanted. The environment has precedence.
+
+    Raises:
+        ConfigFileError: if the variable is no object of JSON.
+    """
+    try:
+        of_environ = json.loads(environ.get(ENGINE_OPTIONS) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigFileError(
+            f'{ENGINE_OPTIONS} is no JSON: {error}; write {{"autoReport.directory": "reports"}}, or unset it'
+        ) from None
+    if not isinstance(of_environ, dict):
+        raise ConfigFileError(f'{ENGINE_OPTIONS} is no object of JSON; write {{"autoReport.directory": "reports"}}')
+    options = {**engine_options, **of_environ}
+    wanted = any(
+        name.startswith(_REPORTS) and (name == _FOLDER or str(value).lower() == "true")
+        for name, value in options.items()
+    )
+    return Path(str(options.get(_FOLDER, "."))).absolute() if wanted else None
+
+
+def record_job(folder: Path) -> None:
+    """Have the instances of a job that connect later record into a folder, unless the job is recorded already."""
+    if not os.environ.get(FOLDER_VARIABLE):
+        os.environ[FOLDER_VARIABLE] = str(folder)
+        _tell(folder)
+
+
+def tell_too_late() -> None:
+    """Warn that a job is connected, and not recorded."""
+    if not os.environ.get(FOLDER_VARIABLE):
+        logger.warning(
+            "enableProfiling comes after the instances were connected, and is not heeded; start the program with "
+            'poprun --timeline FILE, or with POPLAR_ENGINE_OPTIONS=\'{"autoReport.directory": "FOLDER"}\''
+        )
+
+
+def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
+    """Return what records this process alone; of several strategies the first one describes the instance."""
+    from popdist.timeline.attaching import Timeline  # loads what only recordings need
+
+    if folder not in _recordings:
+        _tell(folder)
+        alone = Instance(0, 1, num_replicas, 0, num_replicas, 0)
+        _recordings[folder] = Timeline(Asked(folder), alone, os.environ)
+    return _recordings[folder].instruments
+
+
+def close_recordings() -> None:
+    """Write what is left of the recordings of this process, and end them; at its exit that happens by itself."""
+    while _recordings:
+        _recordings.popitem()[1].close()
+
+
+def _tell(folder: Path) -> None:
+    logger.warning(
+        "%s gets a recording of each instance, in place of PopVision's reports; open it with: "
+        "poprun timeline report %s --html report.html, or poprun timeline merge %s -o trace.json and "
+        "https://ui.perfetto.dev",
+        folder,
+        folder,
+        folder,
+    )

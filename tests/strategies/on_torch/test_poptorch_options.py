@@ -14,7 +14,7 @@ import strategies.torch.poptorch as poptorch
 from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
 from strategies.torch.poptorch import without_effect
-from strategies.torch.poptorch.recording import close_recordings, tell_too_late
+from strategies.torch.poptorch.profiling import close_recordings, tell_too_late
 
 
 class Line(nn.Module):
