@@ -6,11 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from strategies.torch.poptorch.without_effect import tell_once
+
+Group: TypeAlias = dict[str, Any]
+"""Parameters of an optimizer with their numbers, or the state of one parameter, by PyTorch's names."""
+Parameters: TypeAlias = "Iterable[torch.nn.Parameter] | Iterable[Group]"
+"""The parameters of a module, or groups of them."""
 
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes of parameters whose optimizers compute in float32."""
@@ -65,7 +70,7 @@ class VariableAttributes:
         return attr
 
 
-def own_arguments(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[str, torch.dtype]]:
     """Return the arguments of PyTorch's optimizer, and the dtypes of accumulators and states; None is left out.
 
     Raises:
