@@ -11,24 +11,26 @@ from strategies.config.category import AttributeMetadata as _row
 from strategies.config.category import category, table_of
 
 SelectionOrder = Enum("SelectionOrder", ["AUTO", "ZIGZAG", "SNAKE", "HOOF"], start=0)
-"""In which order the original gives IPUs to shards. Simulated devices are all equally near."""
+SelectionOrder.__doc__ = "The order in which the original gives IPUs to shards. Simulated devices are all equally near."
 
 DeviceConnectionType = Enum("DeviceConnectionType", ["ALWAYS", "ON_DEMAND", "NEVER", "PRE_COMPILE"], start=0)
-"""When the original attaches to devices: when it is configured, when a program needs them, or never."""
+DeviceConnectionType.__doc__ = (
+    "The time at which the original attaches to devices: when it is configured, when a program needs them, or never."
+)
 
 MergeRemoteBuffersBehaviour = Enum("MergeRemoteBuffersBehaviour", ["NO_MERGING", "MERGE", "IF_BENEFICIAL"], start=0)
-"""Whether the original makes one remote buffer of several."""
+MergeRemoteBuffersBehaviour.__doc__ = "Whether the original makes one remote buffer of several."
 
 SchedulingAlgorithm = Enum(
     "SchedulingAlgorithm", ["CHOOSE_BEST", "CLUSTERING", "POST_ORDER", "LOOK_AHEAD", "SHORTEST_PATH"], start=0
 )
-"""How the original orders the instructions of a program."""
+SchedulingAlgorithm.__doc__ = "The order of a program's instructions in the original."
 
 StochasticRoundingBehaviour = Enum("StochasticRoundingBehaviour", ["OFF", "ON", "REPLICA_IDENTICAL_ONLY"], start=0)
-"""Whether 16-bit numbers are rounded up or down by chance, in the mean to what they were.
-
-Here updates of variables are, which are the same on all replicas: ON and REPLICA_IDENTICAL_ONLY are one.
-"""
+StochasticRoundingBehaviour.__doc__ = (
+    "Whether updates of 16-bit variables are rounded by chance. Replicas draw the same numbers here: ON and "
+    "REPLICA_IDENTICAL_ONLY are one."
+)
 
 _DEVICES = int | list[int] | tuple[int, ...]
 _OPTIONS = dict[str, str]

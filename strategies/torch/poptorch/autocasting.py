@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
-from typing import Any
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from strategies.switches import require_switches
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class _OfThread(threading.local):
+
+class _Heeding(threading.local):
     is_heeded = True
 
 
-_of_thread = _OfThread()
+_of_thread = _Heeding()
 
 
 class Policy:
@@ -57,19 +60,19 @@ class autocast(ContextDecorator):
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16) -> None:
         require_switches(enabled=enabled)
         self._enabled, self._dtype = enabled, dtype
-        self._entered: list[Any] = []
+        self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> autocast:  # of each call of a decorated function its own
         return type(self)(self._enabled, self._dtype)
 
     def __enter__(self) -> autocast:
-        inner = torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded)
-        inner.__enter__()
+        inner = ExitStack()
+        inner.enter_context(torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded))
         self._entered.append(inner)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().close()
 
 
 @contextmanager
@@ -82,13 +85,13 @@ def heeding(is_heeded: bool) -> Iterator[None]:
         _of_thread.is_heeded = before
 
 
-def heeded_by(function: Callable[..., Any], is_heeded: bool) -> Callable[..., Any]:
+def heeded_by(function: Callable[P, T], is_heeded: bool) -> Callable[P, T]:
     """Return a function that heeds `autocast`, or not."""
     if is_heeded:
         return function
 
-    def in_full(*arguments: Any) -> Any:
+    def in_full(*arguments: P.args, **named: P.kwargs) -> T:
         with heeding(False):
-            return function(*arguments)
+            return function(*arguments, **named)
 
     return in_full

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 
@@ -14,6 +14,9 @@ from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_n
 from strategies.torch.poptorch.enums import AutoStage
 from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Block(torch.nn.Module):
@@ -51,7 +54,7 @@ class _Begin:
     def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
         self._user_id, self._ipu_id = user_id, ipu_id
 
-    def __call__(self, module: torch.nn.Module, given: Any) -> None:
+    def __call__(self, module: torch.nn.Module, given: object) -> None:
         begin_block(self._user_id, self._ipu_id)
 
     def __repr__(self) -> str:
@@ -83,14 +86,12 @@ def removeBlocks(module: torch.nn.Module) -> None:
             del hooks[key]
 
 
-def BlockFunction(
-    user_id: str | None = None, ipu_id: int | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: all that the function calls is in the block."""
+def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: all that the function calls is in the block."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def in_block(*arguments: Any, **named: Any) -> Any:
+        def in_block(*arguments: P.args, **named: P.kwargs) -> T:
             with Block(user_id, ipu_id):
                 return function(*arguments, **named)
 
@@ -167,7 +168,7 @@ class Phase:
 
 
 @dataclass
-class Placing:
+class FoundStages:
     """Finds the stage and the device of each block, as a forward pass meets them.
 
     Attributes:
@@ -226,7 +227,7 @@ class Leniently:
         last: of the last one that was met first.
     """
 
-    placing: Placing
+    placing: FoundStages
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
     last: tuple[int, int] = (0, 0)
 
@@ -279,7 +280,7 @@ class ExecutionStrategy:
         Raises:
             StrategyError: if there is none.
         """
-        number, _ = Placing(self.stages, self.auto_stage).of(block_id, None)
+        number, _ = FoundStages(self.stages, self.auto_stage).of(block_id, None)
         return self.stages[number]
 
     @property
@@ -288,9 +289,9 @@ class ExecutionStrategy:
         return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
-    def placing(self) -> Placing:
+    def placing(self) -> FoundStages:
         """Finds stages, from the beginning."""
-        return Placing(self.stages, self.auto_stage)
+        return FoundStages(self.stages, self.auto_stage)
 
     def __repr__(self) -> str:
         inner = ", ".join(map(repr, self.stages)) or self.auto_stage.name

@@ -14,7 +14,7 @@ from strategies.data.layout import epoch_order
 from strategies.data.prefetch import prefetched
 from strategies.errors import StrategyError
 from strategies.numbers import positive
-from strategies.roles import Batch
+from strategies.roles import Batch, Data, Element
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.errors import SmallDataError
@@ -78,7 +78,7 @@ class DataLoader:
     def __init__(
         self,
         options: Options,
-        dataset: Any,
+        dataset: Data,
         batch_size: int = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
@@ -86,11 +86,11 @@ class DataLoader:
         persistent_workers: bool | None = None,
         auto_distributed_partitioning: bool = True,
         mode: DataLoaderMode = DataLoaderMode.Sync,
-        async_options: Mapping[str, Any] | None = None,
+        async_options: Mapping[str, object] | None = None,
         rebatched_worker_size: int | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
         sampler: Iterable[int] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Element]], Batch] | None = None,
         **kwargs: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -253,7 +253,7 @@ class DataLoader:
         """Nothing is to be done: threads and workers end with their iterators."""
 
 
-def _buffers_of(named: Mapping[str, Any]) -> int:
+def _buffers_of(named: Mapping[str, object]) -> int:
     """How many items are to be read ahead, of all that an accessor is told."""
     if unknown := [name for name in named if name not in ("buffer_size", "rebatched_size", *WITHOUT_EFFECT)]:
         raise TypeError(
@@ -293,14 +293,14 @@ class AsynchronousDataAccessor:
         TypeError: for arguments that PopTorch's does not take.
     """
 
-    def __init__(self, dataset: Iterable[Any], buffer_size: int = BUFFERS, **named: object) -> None:
+    def __init__(self, dataset: Iterable[Element], buffer_size: int = BUFFERS, **named: object) -> None:
         self._dataset = dataset
         self._buffers = _buffers_of({"buffer_size": buffer_size, **named})
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Element]:
         return prefetched((item for item in self._dataset), self._buffers)
 
     def terminate(self) -> None:

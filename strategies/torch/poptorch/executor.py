@@ -25,7 +25,7 @@ from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
 from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
-from strategies.torch.poptorch.module_state import Modes, States, make_groupable
+from strategies.torch.poptorch.module_state import Modes, WrittenBuffers, make_groupable
 from strategies.torch.poptorch.optimizer_options import (
     Clipping,
     refuse_pairs,
@@ -107,7 +107,7 @@ class PoplarExecutor:
         self._counters = Counters()
         self._modes = Modes(model)
         replicas = options.strategy.replicas
-        self._states = States(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
+        self._states = WrittenBuffers(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
@@ -504,7 +504,7 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     return model.model if isinstance(model, PoplarExecutor) else model
 
 
-def _united(leaves: Sequence[Any]) -> Any:
-    if not isinstance(leaves[0], torch.Tensor):
+def _united(leaves: Sequence[Tree]) -> Tree:
+    if len(leaves) == 1 or not isinstance(leaves[0], torch.Tensor):
         return leaves[0]
-    return leaves[0] if len(leaves) == 1 else torch.cat(tuple(leaves))
+    return torch.cat(tuple(leaves))

@@ -66,7 +66,7 @@ class Modes:
         return mode
 
 
-class States:
+class WrittenBuffers:
     """Buffers of an inference model that `forward` has written: a single replica writes those of the module.
 
     Several replicas have some of their own each, as in PopTorch; the module keeps what it has.

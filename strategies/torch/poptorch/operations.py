@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -16,13 +16,15 @@ from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
 from strategies.torch.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
 
 Self = TypeVar("Self")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class _OfThread(threading.local):
+class _Marked(threading.local):
     losses: list[torch.Tensor] | None = None
 
 
-_of_thread = _OfThread()
+_of_thread = _Marked()
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
@@ -32,16 +34,15 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
         x: any shape; a scalar where it is not reduced.
         reduction: "sum", "mean" or "none".
     """
-    reduced = {"sum": torch.sum, "mean": torch.mean, "none": lambda value: value}
-    if reduction not in reduced:
+    if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction is {reduction!r}; a loss is reduced by 'sum', 'mean' or 'none'")
-    loss: torch.Tensor = reduced[reduction](x)
+    loss = x if reduction == "none" else x.sum() if reduction == "sum" else x.mean()
     if _of_thread.losses is not None:
         _of_thread.losses.append(loss)
     return loss
 
 
-def losses_marked_by(function: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
+def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
     """What a function returns, and the losses that it has marked, in this thread."""
     marked: list[torch.Tensor] = []
     _of_thread.losses = marked
@@ -96,7 +97,7 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any, **named: Any) -> torch.Tensor:
+def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: object, **named: object) -> torch.Tensor:
     """Print a tensor where it is computed, and return it; what says how it is printed changes nothing."""
     print(f"{title}: {tensor.detach()}" if title else str(tensor.detach()))
     return tensor
@@ -146,12 +147,12 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     return torch.slice_scatter(input, src, dim, first, first + size)
 
 
-def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
+def set_overlap_for_input(input_tensors: T, mode: OverlapMode) -> T:
     """The tensors: nothing is copied to a device that could be copied while it computes."""
     return input_tensors
 
 
-def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
+def set_overlap_for_output(output_tensors: T, mode: OverlapMode) -> T:
     """The tensors, see `set_overlap_for_input`."""
     return output_tensors
 
@@ -161,24 +162,25 @@ def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[t
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def for_loop(count: int, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def for_loop(
+    count: int, body: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """`inputs = body(*inputs)`, so many times."""
-    values: Any = list(inputs)
+    values = list(inputs)
     for _ in range(count):
         made = body(*values)
-        values = list(made) if isinstance(made, tuple | list) else [made]
-    found: list[torch.Tensor] = values
-    return found
+        values = [made] if isinstance(made, torch.Tensor) else list(made)
+    return values
 
 
 def cond(
     condition: torch.Tensor,
-    then_body: Callable[..., Any],
+    then_body: Callable[..., T],
     then_inps: Sequence[torch.Tensor],
-    else_body: Callable[..., Any],
+    else_body: Callable[..., T],
     else_inps: Sequence[torch.Tensor],
-) -> Any:
-    """One of two functions, by a tensor of one element; the other one is not called."""
+) -> T:
+    """Call one of two functions, by a tensor of one element, and return what it returns."""
     return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
@@ -231,7 +233,7 @@ class MultiConv(_Scope, Accepting):
     )
 
 
-class CPU:
+class CPU(Generic[P, T]):
     """A function that an IPU would leave to the host: called where it stands, as everything else.
 
     Args:
@@ -239,12 +241,12 @@ class CPU:
         ID: its name.
     """
 
-    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+    def __init__(self, layer_to_call: Callable[P, T], ID: str) -> None:
         self._layer = layer_to_call
         self.ID = ID
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What it returns."""
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
+        """Call the function."""
         return self._layer(*arguments, **named)
 
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 
@@ -80,10 +80,12 @@ def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[
     for name, why in WITHOUT_EFFECT.items():
         if given.pop(name, None) is not None:
             tell_once(f"{name} of an optimizer", why)
-    dtypes = {name: given.pop(name) for name in ("accum_type", *STATE_TYPES) if name in given}
-    for name, dtype in dtypes.items():
-        if dtype not in (torch.float16, torch.float32):
+    dtypes: dict[str, torch.dtype] = {}
+    for name in [name for name in ("accum_type", *STATE_TYPES) if name in given]:
+        dtype = given.pop(name)
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32):
             raise ValueError(f"{name} is {dtype}; it is torch.float16 or torch.float32")
+        dtypes[name] = dtype
     return given, dtypes
 
 
@@ -125,13 +127,20 @@ class Optimizer(torch.optim.Optimizer):
         """Whether its state may be sharded."""
         return self.max_grad_norm is None
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one update."""
         with self._in_float32():
             return self._made(closure)
 
     def _made(self, closure: Callable[[], float] | None) -> float | None:
-        step: Any = super().step.__func__
+        step: Any = super().step
+        step = step.__func__
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # who called `step` has run the hooks
         found: float | None = step(self, closure)
@@ -140,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
         """Give the step float32 copies of parameters, gradients and states of 16 bits, and round them after."""
-        copies: list[tuple[dict[str, Any], int, torch.nn.Parameter, torch.nn.Parameter]] = []
+        copies: list[tuple[Group, int, torch.nn.Parameter, torch.nn.Parameter]] = []
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and (parameter.dtype in NARROW or torch.float16 in self._types):
@@ -181,7 +190,7 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in state.items()
             }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Take over a state; PyTorch's would cast it to the dtypes of the parameters."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -191,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
                 if name in _KEPT and value is not None:
                     self.state[parameter][name] = value.detach().clone()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         own = {name: value for name, value in vars(self).items() if name in _PICKLED}
         return {**super().__getstate__(), **own}
 
@@ -213,5 +222,5 @@ class OneByOne(Optimizer, ABC):
         return loss
 
     @abstractmethod
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         """Put the new value of a parameter of any shape in its place."""

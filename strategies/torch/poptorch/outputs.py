@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from functools import reduce
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -16,8 +18,11 @@ from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.enums import OutputMode
 from strategies.torch.poptorch.operations import losses_marked_by
 
+LossAndOutputs: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor], Tree]
+"""A loss, further metrics, and the outputs of the module."""
 
-def calling(autocasts: bool) -> Callable[[torch.nn.Module, Any], Tree]:
+
+def calling(autocasts: bool) -> Callable[[torch.nn.Module, Batch], Tree]:
     """Return a function that calls a module and returns its outputs; the program is told that an executor calls.
 
     Args:
@@ -48,7 +53,7 @@ def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, lis
     return outputs, marked
 
 
-def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Any], Any]:
+def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Batch], LossAndOutputs]:
     """Return a loss function of `Trainer`: the module's loss with its gradient times `factor`, and all outputs.
 
     Args:
@@ -56,7 +61,7 @@ def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, An
         autocasts: see `calling`.
     """
 
-    def loss_fn(module: torch.nn.Module, batch: Batch) -> Any:
+    def loss_fn(module: torch.nn.Module, batch: Batch) -> LossAndOutputs:
         outputs, marked = outputs_and_losses(module, batch)
         loss = loss_of(outputs, marked)
         return (loss if factor == 1 else with_gradient_of(loss, factor)), {}, outputs
@@ -100,7 +105,7 @@ def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     *parts, last = marked
     wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
-    seen: set[Any] = set()
+    seen: set[object] = set()
     ahead = [last.grad_fn] if wanted else []
     while ahead and not wanted <= seen:
         node = ahead.pop()
@@ -150,17 +155,11 @@ def _joined(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: _join(leaves), *trees) if len(trees) > 1 else trees[0]
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Tree]) -> Tree:
     if not isinstance(leaves[0], torch.Tensor):
         return leaves[-1]
     return torch.cat(tuple(leaves)) if leaves[0].ndim else torch.stack(tuple(leaves))
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
-    def add(*leaves: Any) -> Any:
-        total = leaves[0]
-        for leaf in leaves[1:]:
-            total = total + leaf
-        return total
-
-    return jax.tree.map(add, *trees)
+    return jax.tree.map(lambda *leaves: reduce(operator.add, leaves), *trees)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import jax
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 Instrumented = TypeVar("Instrumented")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Channel:
@@ -50,14 +52,14 @@ class Channel:
             setattr(obj, method, self._spanning(method, getattr(obj, method)))
         return obj
 
-    def tracepoint(self, name: str) -> AbstractContextManager[Any]:
+    def tracepoint(self, name: str) -> AbstractContextManager[object]:
         """Return what makes a span of a `with` statement."""
-        span: AbstractContextManager[Any] = record_function(f"{self._name}.{name}")
+        span: AbstractContextManager[object] = record_function(f"{self._name}.{name}")
         return span
 
-    def _spanning(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _spanning(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def in_span(*arguments: Any, **named: Any) -> Any:
+        def in_span(*arguments: P.args, **named: P.kwargs) -> T:
             with self.tracepoint(name):
                 return function(*arguments, **named)
 
