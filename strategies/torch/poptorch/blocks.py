@@ -174,35 +174,23 @@ class FoundStages:
     Attributes:
         stages: that a strategy has listed; with none blocks make their own.
         auto_stage: how they do.
+        is_lenient: whether a block without a device belongs to the stage that was found last.
         found: (stage, device) for each name that was met.
     """
 
     stages: Sequence[Stage]
     auto_stage: AutoStage
+    is_lenient: bool = False
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """The number of the stage of a block, and its device.
+        """Return the number of the stage of a block, and its device.
 
         Raises:
             StrategyError: if no stage has it, or it says no device where there are no stages.
         """
-        if self.stages:
-            self.found[name] = self._listed(name)
-            return self.found[name]
-        if name in self.found:
-            return self.found[name]
-        if self.auto_stage is AutoStage.AutoIncrement:
-            number = len(self.found)
-            self.found[name] = number, number if ipu is None else ipu
-            return self.found[name]
-        if ipu is None:
-            raise StrategyError(
-                f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
-                "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
-                "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
-            )
-        self.found[name] = ipu, ipu
+        if name not in self.found:
+            self.found[name] = self._listed(name) if self.stages else self._made(name, ipu)
         return self.found[name]
 
     def unmet(self) -> list[str]:
@@ -216,30 +204,19 @@ class FoundStages:
         known = ", ".join(repr(block) for stage in self.stages for block in stage.blocks)
         raise StrategyError(f"there is no stage with the block {name!r}; those of the strategy are {known}")
 
-
-@dataclass
-class Leniently:
-    """Finds the stages of blocks that have a device; others belong to the stage that was met before them first.
-
-    Attributes:
-        placing: of those.
-        found: (stage, device) for each name that was met.
-        last: of the last one that was met first.
-    """
-
-    placing: FoundStages
-    found: dict[str, tuple[int, int]] = field(default_factory=dict)
-    last: tuple[int, int] = (0, 0)
-
-    def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """See `strategies.torch.stages.Placing`."""
-        if name not in self.found:
-            self.last = self.found[name] = self.last if ipu is None else self.placing.of(name, ipu)
-        return self.found[name]
-
-    def unmet(self) -> list[str]:
-        """None: no block is expected."""
-        return []
+    def _made(self, name: str, ipu: int | None) -> tuple[int, int]:
+        if self.auto_stage is AutoStage.AutoIncrement:
+            number = len(self.found)
+            return number, number if ipu is None else ipu
+        if ipu is not None:
+            return ipu, ipu
+        if self.is_lenient:
+            return next(reversed(self.found.values()), (0, 0))
+        raise StrategyError(
+            f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
+            "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
+            "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
+        )
 
 
 class ExecutionStrategy:
@@ -280,7 +257,7 @@ class ExecutionStrategy:
         Raises:
             StrategyError: if there is none.
         """
-        number, _ = FoundStages(self.stages, self.auto_stage).of(block_id, None)
+        number, _ = self.placing.of(block_id, None)
         return self.stages[number]
 
     @property

@@ -23,8 +23,8 @@ from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
-from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
-from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
+from strategies.torch.poptorch.blocks import FoundStages
+from strategies.torch.poptorch.enums import AutoStage, MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.module_state import Modes, WrittenBuffers, make_groupable
 from strategies.torch.poptorch.optimizer_options import (
     Clipping,
@@ -251,7 +251,7 @@ class PoplarExecutor:
         strategy = self.options.execution_strategy
         if strategy is not None:
             return strategy.pipeline
-        return Pipeline(lambda: Leniently(PipelinedExecution().placing), needs_full=False)
+        return Pipeline(lambda: FoundStages((), AutoStage.SameAsIpu, is_lenient=True), needs_full=False)
 
     @property
     def trace(self) -> Trace:
@@ -262,11 +262,9 @@ class PoplarExecutor:
         Raises:
             ValueError: if there was none; the first one learns the stages.
         """
-        return (
-            self._trainer.trace
-            if self._trainer is not None
-            else Trace(self._inference.spans if self._inference else {})
-        )
+        if self._trainer is not None:
+            return self._trainer.trace
+        return Trace(self._inference.spans if self._inference else {})
 
     # ---- what programs ask and tell it
 
@@ -291,24 +289,25 @@ class PoplarExecutor:
         return self._counters.events()
 
     def getLatency(self) -> Latency:
-        """Seconds of the updates of the last call, or of that call of an inference: least, most and mean; once called.
+        """Return least, most and mean seconds of the updates of the last call, or of that call of an inference.
 
         Raises:
             StrategyError: if there was no call.
         """
         return self._counters.of_updates()
 
-    def getComputeLatency(self) -> Latency:
-        """The same as `getLatency`: all of it is computing."""
-        return self._counters.of_updates()
+    getComputeLatency = getLatency  # all of it is computing
 
     def getHostIpuLatency(self) -> Latency:
-        """Zeros: inputs are where they are needed."""
-        return self._counters.of_transfers()
+        """Return zeros: inputs and outputs are where they are needed.
 
-    def getIpuHostLatency(self) -> Latency:
-        """Zeros: outputs are where the program wants them."""
-        return self._counters.of_transfers()
+        Raises:
+            StrategyError: if there was no call.
+        """
+        self._counters.of_updates()
+        return 0.0, 0.0, 0.0
+
+    getIpuHostLatency = getHostIpuLatency
 
     @property
     def rng_state(self) -> list[int]:

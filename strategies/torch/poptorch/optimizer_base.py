@@ -152,7 +152,9 @@ class Optimizer(torch.optim.Optimizer):
         copies: list[tuple[Group, int, torch.nn.Parameter, torch.nn.Parameter]] = []
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and (parameter.dtype in NARROW or torch.float16 in self._types):
+                if parameter.grad is not None and (
+                    parameter.dtype in NARROW or torch.float16 in self._state_types.values()
+                ):
                     copies.append((group, number, parameter, self._widened(parameter)))
         for group, number, _, copy in copies:
             group["params"][number] = copy
@@ -163,32 +165,25 @@ class Optimizer(torch.optim.Optimizer):
                 group["params"][number] = parameter
                 self._narrow(parameter, copy)
 
-    @property
-    def _types(self) -> set[torch.dtype]:
-        return set(self._state_types.values())
-
     def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         assert parameter.grad is not None
         copy = torch.nn.Parameter(parameter.detach().float())
         copy.grad = parameter.grad.float()
-        state = self.state.pop(parameter, {})
-        if state:
-            self.state[copy] = {
-                name: value.float() if name in _KEPT and value is not None else value for name, value in state.items()
-            }
+        self._move_state(parameter, copy, {})
         return copy
 
     def _narrow(self, parameter: torch.nn.Parameter, copy: torch.nn.Parameter) -> None:
         with torch.no_grad():
             parameter.copy_(copy)
-        state = self.state.pop(copy, {})
-        if state:
-            self.state[parameter] = {
-                name: value.to(self._state_types.get(name, torch.float32))
-                if name in _KEPT and value is not None
-                else value
-                for name, value in state.items()
-            }
+        self._move_state(copy, parameter, self._state_types)
+
+    def _move_state(
+        self, before: torch.nn.Parameter, after: torch.nn.Parameter, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Give the state of one parameter to another, in float32 where `dtypes` has no other."""
+        for name, value in self.state.pop(before, {}).items():
+            is_kept = name in _KEPT and value is not None
+            self.state[after][name] = value.to(dtypes.get(name, torch.float32)) if is_kept else value
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Take over a state; PyTorch's would cast it to the dtypes of the parameters."""

@@ -210,6 +210,7 @@ class PrecisionOptions(OptionGroup):
     )
 
     autocasts = True
+    checks_numerics = False
 
     def autocastEnabled(self, autocast_enabled: bool) -> PrecisionOptions:
         """Heed `poptorch.autocast` in models, or not."""
@@ -245,17 +246,12 @@ class PrecisionOptions(OptionGroup):
 
     def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
         """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
-        return self._set_switch("enableFloatingPointExceptions", enabled)
+        return self._set_switch("enableFloatingPointExceptions", enabled, checks_numerics=enabled)
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether an IPU would round at random."""
         return bool(self._values.get("enableStochasticRounding"))
-
-    @property
-    def checks_numerics(self) -> bool:
-        """Whether gradients are looked at."""
-        return bool(self._values.get("enableFloatingPointExceptions"))
 
 
 class TensorLocationSettings(OptionGroup):

@@ -105,25 +105,14 @@ class Counters:
         }
 
     def of_updates(self) -> Latency:
-        """How long they took.
+        """Return how long they took.
 
         Raises:
             StrategyError: if there was no call.
         """
-        return self._over_updates(lambda began_s, ended_s: ended_s - began_s)
-
-    def of_transfers(self) -> Latency:
-        """How long tensors were on their way: no time.
-
-        Raises:
-            StrategyError: if there was no call.
-        """
-        return self._over_updates(lambda began_s, ended_s: 0.0)
-
-    def _over_updates(self, seconds_of: Callable[[float, float], float]) -> Latency:
         if not self._spans:
             raise StrategyError("the model was not called, so nothing has taken time; call it first")
-        seconds = [seconds_of(*span) for span in self._spans]
+        seconds = [ended_s - began_s for began_s, ended_s in self._spans]
         return min(seconds), max(seconds), fmean(seconds)
 
 
