@@ -19,7 +19,7 @@ logger = logging.getLogger("strategies.config")
 
 @dataclass(frozen=True)
 class Effects:
-    """What a configuration changes; by default nothing.
+    """The effects of a configuration; by default none.
 
     Attributes:
         selection: the IPUs of a strategy that names no number of replicas.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ContextDecorator, ExitStack
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -75,23 +75,16 @@ class autocast(ContextDecorator):
         self._entered.pop().close()
 
 
-@contextmanager
-def heeding(is_heeded: bool) -> Iterator[None]:
-    """Heed `autocast` in this thread, or not: `Options.Precision.autocastEnabled`."""
-    before, _of_thread.is_heeded = _of_thread.is_heeded, is_heeded
-    try:
-        yield
-    finally:
-        _of_thread.is_heeded = before
-
-
 def heeded_by(function: Callable[P, T], is_heeded: bool) -> Callable[P, T]:
-    """Return a function that heeds `autocast`, or not."""
+    """Return a function that heeds `autocast` in its thread, or not: `Options.Precision.autocastEnabled`."""
     if is_heeded:
         return function
 
     def in_full(*arguments: P.args, **named: P.kwargs) -> T:
-        with heeding(False):
+        before, _of_thread.is_heeded = _of_thread.is_heeded, False
+        try:
             return function(*arguments, **named)
+        finally:
+            _of_thread.is_heeded = before
 
     return in_full

@@ -149,11 +149,11 @@ class Phase:
         self.stages = own or [Stage(*names)]
 
     def stage(self, number: int) -> Stage:
-        """One of them."""
+        """Return one of the stages."""
         return self.stages[number]
 
     def ipus(self, *ipus: int) -> Phase:
-        """The device of each stage.
+        """Set the device of each stage.
 
         Raises:
             ValueError: if there are not as many.
@@ -220,7 +220,7 @@ class FoundStages:
 
 
 class ExecutionStrategy:
-    """How stages run: a list of them, or of names of blocks for a stage each, or how blocks make stages.
+    """The stages of a model and their order: a list of stages, names of blocks for a stage each, or an `AutoStage`.
 
     Args:
         stages: see above.
@@ -252,7 +252,7 @@ class ExecutionStrategy:
                 seen.add(name)
 
     def stage(self, block_id: str) -> Stage:
-        """The stage of a block.
+        """Return the stage of a block.
 
         Raises:
             StrategyError: if there is none.
@@ -262,12 +262,12 @@ class ExecutionStrategy:
 
     @property
     def pipeline(self) -> Pipeline:
-        """How a step runs."""
+        """The pipeline of a step."""
         return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
     def placing(self) -> FoundStages:
-        """Finds stages, from the beginning."""
+        """A new search for stages."""
         return FoundStages(self.stages, self.auto_stage)
 
     def __repr__(self) -> str:
@@ -305,7 +305,7 @@ _IN_MEMORY = "nothing leaves the memory between phases"
 
 
 class _Phased(Accepting, ExecutionStrategy):
-    """What phased strategies have in common: here they are executed as shards, since there is one memory.
+    """Base of phased strategies, which run as shards here, since there is one memory.
 
     Args:
         phases: phases, lists of stages, or lists of names of blocks; a stage or a name is a phase alone. Or one list of
@@ -314,7 +314,9 @@ class _Phased(Accepting, ExecutionStrategy):
 
     overlaps = False
     _methods = methods_of(
-        "SerialPhasedExecution",
+        "PhasedExecution",
+        sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
+        setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY),
         useSeparateBackwardPhase=Accepted(lambda use=True: use, _IN_MEMORY, True),
     )
 
@@ -327,7 +329,7 @@ class _Phased(Accepting, ExecutionStrategy):
         super().__init__(*(stage for phase in self.phases for stage in phase.stages))
 
     def phase(self, phase: int) -> Phase:
-        """One of the phases."""
+        """Return one of the phases."""
         return self.phases[phase]
 
 
@@ -335,20 +337,7 @@ class _Phased(Accepting, ExecutionStrategy):
 class ParallelPhasedExecution(_Phased):
     """Phases that alternate between devices; executed as `ShardedExecution` of their stages."""
 
-    _methods = {
-        **_Phased._methods,
-        **methods_of(
-            "ParallelPhasedExecution",
-            sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
-        ),
-    }
-
 
 @final
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; executed as `ShardedExecution` of their stages."""
-
-    _methods = {
-        **_Phased._methods,
-        **methods_of("SerialPhasedExecution", setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY)),
-    }

@@ -129,7 +129,7 @@ class PoplarExecutor:
 
     @property
     def trainer(self) -> Trainer:
-        """What makes the updates, for `strategies.Checkpoints`.
+        """The trainer that makes the updates, for `strategies.Checkpoints`.
 
         Raises:
             StrategyError: if it is an inference model.
@@ -141,7 +141,7 @@ class PoplarExecutor:
     # ---- calls
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """What the module returns for these rows, as `Options.outputMode` says; a collective call where it trains.
+        """Return the module's outputs for these rows, as `Options.outputMode` says; a collective call if it trains.
 
         Raises:
             ValueError: if the rows cannot be divided.
@@ -160,13 +160,13 @@ class PoplarExecutor:
 
     @property
     def _mode(self) -> OutputMode:
-        """Which outputs come back: unless it is said, those of the last micro-batch, or all of an inference."""
+        """The outputs that come back: unless it is said, those of the last micro-batch, or all of an inference."""
         if self.options.output_mode is not OutputMode.Default:
             return self.options.output_mode
         return OutputMode.Final if self._is_training else OutputMode.All
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
-        """For each micro-batch of the call the batches of the local replicas."""
+        """Return the batches of the local replicas for each micro-batch of the call."""
         local = len(self.options.strategy.replicas.local_replicas)
         count = self.options.device_iterations * self.options.Training.gradient_accumulation
         if count * local == 1 and not self._is_training:
@@ -255,7 +255,7 @@ class PoplarExecutor:
 
     @property
     def trace(self) -> Trace:
-        """What the simulated devices did in the last update, or the last call of an inference.
+        """The work of the simulated devices in the last update, or the last call of an inference.
 
         `str`, `text`, `svg` and `perfetto` of it show that.
 
@@ -269,11 +269,11 @@ class PoplarExecutor:
     # ---- what programs ask and tell it
 
     def getTensorNames(self) -> list[str]:
-        """What `Options.anchorTensor` takes."""
+        """Return the names that `Options.anchorTensor` takes."""
         return names_of(self.model)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """What was seen of an anchored tensor in the last call: after the last update, or as the anchor says.
+        """Return an anchored tensor of the last call: after the last update, or as the anchor says.
 
         Raises:
             StrategyError: if it is none, or there was no call.
@@ -281,7 +281,7 @@ class PoplarExecutor:
         return self._anchored.of_call(short_name)
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """When what happened in the last call, in seconds whose differences count: for each tensor and each update.
+        """Return the seconds at which the last call had each tensor of each update; only differences count.
 
         An "input" is asked for and "input_complete" when the update begins, an "output" and "output_complete" when it
         has ended, as nothing is transferred. An inference counts as one update.
@@ -311,7 +311,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> list[int]:
-        """The seed, and how many updates, or calls of an inference, were made: all random numbers follow from these.
+        """The seed, and the number of updates, or of calls of an inference: all random numbers follow from these.
 
         An inference may be told another number of calls; a training has its number of updates from its checkpoint.
 
@@ -455,7 +455,7 @@ def trainingModel(
     *,
     map_gradient: MapGradient | None = None,
 ) -> PoplarExecutor:
-    """A model whose calls make updates. To make one is a collective call.
+    """Make a model whose calls make updates; a collective call.
 
     Args:
         model: returns a loss: a scalar that `identity_loss` has marked, or else the last scalar of what it returns.
@@ -467,7 +467,7 @@ def trainingModel(
 
 
 def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """A model that is called in evaluation mode, without gradients; it has the parameters that others train meanwhile.
+    """Make a model that is called in evaluation mode, without gradients, and shares the parameters of the module.
 
     Args:
         model: a module, or a model of it.

@@ -43,7 +43,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
 
 
 def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
-    """What a function returns, and the losses that it has marked, in this thread."""
+    """Call a function, and return its result and the losses that it has marked in this thread."""
     marked: list[torch.Tensor] = []
     _of_thread.losses = marked
     try:
@@ -79,7 +79,7 @@ def ipuHardwareVersion() -> int:
 
 
 def setLogLevel(level: int | str) -> None:
-    """Of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
+    """Set the level of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
 
     Raises:
         ValueError: for another one.
@@ -93,7 +93,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor."""
+    """Return the tensor."""
     return tensor
 
 
@@ -104,7 +104,7 @@ def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: object, **named:
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """The tensor; memory is that of the host."""
+    """Return the tensor; memory is that of the host."""
     return tensor
 
 
@@ -115,13 +115,13 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> torch.Tensor:
-    """The product of two matrices; memory is that of the host, so it is computed at once."""
+    """Return the product of two matrices, computed at once in the memory of the host."""
     require_switches(keep_precision=keep_precision)
     return torch.matmul(lhs, rhs)
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """A part of a tensor along an axis, from where another tensor says.
+    """Return a part of a tensor along an axis, from where another tensor says.
 
     Args:
         tensor: of which it is a part.
@@ -134,7 +134,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
 
 
 def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
-    """A copy of a tensor of which a part along an axis is that of another tensor.
+    """Return a copy of a tensor with a part along an axis from another tensor.
 
     Args:
         input: the tensor.
@@ -148,24 +148,24 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
 
 
 def set_overlap_for_input(input_tensors: T, mode: OverlapMode) -> T:
-    """The tensors: nothing is copied to a device that could be copied while it computes."""
+    """Return the tensors: no copy to a device could overlap with computing."""
     return input_tensors
 
 
 def set_overlap_for_output(output_tensors: T, mode: OverlapMode) -> T:
-    """The tensors, see `set_overlap_for_input`."""
+    """Return the tensors; see `set_overlap_for_input`."""
     return output_tensors
 
 
 def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:
-    """The tensors: they are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
+    """Return the tensors, which are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
 def for_loop(
     count: int, body: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`inputs = body(*inputs)`, so many times."""
+    """Call `inputs = body(*inputs)` so many times, and return the last inputs."""
     values = list(inputs)
     for _ in range(count):
         made = body(*values)

@@ -182,7 +182,7 @@ class LAMB(OneByOne):
 
     @property
     def is_elementwise(self) -> bool:
-        """No: it looks at norms of parameters."""
+        """Whether its state may be sharded: False, as it looks at norms of parameters."""
         return False
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:

@@ -43,7 +43,8 @@ class OptionGroup(Accepting):
     def _copied(self: Self) -> Self:
         """Return the same options, not frozen."""
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self), _values=dict(self._values), _is_frozen=False)
+        groups = {name: getattr(self, name)._copied() for name in self._groups}
+        vars(copied).update(vars(self), _values=dict(self._values), _is_frozen=False, **groups)
         return copied
 
     def _set(self: Self, name: str, value: object, **attributes: object) -> Self:
@@ -164,12 +165,12 @@ class TrainingOptions(OptionGroup):
     automatic_loss_scaling = False
 
     def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
-        """Micro-batches of each replica for one update."""
+        """Set the micro-batches of each replica for one update."""
         count = positive("gradientAccumulation", gradient_accumulation)
         return self._set("gradientAccumulation", count, gradient_accumulation=count)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
-        """Mean or sum of gradients, over micro-batches and replicas.
+        """Reduce gradients over micro-batches and replicas to their mean or sum.
 
         Raises:
             ValueError: for another type.
@@ -179,14 +180,12 @@ class TrainingOptions(OptionGroup):
         kind = ReductionType(reduction_type)
         return self._set("accumulationAndReplicationReductionType", kind, reduction=kind)
 
-    def accumulationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
-        """Take the name that `accumulationAndReplicationReductionType` had before PopTorch 2.3."""
-        return self.accumulationAndReplicationReductionType(reduction_type)
+    accumulationReductionType = accumulationAndReplicationReductionType  # its name before PopTorch 2.3
 
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> TrainingOptions:
-        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number.
+        """Set how a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number.
 
         A running mean is changed before each micro-batch, so blocks run one after another then, and not in a pipeline.
         """
@@ -232,7 +231,7 @@ class PrecisionOptions(OptionGroup):
         return self._set("autocastPolicy", autocast_policy)
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> PrecisionOptions:
-        """Changes nothing: dtypes are promoted as PyTorch promotes them, that is `HalfUpcastToFloat`.
+        """Accept dtypes that are promoted as PyTorch promotes them, that is `HalfUpcastToFloat`.
 
         Raises:
             StrategyError: if parameters are to be cast to half precision.
@@ -267,16 +266,16 @@ class TensorLocationSettings(OptionGroup):
     )
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Of optimizer state: every replica keeps a part of it."""
+        """Have every replica keep a part of the optimizer state."""
         return self._set_switch("useReplicatedTensorSharding", use)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Smaller tensors are not sharded."""
+        """Set the size below which tensors are not sharded."""
         return self._set("minElementsForReplicatedTensorSharding", positive("min_elements", min_elements))
 
 
 def settings_of(location: object) -> TensorLocationSettings:
-    """What was given as settings.
+    """Return a location, if it is of settings.
 
     Raises:
         TypeError: if it is something else.
@@ -301,12 +300,12 @@ class TensorLocationOptions(OptionGroup):
     )
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Its `useReplicatedTensorSharding` is heeded; results do not change."""
+        """Set whether optimizer state is sharded, by `useReplicatedTensorSharding`; results do not change."""
         return self._set("setOptimizerLocation", settings_of(location))
 
     @property
     def of_optimizer(self) -> Mapping[str, object]:
-        """What was said of optimizer state."""
+        """The settings of optimizer state."""
         location = self._values.get("setOptimizerLocation")
         return location.toDict() if isinstance(location, TensorLocationSettings) else {}
 

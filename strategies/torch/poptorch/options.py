@@ -75,7 +75,7 @@ class DistributedOptions(OptionGroup):
 
 
 class DecidedDistributedOptions(DistributedOptions):
-    """Those of `popdist.poptorch.Options`, of which poprun has decided all.
+    """The processes of `popdist.poptorch.Options`, of which poprun has decided all.
 
     Every method raises FailedPreconditionError, which is a RuntimeError, as the original's.
     """
@@ -90,7 +90,7 @@ class DecidedDistributedOptions(DistributedOptions):
 
 
 class Options(OptionGroup):
-    """How a model runs. Every setter returns the options, so that they can be chained; print them to see what is set.
+    """The options of a model. Every setter returns them, so calls can be chained; print them to see what is set.
 
     Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
     log (INFO) says so once. `POPTORCH_DEFAULT_OPTIONS` in the environment is JSON of options, see `from_json`;
@@ -172,17 +172,17 @@ class Options(OptionGroup):
         return IPUStrategy(self.replication_factor, attached=attached)
 
     def deviceIterations(self, device_iterations: int) -> Options:
-        """How many updates, or batches of an inference, a call makes."""
+        """Set how many updates, or batches of an inference, a call makes."""
         count = positive("deviceIterations", device_iterations)
         return self._set("deviceIterations", count, device_iterations=count)
 
     def replicationFactor(self, replication_factor: int) -> Options:
-        """The number of replicas in this process."""
+        """Set the number of replicas in this process."""
         count = positive("replicationFactor", replication_factor)
         return self._set("replicationFactor", count, replication_factor=count, _strategy=None)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Options:
-        """Which outputs a call returns.
+        """Set the outputs that a call returns.
 
         Args:
             output_mode: see there; the default is the last one for training, and all for inference.
@@ -227,7 +227,7 @@ class Options(OptionGroup):
         return self._set(f"anchorTensor({short_name!r})", long_name, anchors=anchors)
 
     def randomSeed(self, random_seed: int) -> Options:
-        """Of random numbers and of shuffling; 0 unless it is set.
+        """Set the seed of random numbers and of shuffling; 0 unless it is set.
 
         It is PyTorch's from here on, too, as in PopTorch: modules that are made afterwards begin with the same numbers.
         """
@@ -237,7 +237,7 @@ class Options(OptionGroup):
         return self
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Options:
-        """How blocks become stages, and stages run."""
+        """Set how blocks become stages, and how stages run."""
         if not isinstance(strategy, ExecutionStrategy):
             raise TypeError(f"{strategy!r} is no strategy of execution; use poptorch.PipelinedExecution(...)")
         return self._set("setExecutionStrategy", strategy, execution_strategy=strategy)
@@ -279,14 +279,10 @@ class Options(OptionGroup):
         return self
 
     def clone(self) -> Options:
-        """A copy that can be changed, on the same replicas unless it is given others."""
-        clone = self._copied()
-        for name in self._groups:
-            vars(clone)[name] = getattr(self, name)._copied()
-        return clone
+        """Return a copy that can be changed, on the same replicas unless it is given others."""
+        return self._copied()
 
-    def __copy__(self) -> Options:
-        return self.clone()
+    __copy__ = clone
 
     def __deepcopy__(self, memory: object) -> Options:
         return self.clone()
@@ -302,11 +298,8 @@ class Options(OptionGroup):
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_strategy": None}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Options:
-        """Changes nothing where each replica has rows of its own; refused where several are to get the same.
+        """Accept that each replica has rows of its own; refuse groups of replicas with the same rows.
 
         Raises:
             StrategyError: for groups of several replicas.
@@ -364,7 +357,7 @@ class PopdistOptions(Options):
         self._strategy = self._new_strategy()
 
     def _new_strategy(self) -> Strategy:
-        """All replicas of the job, also for options that were saved in another one."""
+        """Return a strategy of all replicas of the job, also for options that were saved in another one."""
         folder = folder_wanted(os.environ, self._Popart.engine_options)
         if folder is not None and not popdist.isBackendInitialized():
             record_job(folder)

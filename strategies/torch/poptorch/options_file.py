@@ -59,22 +59,18 @@ def _called(call: ast.Call, options: OptionGroup | None = None) -> object:
 
 def _function(node: ast.expr, options: OptionGroup | None) -> Callable[..., object]:
     """Return what a call calls: an option, a class of `_MADE_OF`, or a method that says more of its object."""
-    if options is not None and isinstance(node, ast.Name):
-        return _option_of(options, node.id)
-    if isinstance(node, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id == "poptorch":
-            if node.attr not in _MADE_OF:
-                raise NameError(f"poptorch.{node.attr} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
-            return _MADE_OF[node.attr]
-        owner = _called(node.value, options) if isinstance(node.value, ast.Call) else _group(node.value, options)
-        return _option_of(owner, node.attr)
-    raise SyntaxError("it calls no option")
-
-
-def _group(node: ast.expr, options: OptionGroup | None) -> object:
-    if options is not None and isinstance(node, ast.Name):
-        return _option_of(options, node.id)
-    raise SyntaxError("an option, or a group and an option, is expected before the parenthesis")
+    match node:
+        case ast.Name(name) if options is not None:
+            return _option_of(options, name)
+        case ast.Attribute(ast.Name("poptorch"), name):
+            if name not in _MADE_OF:
+                raise NameError(f"poptorch.{name} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
+            return _MADE_OF[name]
+        case ast.Attribute(ast.Name(group), name) if options is not None:
+            return _option_of(_option_of(options, group), name)
+        case ast.Attribute(ast.Call() as call, name):
+            return _option_of(_called(call, options), name)
+    raise SyntaxError("it calls no option: an option, or a group and an option, stands before the parenthesis")
 
 
 def _option_of(owner: object, name: str) -> Callable[..., object]:

@@ -124,7 +124,7 @@ Rounds = Sequence[Sequence[Tree]]
 
 
 def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
-    """What a call returns.
+    """Return the outputs of a call.
 
     Tensors are joined along their first axis: one micro-batch after another, in each the replicas in their order, as
     the rows of the batch were dealt out. Scalars become one axis, if there are several.

@@ -71,7 +71,7 @@ Latency = tuple[float, float, float]
 
 
 class Counters:
-    """Of the last call of a model: its updates, or an inference as a whole.
+    """Times of the last call of a model: of its updates, or of an inference as a whole.
 
     Tensors are computed with where they stand, so each is there when it is asked for.
     """
@@ -81,20 +81,20 @@ class Counters:
         self._inputs = self._outputs = 0
 
     def begin(self, inputs: Tree) -> None:
-        """A call begins with these rows."""
+        """Begin a call with these rows."""
         self._spans = []
         self._inputs, self._outputs = _tensors_in(inputs), 0
 
     def add(self, began_s: float, ended_s: float) -> None:
-        """An update was made."""
+        """Add the times of an update."""
         self._spans.append((began_s, ended_s))
 
     def end(self, outputs: Tree) -> None:
-        """The call returns these."""
+        """End the call with these outputs."""
         self._outputs = _tensors_in(outputs)
 
     def events(self) -> dict[str, list[list[float]]]:
-        """For each kind of event, each tensor and each update the second; one empty list for what there is none of."""
+        """Return the seconds by kind of event, tensor and update; one empty list for a kind without tensors."""
         began = [[span[0] for span in self._spans] for _ in range(self._inputs)] or [[]]
         ended = [[span[1] for span in self._spans] for _ in range(self._outputs)] or [[]]
         return {
