@@ -287,7 +287,9 @@ IDIOMS: dict[str, Idiom] = {
     "sgd_of_pytorch": Idiom(own=lambda p: SGD(p, lr=0.1)),
     "adam": Idiom(own=lambda p: poptorch.optim.Adam(p), plain=lambda p: torch.optim.Adam(p)),
     "adam_decay": Idiom(
-        own=lambda p: poptorch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.1),
+        own=lambda p: poptorch.optim.Adam(
+            p, lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.1, accum_type=torch.float16
+        ),
         plain=lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.1),
     ),
     "adamw_types": Idiom(

@@ -235,18 +235,38 @@ class TestCompilers:
     def test_nothing_takes_time_to_compile(self, model):
         assert poptorch.inferenceModel(model).compilationTime().total_seconds() == 0
 
-    @pytest.mark.parametrize("use", [True, False])
-    def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
-        without_effect._told.clear()
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
-        poptorch.TensorLocationSettings().useOnChipStorage(use)
-        assert "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them" in caplog.text
 
-    def test_stochastic_rounding_is_taken_and_said(self, caplog):
-        without_effect._told.clear()
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
-        poptorch.Options().Precision.enableStochasticRounding(True)
-        assert "enableStochasticRounding changes nothing here: PyTorch rounds to nearest" in caplog.text
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: poptorch.Options().enableStableNorm(True),
+            r"Options.enableStableNorm changes nothing here: PyTorch's",
+        ),
+        (
+            lambda: poptorch.TensorLocationSettings().useOnChipStorage(True),
+            "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them",
+        ),
+        (
+            lambda: poptorch.Options().Precision.enableStochasticRounding(True),
+            "enableStochasticRounding changes nothing here: PyTorch rounds to nearest",
+        ),
+        (
+            lambda: poptorch.Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}),
+            "Options._Popart.autoRecomputation changes nothing here: nothing is compiled",
+        ),
+        (
+            lambda: poptorch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1, velocity_scaling=4.0),
+            "velocity_scaling of an optimizer changes nothing here: velocities are not scaled",
+        ),
+    ],
+)
+def test_what_changes_nothing_is_said_once(call, said, caplog, monkeypatch):
+    monkeypatch.setattr(without_effect, "_told", set())
+    caplog.set_level(logging.INFO, "strategies.torch.poptorch")
+    call()
+    call()
+    assert caplog.text.count(said) == 1
 
 
 class TestHardware:
