@@ -17,6 +17,32 @@ def data(rows, dtype=torch.float32):
     return x, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
+def rows(count, outputs=1):
+    """Inputs and targets of a `Line`."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, outputs, generator=generator)
+
+
+def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=None):
+    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
+    options.Training.gradientAccumulation(accumulation)
+    if strategy is not None:
+        options._strategy = strategy
+    return options if mode is None else options.outputMode(mode)
+
+
+class Line(nn.Module):
+    """Returns its mean squared error."""
+
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.layer = nn.Linear(3, outputs)
+
+    def forward(self, x, y):
+        with poptorch.Block("B1", ipu_id=0):
+            return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
+
+
 class Net(nn.Module):
     """Two layers, and `middle` between them; `loss` and `returned` are other ways of the same."""
 

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from poptorch_modules import new_options
 from torch import nn
 from torch_modules import data
 
@@ -69,17 +70,6 @@ class Noise(nn.Module):
 def model():
     torch.manual_seed(1)
     return Classifier()
-
-
-def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=None, **others):
-    options = Options()
-    options.deviceIterations(iterations).Training.gradientAccumulation(accumulation)
-    options.replicationFactor(replicas)
-    if strategy is not None:
-        options._strategy = strategy
-    if mode is not None:
-        options.outputMode(mode)
-    return options
 
 
 def dataset():

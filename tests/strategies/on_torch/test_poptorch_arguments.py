@@ -8,24 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from poptorch_modules import Line, new_options, rows
 from torch import nn
 
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 
 Running, Post = poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post
-
-
-class Line(nn.Module):
-    """Returns its mean squared error."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x, y):
-        with poptorch.Block("B1", ipu_id=0):
-            return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
 
 
 @pytest.fixture
@@ -37,19 +26,6 @@ def model():
 @dataclass
 class Packed:
     inside: torch.Tensor
-
-
-def rows(count):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)
-
-
-def new_options(strategy=None, replicas=1, iterations=1, accumulation=1):
-    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
-    options.Training.gradientAccumulation(accumulation)
-    if strategy is not None:
-        options._strategy = strategy
-    return options
 
 
 def trained(model, options, optimizer=None):

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from poptorch_modules import Line, rows
 from torch import nn
 
 import strategies
@@ -15,26 +16,10 @@ import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 
 
-class Line(nn.Module):
-    """Returns its mean squared error."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x, y):
-        return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
-
-
 @pytest.fixture
 def model():
     torch.manual_seed(4)
-    return Line()
-
-
-def rows(count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, generator=generator).to(dtype), torch.randn(count, 2, generator=generator).to(dtype)
+    return Line(2)
 
 
 def sharding(replicas=2):
@@ -86,7 +71,7 @@ def test_states_of_our_own_steps_are_sharded_without_a_change_of_bits(kind, numb
         training = poptorch.trainingModel(own, options, getattr(poptorch.optim, kind)(own.parameters(), **numbers))
         first, count = 2 * strategy.local_replicas.start, 2 * len(strategy.local_replicas)
         for _ in range(2):
-            training(*(each[first : first + count] for each in rows(4)))
+            training(*(each[first : first + count] for each in rows(4, 2)))
         assert training.trainer.is_sharded is shards
         training.destroy()
         return bits_of(own)
@@ -116,7 +101,7 @@ class TestStatesThatStayWhole:
         for options in (poptorch.Options().replicationFactor(2), sharding()):
             own = copy.deepcopy(model)
             training = poptorch.trainingModel(own, options, make(own.parameters()))
-            training(*rows(4))
+            training(*rows(4, 2))
             assert not training.trainer.is_sharded
             found.append(bits_of(own))
         assert found[0] == found[1]
@@ -127,13 +112,13 @@ class TestNumbersThatChange:
     def test_loss_scaling_takes_effect_in_both_ways_of_saying_it(self, model):
         optimizer = poptorch.optim.SGD(model.parameters(), 0.1)
         training = poptorch.trainingModel(model, optimizer=optimizer)
-        training(*rows(4))
+        training(*rows(4, 2))
         optimizer.loss_scaling = 64.0
         training.setOptimizer(optimizer)
         assert str(training.trainer.state.loss_scale) == "64"
-        training(*rows(4))
+        training(*rows(4, 2))
         training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=2.0))
-        training(*rows(4))
+        training(*rows(4, 2))
         assert str(training.trainer.state.loss_scale) == "2"
 
     def test_loss_scaling_keeps_small_gradients_of_halves(self):
@@ -161,13 +146,13 @@ class TestNumbersThatChange:
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
         training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=8.0))
         before = bits_of(model)
-        training(rows(4)[0] * torch.inf, rows(4)[1])
+        training(rows(4, 2)[0] * torch.inf, rows(4, 2)[1])
         assert bits_of(model) == before
 
     def test_a_limit_of_gradients_takes_effect(self, model):
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
         training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, max_grad_norm=1e-3))
-        training(*rows(4))
+        training(*rows(4, 2))
         norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
         assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -259,12 +244,12 @@ def test_optimizers_are_of_one_class(model):
 
 def test_scales_travel_with_checkpoints(model, tmp_path):
     training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=4.0))
-    training(*rows(4))
+    training(*rows(4, 2))
     training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=16.0))
     with strategies.Checkpoints(tmp_path, training.trainer) as checkpoints:
-        training(*rows(4))
+        training(*rows(4, 2))
         checkpoints.save(training.trainer.state)
-    other = Line()
+    other = Line(2)
     again = poptorch.trainingModel(other, optimizer=poptorch.optim.SGD(other.parameters(), 0.1, loss_scaling=4.0))
     with strategies.Checkpoints(tmp_path, again.trainer) as checkpoints:
         again.trainer.restore(checkpoints)
