@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from collectives.instruments import Instrument
 from popdist.instance import Instance
-from popdist.timeline.asked import FOLDER_VARIABLE, Asked
+from popdist.timeline.asked import FOLDER_VARIABLE, TimelineOptions
 from strategies.errors import StrategyError
 from strategies.roles import Tree
 from strategies.torch.poptorch.errors import ConfigFileError
@@ -173,7 +173,7 @@ def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
     if folder not in _recordings:
         _tell(folder)
         alone = Instance(0, 1, num_replicas, 0, num_replicas, 0)
-        _recordings[folder] = Timeline(Asked(folder), alone, os.environ)
+        _recordings[folder] = Timeline(TimelineOptions(folder), alone, os.environ)
     return _recordings[folder].instruments
 
 
