@@ -382,19 +382,6 @@ class TestOptions:
         with pytest.raises(TypeError, match="the options are a str"):
             poptorch.inferenceModel(Classifier(), "options")
 
-    def test_may_stand_in_a_file(self, tmp_path):
-        file = tmp_path / "options"
-        file.write_text(
-            "# of a training\ndeviceIterations(4)\n\nTraining.gradientAccumulation(2)\n"
-            "setExecutionStrategy(poptorch.ShardedExecution())\noutputMode(poptorch.OutputMode.All)\n"
-        )
-        options = Options().loadFromFile(file)
-        assert (options.device_iterations, options.Training.gradient_accumulation) == (4, 2)
-        assert options.output_mode is poptorch.OutputMode.All
-        file.write_text("deviceIterations(4)\ndeviceIteration(4)\n")
-        with pytest.raises(ValueError, match=r"line 2 of .* is 'deviceIteration\(4\)': .* without 'options.'"):
-            Options().loadFromFile(file)
-
     def test_of_a_job_are_decided_by_poprun(self, in_new_process):
         said = in_new_process(REFUSED_BY_A_JOB).splitlines()
         assert len(said) == 2 * 5
@@ -546,15 +533,6 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
         assert poptorch.CPU(lambda y: y + 1, "one more")(x)[0] == 1
     assert not poptorch.isRunningOnIpu()
     assert not poptorch.ipuHardwareIsAvailable()
-
-
-def test_a_module_knows_when_an_executor_calls_it():
-    class Knows(nn.Module):
-        def forward(self, x):
-            return x + float(poptorch.isRunningOnIpu())
-
-    assert poptorch.inferenceModel(Knows())(torch.zeros(1)) == 1
-    assert Knows()(torch.zeros(1)) == 0
 
 
 def test_public_names_are_described():

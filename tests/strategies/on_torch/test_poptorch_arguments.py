@@ -184,6 +184,10 @@ class TestOptions:
         options.inputReplicaGrouping(1, poptorch.CommGroupType.Consecutive)
         assert "disableModuleNamescope" in repr(options)
 
+    def test_have_their_older_names_too(self):
+        reduction = new_options().Training.accumulationReductionType(poptorch.ReductionType.Sum).reduction
+        assert reduction is poptorch.ReductionType.Sum
+
     def test_that_would_change_what_is_computed_are_refused(self):
         with pytest.raises(StrategyError, match="FloatDowncastToHalf would do the opposite"):
             poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)

@@ -105,14 +105,6 @@ class TestModes:
         assert not model.first.training
 
 
-class TestOldNames:
-    def test_are_those_of_today(self):
-        options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
-        assert (options.output_mode, options.output_every) == (poptorch.OutputMode.EveryN, 2)
-        options.Training.accumulationReductionType(poptorch.ReductionType.Sum)
-        assert options.Training.reduction is poptorch.ReductionType.Sum
-
-
 class TestAutocast:
     @pytest.mark.parametrize(("enabled", "dtype"), [(True, torch.float16), (False, torch.float32)])
     def test_is_heeded_unless_the_options_say_otherwise(self, enabled, dtype, model):
