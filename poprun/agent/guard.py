@@ -12,12 +12,10 @@ import select
 import signal
 import time
 
-from poprun.agent.activity import Activity
 from poprun.agent.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, Action, Do, GuardMachine
 from poprun.agent.keeper import put_keeper_above
-from poprun.agent.link import Link
-from poprun.agent.memory import Memory
-from poprun.agent.out_of_memory import OutOfMemory
+from poprun.agent.link import ControlLink
+from poprun.agent.process_statistics import Activity, MemoryUse, OutOfMemory
 from poprun.agent.program_output import ProgramOutput
 from poprun.ipc import wire
 from poprun.ipc.processes import (
@@ -31,8 +29,7 @@ from poprun.ipc.processes import (
     start,
     state_of,
 )
-from poprun.ipc.standard_input import Feed
-from poprun.ipc.terminals import open_outputs
+from poprun.ipc.streams import InputFeed, open_outputs
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
@@ -74,7 +71,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
     meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
     if meant_for != os.uname().nodename:
-        _refuse_host(meant_for, rank, Link(address), token)
+        _refuse_host(meant_for, rank, ControlLink(address), token)
         return 1
     page, stack = _new_page(environ), _new_stack(environ)
     outputs = open_outputs(terminals)
@@ -101,19 +98,19 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     for _, writer in outputs.values():
         os.close(writer)
     try:
-        link = Link(address)
+        link = ControlLink(address)
     except OSError:  # poprun is gone
         end_descendants()
         raise
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
-    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
         # It has told mpirun of our instance, and keep-alive ends no connection on which data wait to be confirmed.
         send(daemon, signal.SIGTERM)
     return 0
 
 
-def _refuse_host(meant_for: str, rank: int, link: Link, token: str) -> None:
+def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> None:
     """Tell poprun that Open MPI has brought us to another host, in place of the program, which is not started."""
     here, now_s = os.uname().nodename, time.monotonic()
     text = (
@@ -147,10 +144,10 @@ class Guard:
         pid: int,
         page: int,
         stack: int,
-        link: Link,
+        link: ControlLink,
         wakeup: int,
         outputs: list[int],
-        feed: Feed,
+        feed: InputFeed,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
@@ -162,7 +159,7 @@ class Guard:
         self._wakeup = wakeup
         self._feed = feed
         self._out_of_memory = OutOfMemory()
-        self._memory = Memory()
+        self._memory = MemoryUse()
         self._activity = Activity(pid)
         self._now_s = now_s
         self._poll = select.poll()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from poprun.ipc import wire
-from poprun.ipc.keep_alive import keep_alive
+from poprun.ipc.sockets import keep_alive
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
     import socket
 
 
-class Link:
+class ControlLink:
     """The socket to poprun; once it has failed, everything sent is dropped.
 
     Attributes:
@@ -66,7 +66,7 @@ def _connect(address: str) -> socket.socket:
 
     scheme, _, place = address.partition(":")
     if scheme == "unix":
-        from poprun.ipc.local_sockets import connect
+        from poprun.ipc.sockets import connect
 
         return connect(place)
     if scheme != "tcp":

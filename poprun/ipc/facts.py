@@ -149,7 +149,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """How a job ended.
 
     Attributes:

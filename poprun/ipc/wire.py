@@ -1,4 +1,9 @@
-"""The messages between poprun and its agents: a type, a length, and the content."""
+"""The messages between poprun and its agents: a type, a length, and the content. Pure.
+
+The program's words reach the agent on mpirun's command line. mpirun (5.0.11) looks at all words up to a `--`, those
+behind the program too: it begins another program at `:`, takes parameters from `--mca`, ends at a `--prtemca` that is
+the last word, and hands `--bind-to` on as `--bindto`. So `mark` writes words in a way that mpirun reads none of them.
+"""
 
 from __future__ import annotations
 
@@ -160,3 +165,20 @@ class MessageReader:
             self._most_bytes = MOST_BYTES
         del self._held[:start]
         return messages
+
+
+MARK = "+"
+"""Stands before each word that could mean something to mpirun, and before those that begin with it themselves."""
+
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._")
+_LAST_OF_ASCII = "\x7f"
+
+
+def mark(word: str) -> str:
+    """A word as mpirun gets it: as it is, where it begins like a name, a number or a path."""
+    return word if word[:1] in _PLAIN or word[:1] > _LAST_OF_ASCII else MARK + word
+
+
+def unmark(word: str) -> str:
+    """The word that `mark` was given."""
+    return word.removeprefix(MARK)

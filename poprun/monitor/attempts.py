@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from popdist.records.progress import Made
-from poprun.ipc.facts import Ended, Facts
+from poprun.ipc.facts import Facts, JobEnd
 
 LEAST_DIFFERENCE = 0.03
 """So much less of its time than the others an instance has to wait to be called the slowest: less is chance."""
@@ -42,7 +42,7 @@ class Attempt:
 
     facts: tuple[Facts, ...]
     duration_s: float
-    ended: Ended
+    ended: JobEnd
     losses: tuple[str, ...] = ()
 
     @property

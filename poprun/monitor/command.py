@@ -19,9 +19,9 @@ from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
 from poprun.cli.wording import count, cut_off, duration_text, without_controls
 from poprun.errors import PopRunError, UsageError
 from poprun.monitor.doors import doors_in, read_address, token_from
-from poprun.monitor.screens import Pages, Screen
+from poprun.monitor.picture import Pages, Screen
 from poprun.monitor.snapshot import Snapshot
-from poprun.monitor.source import Source, call_local, call_remote
+from poprun.monitor.source import SnapshotSource, call_local, call_remote
 
 SECTION = "Top"
 OPTIONS = (
@@ -50,7 +50,7 @@ _MOST_PROGRAM = 60
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TopRequest:
     """What the user wants.
 
     Attributes:
@@ -99,7 +99,7 @@ def describe(columns: int = USUAL_COLUMNS) -> str:
     return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, OPTIONS, columns)])
 
 
-def read_words(words: Sequence[str]) -> Wanted | None:
+def read_words(words: Sequence[str]) -> TopRequest | None:
     """What the words ask for; None for help.
 
     Raises:
@@ -115,13 +115,13 @@ def read_words(words: Sequence[str]) -> Wanted | None:
         raise UsageError("--job and --address both name a job; give one of them")
     flags = {name: bool(line.values.get(name)) for name in ("plain", "once", "json")}
     place = None if address is None else read_address(str(address), "--address")
-    return Wanted(None if job is None else int(str(job)), place, **flags)
+    return TopRequest(None if job is None else int(str(job)), place, **flags)
 
 
 # Which job.
 
 
-def _find(wanted: Wanted, environ: Mapping[str, str]) -> Source:
+def _find(wanted: TopRequest, environ: Mapping[str, str]) -> SnapshotSource:
     if wanted.address is not None:
         return call_remote(*wanted.address, token_from(environ, "--address"))
     jobs = doors_in(Path("/proc/net/unix").read_text(errors="replace"), os.geteuid())
@@ -166,7 +166,7 @@ def _describe(pid: int, name: str) -> tuple[str, str, str, str]:
 # What it does.
 
 
-def _watch(source: Source, wanted: Wanted) -> None:
+def _watch(source: SnapshotSource, wanted: TopRequest) -> None:
     try:
         snapshot = source.next(FIRST_LIMIT_S)
     except TimeoutError as error:
@@ -182,7 +182,7 @@ def _watch(source: Source, wanted: Wanted) -> None:
         show(f"the job has ended; it ran for {duration_text(last.age_s)} or a little more")
 
 
-def _follow(source: Source, snapshot: Snapshot, screen: Screen) -> Snapshot:
+def _follow(source: SnapshotSource, snapshot: Snapshot, screen: Screen) -> Snapshot:
     """Show what comes until the job ends; the last that came."""
     came_s, silent_s = time.monotonic(), 0.0
     screen.open()
@@ -201,7 +201,7 @@ def _follow(source: Source, snapshot: Snapshot, screen: Screen) -> Snapshot:
         screen.close()
 
 
-def _screen(wanted: Wanted) -> Screen:
+def _screen(wanted: TopRequest) -> Screen:
     is_terminal = os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
     if wanted.plain or wanted.json or wanted.once or not is_terminal:
         return Pages(wanted.json, wanted.once, columns_of(os.environ))

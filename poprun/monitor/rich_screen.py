@@ -7,8 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from poprun.monitor.picture import AWAITED, Picture, picture_of
-from poprun.monitor.screens import Screen
+from poprun.monitor.picture import AWAITED, Picture, Screen, picture_of
 from poprun.monitor.snapshot import ENDED, JOINING, LEAVING, LOST, STARTING, STOPPED, WAITING, Snapshot
 
 _STYLES = {

@@ -9,8 +9,8 @@ import time
 
 from poprun.errors import PopRunError
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import connect
-from poprun.monitor.greeting import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
+from poprun.ipc.sockets import connect
+from poprun.monitor.doors import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
 from poprun.monitor.snapshot import Snapshot
 
 CONNECT_LIMIT_S = 5.0
@@ -18,7 +18,7 @@ CONNECT_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-class Source:
+class SnapshotSource:
     """Gives the snapshots of a job as they come.
 
     Args:
@@ -79,7 +79,7 @@ class Source:
         self._connection.close()
 
 
-def call_local(name: str, where: str) -> Source:
+def call_local(name: str, where: str) -> SnapshotSource:
     """A connection to a job on this machine.
 
     Args:
@@ -90,12 +90,12 @@ def call_local(name: str, where: str) -> Source:
         PopRunError: it is over, or another user's.
     """
     try:
-        return Source(connect(name), where)
+        return SnapshotSource(connect(name), where)
     except OSError:
         raise PopRunError(f"{where} has ended, or is another user's; poprun top lists those that run") from None
 
 
-def call_remote(host: str, port: int, token: str) -> Source:
+def call_remote(host: str, port: int, token: str) -> SnapshotSource:
     """A connection to a job on another host, whose poprun has proved that it knows the token, as we have.
 
     Raises:
@@ -103,7 +103,7 @@ def call_remote(host: str, port: int, token: str) -> Source:
     """
     where = f"{host}:{port}"
     try:
-        source = Source(socket.create_connection((host, port), timeout=CONNECT_LIMIT_S), where)
+        source = SnapshotSource(socket.create_connection((host, port), timeout=CONNECT_LIMIT_S), where)
     except OSError as error:
         fact = error.strerror or str(error)
         raise PopRunError(
@@ -117,7 +117,7 @@ def call_remote(host: str, port: int, token: str) -> Source:
     return source
 
 
-def _greet(source: Source, token: str, where: str) -> None:
+def _greet(source: SnapshotSource, token: str, where: str) -> None:
     own = os.urandom(RANDOM_BYTES)
     try:
         message = source.next_message(CONNECT_LIMIT_S)

@@ -12,11 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import is_own
-from poprun.monitor.greeting import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, welcome_to
+from poprun.ipc.sockets import is_own
+from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Door, welcome_to
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
@@ -30,19 +29,6 @@ PAUSE_S = 1.0
 """After which calls are taken again when descriptors have run out."""
 _READ_BYTES = 1024
 _SEND_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where viewers call.
-
-    Attributes:
-        socket: listens.
-        token: what they have to know; "": they have to be of the same user, as the kernel says.
-    """
-
-    socket: socket.socket
-    token: str = ""
 
 
 class Viewer:

@@ -10,9 +10,8 @@ from collections import deque
 
 from poprun.cli.log import Level, format_line
 from poprun.cli.pages import USUAL_COLUMNS, columns_of
-from poprun.output.output_files import Keeping, NoFiles, OutputFiles
-from poprun.output.output_lines import Cursor
-from poprun.output.output_style import OutputStyle
+from poprun.output.output_files import NoFiles, OutputFiles, OutputKeeper
+from poprun.output.output_style import Cursor, OutputStyle
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20
@@ -21,7 +20,7 @@ _WRITE_BYTES = 1 << 16
 _ERASE_LINE = "\r\x1b[K"
 
 
-class Sink:
+class OutputStream:
     """One of poprun's own descriptors; it holds back what the reader does not take yet.
 
     Attributes:
@@ -116,17 +115,17 @@ class Output:
 
     def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
         self.style = style
-        self._files: Keeping = NoFiles()
+        self._files: OutputKeeper = NoFiles()
         if style.directory is not None:
             self._files = OutputFiles(style.directory, len(style.hosts), self._warn)
-        self.stdout = Sink(1)
-        self.stderr = self.stdout if _same_file(1, 2) else Sink(2)
+        self.stdout = OutputStream(1)
+        self.stderr = self.stdout if _same_file(1, 2) else OutputStream(2)
         self._only = only
         self._tails: dict[int, deque[bytes]] = {}
         self._has_shown = False
 
     @property
-    def sinks(self) -> tuple[Sink, ...]:
+    def sinks(self) -> tuple[OutputStream, ...]:
         """Both descriptors, or one where they are the same file."""
         return (self.stdout,) if self.stderr is self.stdout else (self.stdout, self.stderr)
 
@@ -184,11 +183,11 @@ class Output:
             tag = self.style.tag(instance, descriptor, self.style.is_coloured(sink.is_terminal))
         sink.write_tagged(tag, data, clock, (instance, descriptor))
 
-    def _is_plain(self, sink: Sink) -> bool:
+    def _is_plain(self, sink: OutputStream) -> bool:
         """Whether a program reads what one instance writes, to the byte: it gets no line end that is not there."""
         return len(self.sinks) == 2 and sink is self.stdout and self.style.is_plain
 
-    def _sink(self, descriptor: int) -> Sink:
+    def _sink(self, descriptor: int) -> OutputStream:
         return self.stdout if descriptor == 1 else self.stderr
 
     def _warn(self, text: str) -> None:

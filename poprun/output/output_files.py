@@ -10,14 +10,13 @@ from pathlib import Path
 
 from popdist.records.linked_files import open_unless_linked
 from poprun.errors import UsageError
-from poprun.output.output_lines import Cursor
-from poprun.output.output_style import STREAMS
+from poprun.output.output_style import STREAMS, Cursor
 
 MERGED = "merged.log"
 MOST_OPEN = 64
 
 
-class Keeping(ABC):
+class OutputKeeper(ABC):
     """Where output goes besides poprun's own streams. No method raises, and none waits but for a disk."""
 
     @abstractmethod
@@ -37,7 +36,7 @@ class Keeping(ABC):
         """Nothing more will come."""
 
 
-class NoFiles(Keeping):
+class NoFiles(OutputKeeper):
     """Keeps nothing."""
 
     def record(self, instance: int, descriptor: int, data: bytes) -> None:
@@ -53,7 +52,7 @@ class NoFiles(Keeping):
         """Do nothing."""
 
 
-class OutputFiles(Keeping):
+class OutputFiles(OutputKeeper):
     """A folder with `instance-000.stdout`, `instance-000.stderr`, and so on, and `merged.log`.
 
     When a file cannot be written, a full disk for example, a warning says so and nothing is kept from then on: every

@@ -1,14 +1,17 @@
-"""From facts to blame: which instance caused the failure, what to say about it, and the exit status. Pure."""
+"""Diagnosis of a failed job: the instance to blame, what to say about it, and the exit status. Pure."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from popdist.records.progress import State
-from poprun.cli.wording import list_ranges
-from poprun.ipc.facts import Ending, EndKind, Facts, Verdict, signal_name
-from poprun.supervisor.stacks import innermost_line
+from poprun.cli.log import Level
+from poprun.cli.wording import count, list_ranges
+from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
+from poprun.supervisor.job_events import Action, CleanUp, Finish, Say, ShowComplaint, ShowHiddenErrors
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
@@ -372,3 +375,153 @@ def _describe_wait(each: Facts) -> str:
     step = f", step {record.step}" if record.step else ""
     waiting = f", waiting for {list_instances(record.waiting_for)}" if record.waiting_for else ""
     return f"in collective {record.number}, {record.label}{step}{waiting}"
+
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_MORE_THREADS = "..."
+"""The last line where there are over 100 threads, and the main thread is not among those that are shown."""
+_OF_LIBRARIES = re.compile(r"/lib(64)?/python3\.\d+/|<frozen ")
+
+
+def innermost_line(stacks: str) -> str:
+    """Where the main thread is, as `train.py, line 31, in forward`: the innermost place that belongs to no library.
+
+    Args:
+        stacks: of all threads, the main thread last, each from the innermost frame outwards; may be cut off or empty.
+
+    Returns:
+        The innermost frame of all where only libraries are on the stack; empty where there is no frame, or where the
+        main thread is not shown.
+    """
+    frames = [match for line in _main_thread(stacks) if (match := _FRAME.fullmatch(line))]
+    own = [frame for frame in frames if not _OF_LIBRARIES.search(frame["file"])]
+    for frame in own or frames:
+        return f"{frame['file']}, line {frame['line']}, in {frame['function']}"
+    return ""
+
+
+def _main_thread(stacks: str) -> list[str]:
+    lines = stacks.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    return lines[heads[-1] :] if heads and _MORE_THREADS not in lines else []
+
+
+KEPT_BYTES = 8192
+_LONGEST_TEXT = 300
+_FAR_LINES = 20
+"""An exception with so much behind it is not what the program ended by."""
+
+_FRAMES = ("Traceback (most recent call last):", '  File "')
+_EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
+
+
+class LastLines:
+    """Keeps the end of every instance's standard error."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, bytes] = {}
+
+    def take(self, instance: int, data: bytes) -> None:
+        """Take in what an instance has written."""
+        self._ends[instance] = (self._ends.get(instance, b"") + data[-KEPT_BYTES:])[-KEPT_BYTES:]
+
+    def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
+        """One line about the instance to blame and what it has said, to stand behind all that others have said.
+
+        Empty where it is alone, was ended from outside, or has said nothing about it.
+        """
+        if verdict.instance is None or len(facts) < 2:
+            return ""
+        blamed = facts[verdict.instance]
+        lines = _lines_of(self._ends.get(blamed.index, b""))
+        who = f"first cause: instance {blamed.index} on host {blamed.host}"
+        status = f"exit status {verdict.exit_status}"
+        ending = blamed.ending
+        if ending is not None and (ending.kind is not EndKind.EXIT or ending.is_success):
+            return ""
+        if exception := find_exception(lines):
+            return f"{who}: {_cut(exception)} ({status})"
+        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if lines and ending is not None else ""
+
+
+def find_exception(lines: Sequence[str]) -> str:
+    """The first line of the last exception of which there is a traceback near the end; empty if there is none."""
+    found, found_at, is_trace = "", 0, False
+    for position, line in enumerate(lines):
+        if line.startswith(_FRAMES):
+            is_trace = True
+        elif is_trace and line[:1] not in (" ", "\t"):
+            is_trace = False
+            if _EXCEPTION.fullmatch(line):
+                found, found_at = line, position
+    return found if len(lines) - found_at <= _FAR_LINES else ""
+
+
+def _lines_of(data: bytes) -> list[str]:
+    """All that are not empty; of a line that was redrawn its last state."""
+    lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in data.decode(errors="replace").split("\n"))
+    return [line for line in lines if line]
+
+
+def _cut(line: str) -> str:
+    shown = "".join(each if each.isprintable() else "?" for each in line.strip())
+    return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]}..."
+
+
+NEVER_STARTED = (
+    "a firewall may keep hosts from each other: daemons, instances and poprun connect to TCP ports as the kernel gives "
+    "them out (32768-60999, see /proc/sys/net/ipv4/ip_local_port_range, and 1024 and above for Open MPI's data); "
+    "`poprun doctor --host HOSTS` tries it between all of them, and a slow start may need a larger --start-timeout-s"
+)
+"""What to do where instances on other hosts never started."""
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What is known about a job when it is over.
+
+    Attributes:
+        ended: how.
+        obstacle: why the others could not go on without those that were lost; "" if they could, or were not to.
+        losses: a line about each instance without which the job went on.
+        mpirun_status: mpirun's exit status; None: it still runs.
+        silent: hosts to which the connection broke.
+        first_cause: what the instance to blame has said, in a line; "" where that is not known.
+        lacked_some: whether some instances have never started.
+    """
+
+    ended: JobEnd
+    obstacle: str
+    losses: tuple[str, ...]
+    mpirun_status: int | None
+    silent: frozenset[str]
+    first_cause: str = ""
+    lacked_some: bool = False
+
+
+def last_actions(words: LastWords, has_others: bool) -> list[Action]:
+    """Everything that follows the end of mpirun and of its instances.
+
+    Args:
+        words: what is known.
+        has_others: whether there are other hosts, where mpirun may have left something.
+    """
+    verdict = words.ended.verdict
+    is_unexplained = verdict is not None and verdict.is_unexplained
+    sweeps = has_others and (is_unexplained or words.mpirun_status is None or words.mpirun_status > 128)
+    actions: list[Action] = [CleanUp(sweeps, words.silent)]
+    if verdict is not None and verdict.instance is not None:
+        actions.append(ShowHiddenErrors(verdict.instance))
+    if is_unexplained:
+        actions.append(ShowComplaint())
+    if verdict is not None:
+        last = [line for line in (words.obstacle, words.first_cause) if line]
+        lines = (*verdict.lines[: MOST_LINES - len(last)], *last)
+        level = Level.WARN if verdict.is_orderly and len(lines) == 1 else Level.ERROR
+        actions += [Say(level, line) for line in lines]
+    if is_unexplained and has_others and words.lacked_some:
+        actions.append(Say(Level.ERROR, NEVER_STARTED))
+    if words.losses and not words.ended.exit_status:
+        text = f"the job completed without {count(len(words.losses), 'instance')}: {'; '.join(words.losses)}"
+        actions.append(Say(Level.WARN, text))
+    return [*actions, Finish(words.ended)]

@@ -13,22 +13,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 from poprun.cli.log import Level
-from poprun.ipc.facts import Ended, Ending, EndKind, Facts, Verdict, signal_name
+from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
 from poprun.launch.across import Across
-from poprun.supervisor.diagnosis import describe_rest, first_cause, has_failed
-from poprun.supervisor.job_actions import Action, Examine, Say, SendToMpirun, Show, Stop, StopListening
+from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
 from poprun.supervisor.job_events import (
-    Event,
-    MemberConnected,
-    MpirunEnded,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
-    SignalCame,
-    StandardOutputClosed,
-    Tick,
-)
-from poprun.supervisor.job_limits import (
     CLOSE_LIMIT_S,
     END_SIGNAL,
     EXAMINE_S,
@@ -42,12 +30,25 @@ from poprun.supervisor.job_limits import (
     SETTLE_LIMIT_S,
     SETTLE_S,
     TOLD_LIMIT_S,
+    Action,
+    Event,
+    Examine,
+    MemberConnected,
+    MpirunEnded,
+    MpirunStopped,
+    OutputCame,
+    OutputIsBehind,
+    Say,
+    SendToMpirun,
+    Show,
+    SignalCame,
+    StandardOutputClosed,
+    Stop,
+    StopListening,
+    Tick,
 )
-from poprun.supervisor.last_lines import LastLines
-from poprun.supervisor.last_words import LastWords, last_actions
-from poprun.supervisor.lookout import Lookout
-from poprun.supervisor.members import Members
-from poprun.supervisor.survival import Survival
+from poprun.supervisor.lookout import Lookout, Survival
+from poprun.supervisor.members import JobMembers
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -55,7 +56,7 @@ STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _NEVER = float("inf")
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """Where a job is between its start and its end."""
 
     RUNNING = 1
@@ -82,8 +83,8 @@ class JobMachine:
     """
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
-        self.phase = Phase.RUNNING
-        self._members = Members(count)
+        self.phase = JobPhase.RUNNING
+        self._members = JobMembers(count)
         self._survival = Survival(self._members, across.least)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
@@ -145,15 +146,15 @@ class JobMachine:
         return actions
 
     def _greet(self, event: MemberConnected) -> None:
-        if self.phase is Phase.CLOSING:
+        if self.phase is JobPhase.CLOSING:
             self._actions.append(Stop(event.instance))
         if self._members.all_connected:
             self._actions.append(StopListening())
 
     def _show(self, piece: Show) -> None:
-        if self.phase is Phase.SETTLING:
+        if self.phase is JobPhase.SETTLING:
             self._withheld.append(piece)
-        elif self.phase is not Phase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
+        elif self.phase is not JobPhase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
             self._actions.append(piece)
 
     def _show_withheld(self) -> None:
@@ -162,16 +163,16 @@ class JobMachine:
             self._show(piece)
 
     def _decide(self, now_s: float) -> None:
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             self._watch(now_s)
-        elif self.phase is Phase.SETTLING:
+        elif self.phase is JobPhase.SETTLING:
             self._settle(now_s)
-        elif self.phase is Phase.INTERRUPTED:
+        elif self.phase is JobPhase.INTERRUPTED:
             self._give_up()  # or the others could not save
             self._keep_interrupt_deadline(now_s)
             if now_s >= self._deadline_s or (self._members.all_ended and self._members.all_closed):
                 self._close(now_s)
-        elif self.phase is Phase.CLOSING:
+        elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
     # While it runs.
@@ -237,7 +238,7 @@ class JobMachine:
         """Let the others go on without those that have failed, are stuck, or left too early; False if they cannot."""
         if not self._give_up():
             return False
-        self.phase = Phase.RUNNING
+        self.phase = JobPhase.RUNNING
         self._released = None
         self._lookout.forget(now_s)
         self._deadline_s, self._next_look_s = _NEVER, now_s + LOOK_S
@@ -261,7 +262,7 @@ class JobMachine:
     # After a failure.
 
     def _begin_to_settle(self, now_s: float) -> None:
-        self.phase = Phase.SETTLING
+        self.phase = JobPhase.SETTLING
         self._actions += self._members.ask()
         is_left_alone = self._mpirun_status is not None and self._has_others
         self._deadline_s = now_s + (LOST_HOST_SETTLE_S if is_left_alone else SETTLE_S)
@@ -270,7 +271,7 @@ class JobMachine:
 
     def _examine(self, now_s: float, stuck: int) -> None:
         """Have an instance that is stuck show where it is, if it can."""
-        self.phase = Phase.SETTLING
+        self.phase = JobPhase.SETTLING
         self._actions.append(Examine(stuck))
         self._deadline_s = now_s + EXAMINE_S
         self._next_look_s = _NEVER
@@ -320,13 +321,13 @@ class JobMachine:
         if number in PASSED_ON:
             self._passed_on.add(number)
             self._actions += self._members.pass_on(number)
-        elif self.phase in (Phase.RUNNING, Phase.SETTLING):
+        elif self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
             self._interrupt(number, now_s)
-        elif self.phase is Phase.INTERRUPTED:
+        elif self.phase is JobPhase.INTERRUPTED:
             self._close(now_s)
 
     def _interrupt(self, number: int, now_s: float) -> None:
-        self.phase = Phase.INTERRUPTED
+        self.phase = JobPhase.INTERRUPTED
         self._exit_status = 128 + number
         line = f"poprun was told to end by {signal_name(number)}, so all ended"
         self._verdict = Verdict(None, 128 + number, (line,))
@@ -350,7 +351,7 @@ class JobMachine:
     # The end.
 
     def _close(self, now_s: float) -> None:
-        self.phase = Phase.CLOSING
+        self.phase = JobPhase.CLOSING
         self._actions += self._members.stop()
         self._deadline_s = now_s + CLOSE_LIMIT_S
         self._next_look_s = _NEVER
@@ -367,12 +368,12 @@ class JobMachine:
                 self._deadline_s = now_s + MPIRUN_LIMIT_S
 
     def _end(self) -> None:
-        self.phase = Phase.OVER
+        self.phase = JobPhase.OVER
         self._deadline_s = _NEVER
         was_interrupted = self._interrupted_at_s != _NEVER
         was_told = was_interrupted or self._exit_status - 128 in {signal.SIGPIPE, *self._passed_on}
         words = LastWords(
-            Ended(self._exit_status, was_told, self._verdict),
+            JobEnd(self._exit_status, was_told, self._verdict),
             self._survival.obstacle,
             tuple(self._survival.losses),
             self._mpirun_status,

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.supervisor.job_actions import Ask, PassOn, Release, Stop
 from poprun.supervisor.job_events import (
+    Ask,
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -15,14 +15,17 @@ from poprun.supervisor.job_events import (
     MemberConnected,
     MemberEvent,
     MemberLost,
+    PassOn,
     ProgressCame,
+    Release,
+    Stop,
 )
 
 MOST_QUESTIONS = 8
 """So many may wait for an answer: an agent that is stopped takes none, and poprun would wait for it at last."""
 
 
-class Members:
+class JobMembers:
     """Keeps the facts of every instance up to date; knows whom one can talk to.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from poprun.ipc.processes import die_with_parent, reap, send, state_of
-from poprun.supervisor.job_limits import END_SIGNAL
+from poprun.supervisor.job_events import END_SIGNAL
 from poprun.supervisor.tether import start_tethered
 
 _FAREWELL = ((END_SIGNAL, 0.5), (END_SIGNAL, 0.4))

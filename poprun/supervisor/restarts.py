@@ -18,7 +18,7 @@ from poprun.hosts.errands import Errand, run_errands
 from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
-from poprun.ipc.facts import Ended, Verdict
+from poprun.ipc.facts import JobEnd, Verdict
 from poprun.launch.command import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
@@ -45,7 +45,7 @@ class Restarts:
         self._reasons: list[str] = []
         self._failures: Counter[str] = Counter()
 
-    def run(self, launch: Launch, run_once: Callable[[Launch], Ended]) -> Ended:
+    def run(self, launch: Launch, run_once: Callable[[Launch], JobEnd]) -> JobEnd:
         """Run a job until it completes, the user ends it, or its restarts are used up.
 
         Args:

@@ -1,4 +1,4 @@
-"""Running a job: starts mpirun, tells the job's machine what happens, and does what it says."""
+"""Running a job: starts mpirun, tells the machine of the job what happens, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -10,54 +10,49 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from poprun.cli.log import Level, Log, format_line
+from poprun.cli.wording import count
 from poprun.ipc import wire
-from poprun.ipc.facts import Ended, Facts
+from poprun.ipc.facts import Facts, JobEnd
 from poprun.ipc.leavings import folder_of, remove_leavings
-from poprun.ipc.loopback import keep_to_loopback
 from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
-from poprun.ipc.standard_input import Source
-from poprun.ipc.terminals import describe_terminals
+from poprun.ipc.sockets import keep_to_loopback
+from poprun.ipc.streams import InputSource, describe_terminals
 from poprun.launch.across import Across
-from poprun.monitor.recent import Recent
-from poprun.monitor.snapshot import look_at_all
+from poprun.monitor.snapshot import Recent, look_at_all
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output
-from poprun.supervisor.control import Member, Reception, strangers_to_leave
-from poprun.supervisor.job_actions import (
+from poprun.supervisor.control import InputWanted, Member, Reception, read_reports, strangers_to_leave
+from poprun.supervisor.job_events import (
+    LOOK_S,
     Action,
     Ask,
     CleanUp,
+    Event,
     Examine,
     Finish,
+    MemberConnected,
+    MemberLost,
+    MpirunEnded,
+    MpirunStopped,
     Order,
+    OutputCame,
+    OutputIsBehind,
     PassOn,
+    ProgressCame,
     Release,
     Say,
     SendToMpirun,
     Show,
     ShowComplaint,
     ShowHiddenErrors,
-    Stop,
-    StopListening,
-)
-from poprun.supervisor.job_events import (
-    Event,
-    MemberConnected,
-    MemberLost,
-    MpirunEnded,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
-    ProgressCame,
     SignalCame,
     StandardOutputClosed,
+    Stop,
+    StopListening,
     Tick,
 )
-from poprun.supervisor.job_limits import LOOK_S
-from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, JobPhase
 from poprun.supervisor.mpirun import Mpirun
-from poprun.supervisor.reports import InputWanted, read_reports
-from poprun.supervisor.status_line import StatusLine, wants_status
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
@@ -67,7 +62,7 @@ LAST_WORDS_LIMIT_S = 0.2
 """How long a reader may take for each piece of the last output after an interrupt."""
 
 
-class Supervisor:
+class JobSupervisor:
     """One running job. `run` is called once.
 
     Args:
@@ -98,15 +93,15 @@ class Supervisor:
         self._across = across
         self._output = output
         self._log = log
-        self._input = Source()
+        self._input = InputSource()
         self._connections: list[Member] = []
         self._members: dict[int, Member] = {}
         self._damaged: set[int] = set()
         self._was_behind = self._was_closed = self._was_stopped = False
         self._looked_at_s = 0.0
-        self._ended: Ended | None = None
+        self._ended: JobEnd | None = None
 
-    def run(self, environ: Mapping[str, str]) -> Ended:
+    def run(self, environ: Mapping[str, str]) -> JobEnd:
         """Run the job to its end. Output may still be held back, which `Output.finish` shows."""
         adopt_orphans()
         self._environ = environ
@@ -156,7 +151,7 @@ class Supervisor:
             handlers[self._reception.fileno()] = self._accept
         for descriptor in self._mpirun_outputs:
             handlers[descriptor] = partial(self._read_mpirun, descriptor)
-        takes_output = not self._output.is_behind or self._machine.phase is not Phase.RUNNING
+        takes_output = not self._output.is_behind or self._machine.phase is not JobPhase.RUNNING
         for member in self._connections:
             if takes_output or member.index < 0:
                 handlers[member.fileno()] = partial(self._take, member)
@@ -304,7 +299,7 @@ class Supervisor:
         remove_leavings(folder_of(self._environ), [mpirun])
 
     def _show_status(self) -> None:
-        is_wanted = self._machine.phase is Phase.RUNNING and wants_status(self._log.level, self._environ)
+        is_wanted = self._machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
         self._output.show_status(self._status.text(self._machine.facts, self._now_s()) if is_wanted else "")
 
     def _show_viewers(self) -> None:
@@ -329,3 +324,44 @@ def pack_order(order: Order) -> bytes:
             return wire.pack_number(wire.SIGNAL, number)
         case Stop():
             return wire.pack(wire.STOP)
+
+
+SHOW_AFTER_S = 0.5
+"""Most jobs on this machine have started before."""
+
+
+def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
+    """Whether the user wants a line that comes and goes; whether there is a terminal is another matter."""
+    return level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
+
+
+class StatusLine:
+    """What a job does that has not shown anything yet.
+
+    Args:
+        instances: how many it has.
+        hosts: on how many hosts.
+        begin_s: when it has begun.
+    """
+
+    def __init__(self, instances: int, hosts: int, begin_s: float) -> None:
+        self._start = f"starting {count(instances, 'instance')} on {count(hosts, 'host')}"
+        self._instances = instances
+        self._begin_s = begin_s
+
+    def text(self, facts: Sequence[Facts], now_s: float) -> str:
+        """The line at this time; empty where there is nothing to say."""
+        since_s = now_s - self._begin_s
+        if since_s < SHOW_AFTER_S:
+            return ""
+        started = sum(each.is_started for each in facts)
+        if started < self._instances:
+            there = f", {started} of {self._instances} are there" if started else ""
+            return f"{self._start}{there} ({int(since_s)} s)"
+        if all(_is_before_first_step(each) for each in facts):
+            return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+        return ""
+
+
+def _is_before_first_step(each: Facts) -> bool:
+    return each.ending is None and each.record.has_joined and not each.record.step

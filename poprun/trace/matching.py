@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort, Spans
 
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
-class Meetings:
+class MatchedCollectives:
     """Collectives that several instances took part in. Rows are collectives, columns instances.
 
     Attributes:
@@ -49,7 +49,7 @@ class Meetings:
         return late
 
 
-def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
+def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> MatchedCollectives:
     """Collectives of the same name in the same step of an attempt, in their order, are the same one."""
     names = sorted({str(said["name"]) for each in recordings for said in each.names.values() if "call" in said})
     numbers = {name: number for number, name in enumerate(names)}
@@ -73,10 +73,10 @@ def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
     step, name = of_names // (len(names) or 1) % steps - 1, of_names % (len(names) or 1)
     order = np.lexsort((np.where(took_part, came, _NEVER)[several].min(axis=1), step)) if several.any() else slice(0)
     chosen = [each[several][order] for each in (came, moved, left, took_part)]
-    return Meetings(step[order], name[order], names, *chosen)
+    return MatchedCollectives(step[order], name[order], names, *chosen)
 
 
-def _called(recording: Recording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def _called(recording: InstanceRecording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Of each collective of an instance the step, the name and the how manieth it is of these; and three times.
 
     The times are when the instance came, saw the others, and left.

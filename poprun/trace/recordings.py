@@ -1,12 +1,15 @@
-"""Reading what the instances of a job have recorded, also what is cut off."""
+"""Reading and checking the recordings of a job's instances, which may be cut off, damaged, or foreign."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -28,12 +31,11 @@ from popdist.timeline.blocks import (
 from popdist.timeline.events import EVENT, Kind
 from poprun.cli.wording import cut_off
 from poprun.errors import PopRunError
-from poprun.trace.contents import check_events, header_in, joined_in, names_in, profile_in
 from poprun.trace.profiles import Profile
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
+class InstanceRecording:
     """What one instance has recorded, in one attempt at the job.
 
     Attributes:
@@ -98,7 +100,7 @@ _DAMAGED = (
 )
 
 
-def parse_recording(data: bytes) -> Recording | None:
+def parse_recording(data: bytes) -> InstanceRecording | None:
     """Return the recording in a file; None where it is cut off before there is anything.
 
     Raises:
@@ -110,7 +112,7 @@ def parse_recording(data: bytes) -> Recording | None:
         raise ValueError(f"it is damaged ({error!r:.80})") from None
 
 
-def _parsed(data: bytes) -> Recording | None:
+def _parsed(data: bytes) -> InstanceRecording | None:
     most_bytes = MOST_RATIO * len(data) + _ROOM_BYTES
     facts: dict[str, Any] = {}
     names: dict[int, Mapping[str, Any]] = {}
@@ -137,7 +139,7 @@ def _parsed(data: bytes) -> Recording | None:
         return None
     if "clock" not in facts:
         raise ValueError("it has no header")
-    return Recording(
+    return InstanceRecording(
         **facts,
         names=names,
         events=np.concatenate(events) if events else np.empty(0, EVENT),
@@ -146,7 +148,7 @@ def _parsed(data: bytes) -> Recording | None:
     )
 
 
-def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
+def of_newest_job(recordings: Iterable[InstanceRecording]) -> list[InstanceRecording]:
     """Those of one job with all of its attempts, by attempt and instance.
 
     A folder may have files of jobs before, where those had more instances or attempts. An attempt before the last one
@@ -155,7 +157,7 @@ def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
     every = sorted(recordings, key=lambda each: each.began_at_s)
     if not every:
         return []
-    wanted: list[Recording] = []
+    wanted: list[InstanceRecording] = []
     attempt = max((each for each in every if each.instance == 0), key=_began, default=every[-1]).attempt
     newest = every
     while attempt >= 0:
@@ -167,11 +169,11 @@ def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
     return sorted(wanted, key=lambda each: (each.attempt, each.instance))
 
 
-def _began(recording: Recording) -> float:
+def _began(recording: InstanceRecording) -> float:
     return recording.began_at_s
 
 
-def read_recordings(folder: Path) -> list[Recording]:
+def read_recordings(folder: Path) -> list[InstanceRecording]:
     """The recordings of the newest job in a folder.
 
     Raises:
@@ -196,7 +198,7 @@ def read_recordings(folder: Path) -> list[Recording]:
     return recordings
 
 
-def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
+def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
     """Warnings: whose recording is not there, ends before its instance did, or has gaps."""
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
@@ -219,3 +221,115 @@ def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
             if each.events_lost
         ]
     return warnings
+
+
+_MOST_INSTANCES = _MOST_NAMES = 1 << 20
+_MOST_ATTEMPTS = 10_000
+_MOST_STEP = 1 << 40
+_LATEST_S = 2.5e11  # what calendars know ends soon after
+_TEXT_BYTES = 4096
+_NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED, Kind.SEEN_AT)
+
+
+def header_in(content: bytes) -> dict[str, Any]:
+    """Return which instance has recorded, and when."""
+    said = _object(_json(content))
+    instances = _number(said, "instances", 1, _MOST_INSTANCES)
+    return {
+        "instance": _number(said, "instance", 0, instances - 1),
+        "instances": instances,
+        "host": _text(said, "host"),
+        "attempt": _number(said, "attempt", 0, _MOST_ATTEMPTS),
+        "clock": _text(said, "clock"),
+        "began_ns": _number(said, "began_ns", 0, 1 << 62),
+        "began_at_s": _time(said, "began_at_s"),
+        "program": tuple(map(str, said.get("program") or ())),
+        "replicas": _replicas(said.get("replicas")),
+    }
+
+
+def joined_in(content: bytes) -> dict[str, Any]:
+    """Return the job and the clock of instance 0."""
+    said = _object(_json(content))
+    clocks = said.get("clocks")
+    if not isinstance(clocks, list) or not clocks or not isinstance(clocks[0], str):
+        raise ValueError("it names no clock of instance 0")
+    return {"job": _text(said, "job"), "asked_clock": clocks[0]}
+
+
+def profile_in(content: bytes) -> Profile:
+    """Return what is said of a profile, which lies in the folder of the recording."""
+    said = _object(_json(content))
+    markers = said.get("markers")
+    if not isinstance(markers, list) or not all(_is_pair(each) for each in markers):
+        raise ValueError("the markers of its profile are no pairs of times")
+    file = PurePosixPath(_text(said, "file"))
+    if file.is_absolute() or ".." in file.parts:
+        raise ValueError(f"its profile lies elsewhere, {str(file)!r}")
+    return Profile(_text(said, "profiler"), _text(said, "file"), markers)
+
+
+def names_in(content: bytes) -> dict[int, Mapping[str, Any]]:
+    """Return what the names of events stand for."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for pair in _json(content):
+        number, said = pair
+        if type(number) is not int or not 0 <= number < _MOST_NAMES:
+            raise ValueError(f"a name has the number {number!r:.40}")
+        _text(_object(said), "name")
+        found[number] = said
+    return found
+
+
+def check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
+    """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
+    kinds = events["kind"]
+    if not np.isin(kinds, list(Kind)).all():
+        raise ValueError("it has events of no kind that is known")
+    used = np.unique(events["name"][np.isin(kinds, _NAMED)])
+    if not set(used.tolist()) <= names.keys():
+        raise ValueError("it has events without a name")
+    steps = events["value"][kinds == Kind.STEP_BEGINS]
+    if len(steps) and not 0 <= steps.min() <= steps.max() < _MOST_STEP:
+        raise ValueError("it has steps with impossible numbers")
+
+
+def _json(content: bytes) -> Any:
+    return json.loads(content)
+
+
+def _object(said: object) -> dict[str, Any]:
+    if not isinstance(said, dict):
+        raise ValueError(f"it has {said!r:.40} in place of a JSON object")
+    return said
+
+
+def _number(said: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    number = said.get(name)
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"its {name} is {number!r:.40}")
+    return number
+
+
+def _time(said: Mapping[str, Any], name: str) -> float:
+    number = said.get(name)
+    if not isinstance(number, int | float) or not math.isfinite(number) or not 0 <= number < _LATEST_S:
+        raise ValueError(f"its {name} is {number!r:.40}")
+    return float(number)
+
+
+def _text(said: Mapping[str, Any], name: str) -> str:
+    text = said.get(name)
+    if not isinstance(text, str) or len(text) > _TEXT_BYTES or re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError(f"its {name} is {text!r:.40}")
+    return text
+
+
+def _replicas(said: object) -> int:
+    """Of all instances; 0: unknown."""
+    is_known = isinstance(said, list) and len(said) == 3 and type(said[2]) is int and 0 < said[2] <= _MOST_STEP
+    return int(said[2]) if is_known and isinstance(said, list) else 0
+
+
+def _is_pair(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and all(type(time) is int and abs(time) < 1 << 62 for time in each)

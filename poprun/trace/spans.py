@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 
 from popdist.timeline.events import Kind
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 
 
 class Sort(IntEnum):
@@ -67,7 +67,7 @@ class Spans:
         return found
 
 
-def spans_of(recording: Recording) -> Spans:
+def spans_of(recording: InstanceRecording) -> Spans:
     """All that lasts in a recording; what was never ended lasts until the next of its kind, or the end."""
     events = recording.events
     steps = _step_of_each(events)

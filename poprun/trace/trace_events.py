@@ -6,20 +6,22 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU:
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from popdist.records.linked_files import open_unless_linked
 from popdist.timeline.events import Kind
 from poprun.trace.aligned import Aligned
-from poprun.trace.matching import Meetings
+from poprun.trace.matching import MatchedCollectives
 from poprun.trace.profiles import Profiled, nested
 from poprun.trace.spans import Sort, Spans
-from poprun.trace.trace_file import Writer, name_of, opened, us_of
 
 STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
 """Threads of the trace."""
@@ -45,7 +47,7 @@ def write_trace(
     path: Path,
     aligned: Sequence[Aligned],
     spans: Sequence[Spans],
-    meetings: Meetings,
+    meetings: MatchedCollectives,
     profiles: Sequence[Profiled | None] = (),
 ) -> Counts:
     """Write the trace; compressed where the name ends in .gz.
@@ -191,7 +193,7 @@ def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans
         writer.counters += int(finite.sum())
 
 
-def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
+def _write_flows(writer: Writer, meetings: MatchedCollectives, began: int) -> int:
     """From who came last to a collective, to each of those who waited for it."""
     if not len(meetings.step):
         return 0
@@ -208,3 +210,55 @@ def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
         head = f'{{"ph":"{phase}","bp":"e","cat":"flow","name":"last","tid":{COMMUNICATION}'
         writer.table(f'{head},"id":%d,"pid":%d,"ts":%d.%03d}},\n', [numbers, processes, *us_of(times - began)])
     return len(rows)
+
+
+_CHUNK = 20_000
+_COMPRESSED = ".gz"
+
+
+class Writer:
+    """Events of a trace, with commas between them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._is_first = True
+        self.counters = 0
+
+    def text(self, text: str) -> None:
+        """Events that end with a comma and a new line each."""
+        if text:
+            self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
+            self._is_first = False
+
+    def lines(self, events: Iterator[Mapping[str, Any]]) -> None:
+        """A few events."""
+        self.text("".join(f"{json.dumps(event)},\n" for event in events))
+
+    def table(self, form: str, columns: Sequence[Sequence[Any] | np.ndarray]) -> None:
+        """Many events: a text with as many `%` as there are columns, once for each row."""
+        count = len(columns[0])
+        for start in range(0, count, _CHUNK):
+            parts = [each[start : start + _CHUNK] for each in columns]
+            size = len(parts[0])
+            flat: list[Any] = [None] * (size * len(parts))
+            for place, part in enumerate(parts):
+                flat[place :: len(parts)] = part.tolist() if isinstance(part, np.ndarray) else part
+            self.text((form * size) % tuple(flat))
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file of a trace, empty; compressed where the name ends in .gz."""
+    if path.suffix == _COMPRESSED:
+        os.close(open_unless_linked(path, os.O_WRONLY | os.O_CREAT))
+        return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
+    return open(path, "wb", buffering=1 << 20, opener=open_unless_linked)
+
+
+def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """The event that names a process or a thread."""
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def us_of(times_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whole us, and the ns that are left."""
+    return times_ns // 1000, times_ns % 1000

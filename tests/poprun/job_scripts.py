@@ -10,22 +10,30 @@ from typing import Any, TypeVar
 
 from popdist.records.progress import ProgressRecord, State
 from poprun.cli.log import Level
-from poprun.ipc.facts import Ended, Ending, EndKind, Verdict
+from poprun.ipc.facts import Ending, EndKind, JobEnd, Verdict
 from poprun.launch.across import Across
-from poprun.supervisor.job_actions import Action, Ask, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
 from poprun.supervisor.job_events import (
+    Action,
+    Ask,
     Event,
+    Examine,
+    Finish,
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
     MemberConnected,
     MemberLost,
     MpirunEnded,
+    PassOn,
     ProgressCame,
+    Release,
+    Say,
+    SendToMpirun,
     SignalCame,
+    Stop,
     Tick,
 )
-from poprun.supervisor.job_machine import JobMachine, Phase
+from poprun.supervisor.job_machine import JobMachine, JobPhase
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01
@@ -171,7 +179,7 @@ class Script:
             self._tell(Tick())
 
     @property
-    def ended(self) -> Ended:
+    def ended(self) -> JobEnd:
         """How the job ended; it has to be over."""
         (finish,) = self.all_of(Finish)
         return finish.ended
@@ -282,4 +290,4 @@ class Script:
 
 
 def is_over(script: Script) -> bool:
-    return script.machine.phase is Phase.OVER
+    return script.machine.phase is JobPhase.OVER

@@ -6,10 +6,19 @@ from collections.abc import Collection
 
 from popdist.records.progress import ProgressRecord, State
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.supervisor.job_actions import Action, Ask, Release, Say, Stop
-from poprun.supervisor.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
-from poprun.supervisor.members import Members
-from poprun.supervisor.survival import Survival
+from poprun.supervisor.job_events import (
+    Action,
+    Ask,
+    InstanceEnded,
+    MemberConnected,
+    MemberLost,
+    ProgressCame,
+    Release,
+    Say,
+    Stop,
+)
+from poprun.supervisor.lookout import Survival
+from poprun.supervisor.members import JobMembers
 
 WAITS = ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0)
 
@@ -26,7 +35,7 @@ class Job:
     """Instances that have joined, and what becomes of them."""
 
     def __init__(self, count: int, least: int = 1) -> None:
-        self.members = Members(count)
+        self.members = JobMembers(count)
         self.survival = Survival(self.members, least)
         for index in range(count):
             self.members.take(MemberConnected(index, 100 + index, f"node{index}"), 0.5)

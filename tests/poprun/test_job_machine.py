@@ -12,33 +12,7 @@ import pytest
 from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, joining, killed, leaving, running
 
 from poprun.cli.log import Level
-from poprun.supervisor.job_actions import (
-    Ask,
-    CleanUp,
-    Examine,
-    Finish,
-    PassOn,
-    Release,
-    Say,
-    SendToMpirun,
-    Show,
-    ShowComplaint,
-    ShowHiddenErrors,
-    Stop,
-    StopListening,
-)
 from poprun.supervisor.job_events import (
-    InstanceClosed,
-    InstanceEnded,
-    InstanceTold,
-    MemberConnected,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
-    StandardOutputClosed,
-    Tick,
-)
-from poprun.supervisor.job_limits import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
     INTERRUPT_GRACE_S,
@@ -51,6 +25,28 @@ from poprun.supervisor.job_limits import (
     SETTLE_LIMIT_S,
     SETTLE_S,
     TOLD_LIMIT_S,
+    Ask,
+    CleanUp,
+    Examine,
+    Finish,
+    InstanceClosed,
+    InstanceEnded,
+    InstanceTold,
+    MemberConnected,
+    MpirunStopped,
+    OutputCame,
+    OutputIsBehind,
+    PassOn,
+    Release,
+    Say,
+    SendToMpirun,
+    Show,
+    ShowComplaint,
+    ShowHiddenErrors,
+    StandardOutputClosed,
+    Stop,
+    StopListening,
+    Tick,
 )
 from poprun.supervisor.members import MOST_QUESTIONS
 

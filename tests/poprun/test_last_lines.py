@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from poprun.ipc.facts import Ending, EndKind, Facts, Verdict
-from poprun.supervisor.last_lines import KEPT_BYTES, LastLines, find_exception
+from poprun.supervisor.diagnosis import KEPT_BYTES, LastLines, find_exception
 
 FAILED = Ending(EndKind.EXIT, 3, 1.0)
 TRACE = b"""\

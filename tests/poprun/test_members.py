@@ -3,20 +3,22 @@ from __future__ import annotations
 from job_scripts import exited, running
 
 from poprun.ipc.facts import EndKind
-from poprun.supervisor.job_actions import Ask, Release, Stop
 from poprun.supervisor.job_events import (
+    Ask,
     InstanceClosed,
     InstanceEnded,
     InstanceTold,
     MemberConnected,
     MemberLost,
     ProgressCame,
+    Release,
+    Stop,
 )
-from poprun.supervisor.members import Members
+from poprun.supervisor.members import JobMembers
 
 
-def members(count: int = 1) -> Members:
-    found = Members(count)
+def members(count: int = 1) -> JobMembers:
+    found = JobMembers(count)
     for index in range(count):
         found.take(MemberConnected(index, 77, "node0"), 1.0)
     return found
@@ -42,7 +44,7 @@ def test_who_has_ended_is_asked_no_more():
 
 
 def test_nobody_speaks_to_who_is_not_connected():
-    both = Members(2)
+    both = JobMembers(2)
     both.take(MemberConnected(1, 77, "node0"), 1.0)
     assert (both.ask(), both.stop(), both.release(0, 1)) == ([Ask(1)], [Stop(1)], [])
     assert both.give_up(0) == []
@@ -68,7 +70,7 @@ def test_who_has_ended_before_keeps_its_end():
 
 
 def test_all_are_closed_when_nothing_is_left_of_those_that_have_started():
-    found = Members(3)
+    found = JobMembers(3)
     assert found.all_closed
     for index in range(2):
         found.take(MemberConnected(index, 77, "node0"), 1.0)

@@ -12,9 +12,10 @@ from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
 from poprun.agent.guard import NEW_PAGE
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, EndKind
-from poprun.supervisor.control import Member
-from poprun.supervisor.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.supervisor.control import InputWanted, Member, read_reports
 from poprun.supervisor.job_events import (
+    Ask,
+    Examine,
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -22,9 +23,11 @@ from poprun.supervisor.job_events import (
     MemberConnected,
     MemberLost,
     OutputCame,
+    PassOn,
     ProgressCame,
+    Release,
+    Stop,
 )
-from poprun.supervisor.reports import InputWanted, read_reports
 from poprun.supervisor.supervision import pack_order
 
 TOKEN = bytes(16)

@@ -9,7 +9,7 @@ import pytest
 from popdist.records.progress import ProgressRecord, State
 from poprun.ipc.facts import Ending, EndKind, Facts
 from poprun.supervisor.diagnosis import judge_stuck, vain_waits
-from poprun.supervisor.standstill import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
+from poprun.supervisor.lookout import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
 
 NOW_S = 1000.0
 LIMIT_S = 20.0

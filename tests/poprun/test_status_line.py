@@ -12,9 +12,9 @@ import pytest
 from popdist.records.progress import ProgressRecord
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.output.output import Output, Sink
+from poprun.output.output import Output, OutputStream
 from poprun.output.output_style import OutputStyle
-from poprun.supervisor.status_line import SHOW_AFTER_S, StatusLine, wants_status
+from poprun.supervisor.supervision import SHOW_AFTER_S, StatusLine, wants_status
 
 ERASED = b"\r\x1b[K"
 
@@ -83,7 +83,7 @@ def expect(ours: int, shown: bytes) -> None:
 class TestDrawing:
     def test_it_is_replaced_and_erased_and_never_wider_than_the_terminal(self, terminal):
         ours, theirs = terminal
-        sink = Sink(theirs)
+        sink = OutputStream(theirs)
         for text in ("one", "one", "x" * 50, "", ""):
             sink.show_status(text)
         expect(ours, ERASED + b"one" + ERASED + b"x" * 19 + ERASED)
@@ -91,7 +91,7 @@ class TestDrawing:
 
     def test_whatever_is_written_erases_it(self, terminal):
         ours, theirs = terminal
-        sink = Sink(theirs)
+        sink = OutputStream(theirs)
         sink.show_status("one")
         sink.write_own(b"own\n")
         sink.show_status("two")
@@ -103,7 +103,7 @@ class TestDrawing:
 
     def test_a_pipe_never_gets_it(self):
         reader, writer = os.pipe()
-        sink = Sink(writer)
+        sink = OutputStream(writer)
         sink.show_status("one")
         sink.write_own(b"own\n")
         assert os.read(reader, 99) == b"own\n"

@@ -15,12 +15,9 @@ from poprun.errors import PopRunError
 from poprun.trace.command import main
 from poprun.trace.merging import put_together
 from poprun.trace.report.findings import Cause
-from poprun.trace.report.overlap import bubbles_of, common_ns
-from poprun.trace.report.page import report_page
-from poprun.trace.report.pictures import draw_curves
-from poprun.trace.report.sentences import findings, paths, time_text
-from poprun.trace.report.step_table import table_of
-from poprun.trace.report.text import report_text
+from poprun.trace.report.page import draw_curves, report_page
+from poprun.trace.report.step_table import bubbles_of, common_ns, table_of
+from poprun.trace.report.text import findings, paths, report_text, time_text
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import SPAN
 

@@ -34,7 +34,7 @@ _WATCHED = frozenset(
 )
 
 
-class Watch:
+class ImportWatch:
     """A finder of modules that leaves nearly all of them to the others."""
 
     def __init__(self) -> None:
@@ -80,5 +80,5 @@ def _find(name: str, path: Sequence[str] | None, finders: Sequence[Any]) -> Any:
 
 
 if __name__ == "sitecustomize":  # not in a test
-    sys.meta_path.insert(0, Watch())
+    sys.meta_path.insert(0, ImportWatch())
     _put_back()
