@@ -16,14 +16,13 @@ from poprun.ipc import wire
 from poprun.ipc.facts import Ending, EndKind
 from poprun.ipc.sockets import is_own, keep_alive, open_socket
 from poprun.supervisor.job_events import (
-    InstanceClosed,
+    AgentOrder,
+    InstanceChange,
+    InstanceChanged,
     InstanceEnded,
-    InstanceExamined,
-    InstanceTold,
     MemberConnected,
     MemberEvent,
-    MemberLost,
-    OutputCame,
+    OutputPiece,
     ProgressCame,
 )
 
@@ -67,6 +66,11 @@ class Member:
     def fileno(self) -> int:
         """For poll."""
         return self._connection.fileno()
+
+    def order(self, order: AgentOrder) -> None:
+        """Send a command."""
+        kind = order.command.value
+        self.send(wire.pack_number(kind, order.number) if order.number else wire.pack(kind))
 
     def send(self, message: bytes) -> None:
         """Send a short message; an agent that is gone is noticed when reading."""
@@ -207,7 +211,7 @@ class InputWanted:
     """Instance 0 is ready for a piece of standard input, which is no matter of the machine."""
 
 
-Report = MemberEvent | OutputCame | InputWanted
+Report = MemberEvent | OutputPiece | InputWanted
 
 
 def read_reports(member: Member, count: int) -> Iterator[Report]:
@@ -228,24 +232,25 @@ def read_reports(member: Member, count: int) -> Iterator[Report]:
         if not member.is_open:
             break
     if not member.is_open and member.index >= 0:
-        yield MemberLost(member.index, member.fault)
+        yield InstanceChanged(member.index, InstanceChange.LOST, member.fault)
 
 
 def _read(member: Member, kind: int, content: bytes) -> Report | None:
     index = member.index
     if kind in (wire.STDOUT, wire.STDERR):
-        return OutputCame(index, 1 if kind == wire.STDOUT else 2, content)
+        return OutputPiece(index, 1 if kind == wire.STDOUT else 2, content)
     if kind == wire.PROGRESS:
         return _read_progress(member, content)
     if kind == wire.ENDED:
         return _read_end(member, content)
     if kind == wire.EXAMINED:
-        return InstanceExamined(index, content[:1].decode(), content[1:].decode(errors="replace"))
+        return InstanceChanged(index, InstanceChange.EXAMINED, content.decode(errors="replace"))
     if kind == wire.TOLD:
-        return InstanceTold(index, wire.unpack_number(content) == wire.ORPHANED)
+        is_orphaned = wire.unpack_number(content) == wire.ORPHANED
+        return InstanceChanged(index, InstanceChange.ORPHANED if is_orphaned else InstanceChange.TOLD)
     if kind == wire.WANT:
         return InputWanted()
-    return InstanceClosed(index) if kind == wire.CLOSED else None
+    return InstanceChanged(index, InstanceChange.CLOSED) if kind == wire.CLOSED else None
 
 
 def _read_progress(member: Member, content: bytes) -> ProgressCame:

@@ -11,7 +11,7 @@ from popdist.records.progress import State
 from poprun.cli.log import Level
 from poprun.cli.wording import count, list_ranges
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
-from poprun.supervisor.job_events import Action, CleanUp, Finish, Say, ShowComplaint, ShowHiddenErrors
+from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
@@ -511,9 +511,9 @@ def last_actions(words: LastWords, has_others: bool) -> list[Action]:
     sweeps = has_others and (is_unexplained or words.mpirun_status is None or words.mpirun_status > 128)
     actions: list[Action] = [CleanUp(sweeps, words.silent)]
     if verdict is not None and verdict.instance is not None:
-        actions.append(ShowHiddenErrors(verdict.instance))
+        actions.append(Deed(DeedKind.SHOW_HIDDEN_ERRORS, verdict.instance))
     if is_unexplained:
-        actions.append(ShowComplaint())
+        actions.append(Deed(DeedKind.SHOW_COMPLAINT))
     if verdict is not None:
         last = [line for line in (words.obstacle, words.first_cause) if line]
         lines = (*verdict.lines[: MOST_LINES - len(last)], *last)

@@ -25,30 +25,19 @@ from poprun.supervisor.control import InputWanted, Member, Reception, read_repor
 from poprun.supervisor.job_events import (
     LOOK_S,
     Action,
-    Ask,
+    AgentOrder,
     CleanUp,
+    Deed,
+    DeedKind,
     Event,
-    Examine,
     Finish,
+    InstanceChange,
+    InstanceChanged,
     MemberConnected,
-    MemberLost,
-    MpirunEnded,
-    MpirunStopped,
-    Order,
-    OutputCame,
-    OutputIsBehind,
-    PassOn,
+    OutputPiece,
     ProgressCame,
-    Release,
     Say,
-    SendToMpirun,
-    Show,
-    ShowComplaint,
-    ShowHiddenErrors,
     SignalCame,
-    StandardOutputClosed,
-    Stop,
-    StopListening,
     Tick,
 )
 from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, JobPhase
@@ -97,7 +86,7 @@ class JobSupervisor:
         self._connections: list[Member] = []
         self._members: dict[int, Member] = {}
         self._damaged: set[int] = set()
-        self._was_behind = self._was_closed = self._was_stopped = False
+        self._is_mpirun_stopped = False
         self._looked_at_s = 0.0
         self._ended: JobEnd | None = None
 
@@ -121,9 +110,7 @@ class JobSupervisor:
             self._status = StatusLine(self._count, hosts, self._now_s())
             while self._ended is None:
                 self._wait()
-                self._tell_of_output()
-                self._tell_of_mpirun(self._now_s())
-                self._tell(Tick())
+                self._tell(self._tick(self._now_s()))
                 self._show_status()
                 self._show_viewers()
         finally:
@@ -178,10 +165,7 @@ class JobSupervisor:
         for number in os.read(self._wakeup, 512):
             if number in (*INTERRUPTS, *PASSED_ON):
                 self._tell(SignalCame(number))
-        before = self._mpirun.status
         self._mpirun.reap()
-        if before is None and self._mpirun.status is not None:
-            self._tell(MpirunEnded(self._mpirun.status))
 
     def _pass_input(self) -> None:
         data = self._input.read()
@@ -204,9 +188,9 @@ class JobSupervisor:
                 if not self._members and not self._across.interface:
                     keep_to_loopback(self._mpirun.pid)  # it listens before it starts anything
                 self._members[report.instance] = member
-            elif isinstance(report, MemberLost):
+            elif isinstance(report, InstanceChanged) and report.change is InstanceChange.LOST:
                 self._members.pop(report.instance, None)
-            elif isinstance(report, OutputCame):
+            elif isinstance(report, OutputPiece):
                 self._output.record(report.instance, report.descriptor, report.data)
             elif isinstance(report, ProgressCame):
                 self._recent.note(report.instance, report.record.made)
@@ -239,49 +223,46 @@ class JobSupervisor:
         elif self._log.level >= Level.DEBUG:
             self._output.show_own(2, data)
 
-    def _tell_of_output(self) -> None:
-        if self._output.is_behind != self._was_behind:
-            self._was_behind = not self._was_behind
-            self._tell(OutputIsBehind(self._was_behind))
-        if self._output.stdout.is_closed and not self._was_closed:
-            self._was_closed = True
-            self._tell(StandardOutputClosed(self._output.stdout.fault))
-
-    def _tell_of_mpirun(self, now_s: float) -> None:
-        if now_s < self._looked_at_s + LOOK_S:
-            return
-        self._looked_at_s = now_s
-        if self._mpirun.is_stopped != self._was_stopped:
-            self._was_stopped = not self._was_stopped
-            self._tell(MpirunStopped(self._was_stopped))
+    def _tick(self, now_s: float) -> Tick:
+        if now_s >= self._looked_at_s + LOOK_S:
+            self._looked_at_s = now_s
+            self._is_mpirun_stopped = self._mpirun.is_stopped
+        stdout = self._output.stdout
+        closed = stdout.fault if stdout.is_closed else None
+        return Tick(self._mpirun.status, self._is_mpirun_stopped, self._output.is_behind, closed)
 
     # What follows from it.
 
     def _tell(self, event: Event) -> None:
         for action in self._machine.advance(event, self._now_s()):
-            self._do(action)
+            self._carry_out(action)
 
-    def _do(self, action: Action) -> None:
+    def _carry_out(self, action: Action) -> None:
         match action:
-            case Show(instance, descriptor, data):
+            case OutputPiece(instance, descriptor, data):
                 self._output.show(instance, descriptor, data)
-            case Ask() | Examine() | Release() | PassOn() | Stop():
-                if action.instance in self._members:
-                    self._members[action.instance].send(pack_order(action))
+            case AgentOrder(instance=instance):
+                if instance in self._members:
+                    self._members[instance].order(action)
+            case Deed(kind, number):
+                self._do(kind, number)
             case Say(level, text):
                 self._say(level, text)
-            case SendToMpirun(number):
-                self._mpirun.send(number)
-            case StopListening():
-                self._reception.close()
             case CleanUp():
                 self._clean_up(action)
-            case ShowHiddenErrors(instance):
-                self._output.show_hidden_errors(instance)
-            case ShowComplaint():
-                self._output.show_own(2, self._mpirun.complaint)
             case Finish(ended):
                 self._ended = ended
+
+    def _do(self, kind: DeedKind, number: int) -> None:
+        match kind:
+            case DeedKind.STOP_LISTENING:
+                self._reception.close()
+            case DeedKind.SEND_TO_MPIRUN:
+                self._mpirun.send(number)
+            case DeedKind.SHOW_HIDDEN_ERRORS:
+                self._output.show_hidden_errors(number)
+            case DeedKind.SHOW_COMPLAINT:
+                self._output.show_own(2, self._mpirun.complaint)
 
     def _clean_up(self, action: CleanUp) -> None:
         self._reception.close()
@@ -309,21 +290,6 @@ class JobSupervisor:
     def _say(self, level: Level, text: str) -> None:
         if level <= self._log.level:
             self._output.show_own(2, format_line(level, text).encode(errors="surrogateescape"))
-
-
-def pack_order(order: Order) -> bytes:
-    """The message that tells an agent what it is to do."""
-    match order:
-        case Ask():
-            return wire.pack(wire.REPORT)
-        case Examine():
-            return wire.pack(wire.EXAMINE)
-        case Release(lost=lost):
-            return wire.pack_number(wire.RELEASE, lost)
-        case PassOn(number=number):
-            return wire.pack_number(wire.SIGNAL, number)
-        case Stop():
-            return wire.pack(wire.STOP)
 
 
 SHOW_AFTER_S = 0.5

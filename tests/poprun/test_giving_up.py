@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from job_scripts import ASK, LOST, RELEASE, STOP, kind_of
+
 from popdist.records.progress import ProgressRecord, State
 from poprun.ipc.facts import Ending, EndKind, Facts
 from poprun.supervisor.job_events import (
     Action,
-    Ask,
+    AgentOrder,
+    InstanceChanged,
     InstanceEnded,
     MemberConnected,
-    MemberLost,
     ProgressCame,
-    Release,
     Say,
-    Stop,
 )
 from poprun.supervisor.lookout import Survival
 from poprun.supervisor.members import JobMembers
@@ -61,7 +61,11 @@ def test_one_that_had_ended_well_before_is_not_lost() -> None:
     job.end(0, exited(0, 1.5))
     job.end(2, killed())
     actions = job.give_up()
-    assert [action for action in actions if not isinstance(action, Say)] == [Stop(2), Release(1, 1), Release(3, 1)]
+    assert [action for action in actions if not isinstance(action, Say)] == [
+        AgentOrder(STOP, 2),
+        AgentOrder(RELEASE, 1, 1),
+        AgentOrder(RELEASE, 3, 1),
+    ]
     assert said(actions) == ["2 is lost; instances 1, 3 go on without it"]
     assert job.survival.losses == ["2 is lost"]
 
@@ -78,16 +82,16 @@ def test_the_one_that_is_left_is_told_how_many_are_lost() -> None:
     job.give_up()
     job.end(2, exited(3, 4.0))
     actions = job.give_up()
-    assert [action for action in actions if isinstance(action, Release)] == [Release(1, 2)]
+    assert [action for action in actions if kind_of(action) is RELEASE] == [AgentOrder(RELEASE, 1, 2)]
     assert said(actions) == ["2 is lost; instance 1 goes on without it"]
 
 
 def test_one_that_is_of_no_use_is_given_up_though_it_lives() -> None:
     job = Job(3)
-    assert [action for action in job.give_up({1}) if isinstance(action, Stop | Release)] == [
-        Stop(1),
-        Release(0, 1),
-        Release(2, 1),
+    assert [action for action in job.give_up({1}) if kind_of(action) in (STOP, RELEASE)] == [
+        AgentOrder(STOP, 1),
+        AgentOrder(RELEASE, 0, 1),
+        AgentOrder(RELEASE, 2, 1),
     ]
 
 
@@ -119,8 +123,8 @@ class TestWhatIsKnown:
     def test_how_a_program_has_ended_stays_known_when_its_agent_goes(self) -> None:
         job = Job(2)
         job.end(0, exited(0))
-        job.members.take(MemberLost(0, "Connection reset by peer"), 2.5)
-        job.members.take(MemberLost(1, "Connection timed out"), 3.0)
+        job.members.take(InstanceChanged(0, LOST, "Connection reset by peer"), 2.5)
+        job.members.take(InstanceChanged(1, LOST, "Connection timed out"), 3.0)
         assert [each.ending for each in job.members.facts] == [
             exited(0),
             Ending(EndKind.LOST, 0, 3.0, fault="Connection timed out"),
@@ -128,7 +132,7 @@ class TestWhatIsKnown:
 
     def test_who_has_gone_is_told_nothing_more(self) -> None:
         job = Job(2)
-        job.members.take(MemberLost(1), 2.5)
-        assert job.members.ask() == [Ask(0)]
+        job.members.take(InstanceChanged(1, LOST), 2.5)
+        assert job.members.ask() == [AgentOrder(ASK, 0)]
         assert job.members.release(1, 1) == job.members.give_up(1) == []
-        assert job.members.release(0, 1) == [Release(0, 1)]
+        assert job.members.release(0, 1) == [AgentOrder(RELEASE, 0, 1)]
