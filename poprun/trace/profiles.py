@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -28,6 +28,19 @@ _DAMAGED = (
 )
 _MOST_RATIO, _ROOM_BYTES = 200, 1 << 20
 """How much a profile may become when it is unpacked; those of JAX and PyTorch become 10 to 30 times as much."""
+
+
+class TraceEvent(TypedDict, total=False):
+    """An event in the format of chrome://tracing; its times are in us."""
+
+    ph: str
+    cat: str
+    name: str
+    ts: float
+    dur: float
+    pid: int | str
+    tid: int | str
+    args: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ def read_profile(folder: Path, profile: Profile) -> Profiled:
         raise ValueError(f"it is cut off or damaged ({error!r})") from None
 
 
-def on_clock_of_recording(trace: Mapping[str, Any], profile: Profile) -> Profiled:
+def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Profile) -> Profiled:
     """The spans of a trace in the format of chrome://tracing, at times of the recording's clock.
 
     Raises:
@@ -145,13 +158,13 @@ def _moved(times_ns: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, floa
     return times_ns - np.rint(ahead.middle_ns).astype(np.int64), float(ahead.uncertainty_ns.max(initial=0.0)) + 1
 
 
-def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
+def _thread(event: TraceEvent) -> tuple[object, object]:
     return event["pid"], event["tid"]
 
 
 def _names_of_threads(
-    events: Sequence[Mapping[str, Any]], shown: Set[Any], profiler: str
-) -> dict[tuple[Any, Any], str]:
+    events: Sequence[TraceEvent], shown: Set[object], profiler: str
+) -> dict[tuple[object, object], str]:
     """With the process before the thread where several of them are shown."""
     said = [each for each in events if each.get("ph") == "M"]
     processes = {each["pid"]: each["args"]["name"] for each in said if each["name"] == "process_name"}

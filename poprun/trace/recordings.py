@@ -8,9 +8,8 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
@@ -66,7 +65,7 @@ class InstanceRecording:
     began_at_s: float = 0.0
     job: str = ""
     asked_clock: str = ""
-    names: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    names: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
     exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     is_complete: bool = False
@@ -114,33 +113,31 @@ def parse_recording(data: bytes) -> InstanceRecording | None:
 
 def _parsed(data: bytes) -> InstanceRecording | None:
     most_bytes = MOST_RATIO * len(data) + _ROOM_BYTES
-    facts: dict[str, Any] = {}
-    names: dict[int, Mapping[str, Any]] = {}
+    recording: InstanceRecording | None = None
+    names: dict[int, Mapping[str, object]] = {}
     events: list[np.ndarray] = []
     exchanges: list[np.ndarray] = []
     is_complete = False
     for found in read_blocks(data):
         if found.kind == HEADER:
-            facts |= header_in(found.content)
+            recording = _header_in(found.content)
         elif found.kind == NAMES:
-            names |= names_in(found.content)
+            names |= _names_in(found.content)
         elif found.kind == EVENTS:
             events.append(unpack_events(found.content, most_bytes))
-            check_events(events[-1], names)
+            _check_events(events[-1], names)
             most_bytes -= events[-1].nbytes
         elif found.kind == CLOCKS:
             exchanges.append(unpack_exchanges(found.content))
         elif found.kind == JOINED:
-            facts |= joined_in(found.content)
+            recording = _joined(recording, found.content)
         elif found.kind == PROFILE:
-            facts["profile"] = profile_in(found.content)
+            recording = replace(_known(recording), profile=_profile_in(found.content))
         is_complete = found.kind == END
-    if not facts:
+    if recording is None:
         return None
-    if "clock" not in facts:
-        raise ValueError("it has no header")
-    return InstanceRecording(
-        **facts,
+    return replace(
+        recording,
         names=names,
         events=np.concatenate(events) if events else np.empty(0, EVENT),
         exchanges=np.concatenate(exchanges) if exchanges else np.zeros((0, 4), np.int64),
@@ -231,35 +228,44 @@ _TEXT_BYTES = 4096
 _NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED, Kind.SEEN_AT)
 
 
-def header_in(content: bytes) -> dict[str, Any]:
-    """Return which instance has recorded, and when."""
-    said = _object(_json(content))
+def _known(recording: InstanceRecording | None) -> InstanceRecording:
+    if recording is None:
+        raise ValueError("it has no header")
+    return recording
+
+
+def _header_in(content: bytes) -> InstanceRecording:
+    """Return a recording with what its header says: the instance, and when it began."""
+    said = _object(json.loads(content))
     instances = _number(said, "instances", 1, _MOST_INSTANCES)
-    return {
-        "instance": _number(said, "instance", 0, instances - 1),
-        "instances": instances,
-        "host": _text(said, "host"),
-        "attempt": _number(said, "attempt", 0, _MOST_ATTEMPTS),
-        "clock": _text(said, "clock"),
-        "began_ns": _number(said, "began_ns", 0, 1 << 62),
-        "began_at_s": _time(said, "began_at_s"),
-        "program": tuple(map(str, said.get("program") or ())),
-        "replicas": _replicas(said.get("replicas")),
-    }
+    program = said.get("program") or ()
+    if not isinstance(program, list | tuple):
+        raise ValueError(f"its program is {program!r:.40}")
+    return InstanceRecording(
+        _number(said, "instance", 0, instances - 1),
+        instances,
+        _text(said, "host"),
+        _number(said, "attempt", 0, _MOST_ATTEMPTS),
+        _text(said, "clock"),
+        _number(said, "began_ns", 0, 1 << 62),
+        _time(said, "began_at_s"),
+        program=tuple(map(str, program)),
+        replicas=_replicas(said.get("replicas")),
+    )
 
 
-def joined_in(content: bytes) -> dict[str, Any]:
-    """Return the job and the clock of instance 0."""
-    said = _object(_json(content))
+def _joined(recording: InstanceRecording | None, content: bytes) -> InstanceRecording:
+    """Add the job and the clock of instance 0 to a recording."""
+    said = _object(json.loads(content))
     clocks = said.get("clocks")
     if not isinstance(clocks, list) or not clocks or not isinstance(clocks[0], str):
         raise ValueError("it names no clock of instance 0")
-    return {"job": _text(said, "job"), "asked_clock": clocks[0]}
+    return replace(_known(recording), job=_text(said, "job"), asked_clock=clocks[0])
 
 
-def profile_in(content: bytes) -> Profile:
-    """Return what is said of a profile, which lies in the folder of the recording."""
-    said = _object(_json(content))
+def _profile_in(content: bytes) -> Profile:
+    """Return the description of a profile, which lies in the folder of the recording."""
+    said = _object(json.loads(content))
     markers = said.get("markers")
     if not isinstance(markers, list) or not all(_is_pair(each) for each in markers):
         raise ValueError("the markers of its profile are no pairs of times")
@@ -269,11 +275,10 @@ def profile_in(content: bytes) -> Profile:
     return Profile(_text(said, "profiler"), _text(said, "file"), markers)
 
 
-def names_in(content: bytes) -> dict[int, Mapping[str, Any]]:
-    """Return what the names of events stand for."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for pair in _json(content):
-        number, said = pair
+def _names_in(content: bytes) -> dict[int, Mapping[str, object]]:
+    """Return the meaning of the names of events."""
+    found: dict[int, Mapping[str, object]] = {}
+    for number, said in json.loads(content):
         if type(number) is not int or not 0 <= number < _MOST_NAMES:
             raise ValueError(f"a name has the number {number!r:.40}")
         _text(_object(said), "name")
@@ -281,7 +286,7 @@ def names_in(content: bytes) -> dict[int, Mapping[str, Any]]:
     return found
 
 
-def check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
+def _check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
     """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
     kinds = events["kind"]
     if not np.isin(kinds, list(Kind)).all():
@@ -294,31 +299,27 @@ def check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
         raise ValueError("it has steps with impossible numbers")
 
 
-def _json(content: bytes) -> Any:
-    return json.loads(content)
-
-
-def _object(said: object) -> dict[str, Any]:
+def _object(said: object) -> dict[str, object]:
     if not isinstance(said, dict):
         raise ValueError(f"it has {said!r:.40} in place of a JSON object")
     return said
 
 
-def _number(said: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _number(said: Mapping[str, object], name: str, least: int, most: int) -> int:
     number = said.get(name)
     if type(number) is not int or not least <= number <= most:
         raise ValueError(f"its {name} is {number!r:.40}")
     return number
 
 
-def _time(said: Mapping[str, Any], name: str) -> float:
+def _time(said: Mapping[str, object], name: str) -> float:
     number = said.get(name)
     if not isinstance(number, int | float) or not math.isfinite(number) or not 0 <= number < _LATEST_S:
         raise ValueError(f"its {name} is {number!r:.40}")
     return float(number)
 
 
-def _text(said: Mapping[str, Any], name: str) -> str:
+def _text(said: Mapping[str, object], name: str) -> str:
     text = said.get(name)
     if not isinstance(text, str) or len(text) > _TEXT_BYTES or re.search(r"[\x00-\x1f\x7f]", text):
         raise ValueError(f"its {name} is {text!r:.40}")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def write_trace(
     return Counts(sum(len(each.spans) for each in spans) + of_profiles, flows, writer.counters)
 
 
-def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
+def _facts(aligned: Sequence[Aligned]) -> dict[str, object]:
     """What is known of clocks, for whoever looks into the file."""
     return {
         each.recording.title: {
@@ -96,7 +96,7 @@ def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
     }
 
 
-def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, Any]]:
+def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, object]]:
     yield name_of("process_name", process, 0, aligned.recording.title)
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     if not aligned.is_measured or aligned.uncertainty_ns > 1:
@@ -230,17 +230,17 @@ class Writer:
             self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
             self._is_first = False
 
-    def lines(self, events: Iterator[Mapping[str, Any]]) -> None:
+    def lines(self, events: Iterator[Mapping[str, object]]) -> None:
         """A few events."""
         self.text("".join(f"{json.dumps(event)},\n" for event in events))
 
-    def table(self, form: str, columns: Sequence[Sequence[Any] | np.ndarray]) -> None:
+    def table(self, form: str, columns: Sequence[Sequence[object] | np.ndarray]) -> None:
         """Many events: a text with as many `%` as there are columns, once for each row."""
         count = len(columns[0])
         for start in range(0, count, _CHUNK):
             parts = [each[start : start + _CHUNK] for each in columns]
             size = len(parts[0])
-            flat: list[Any] = [None] * (size * len(parts))
+            flat: list[object] = [None] * (size * len(parts))
             for place, part in enumerate(parts):
                 flat[place :: len(parts)] = part.tolist() if isinstance(part, np.ndarray) else part
             self.text((form * size) % tuple(flat))
@@ -254,7 +254,7 @@ def opened(path: Path) -> BinaryIO:
     return open(path, "wb", buffering=1 << 20, opener=open_unless_linked)
 
 
-def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
     """The event that names a process or a thread."""
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
