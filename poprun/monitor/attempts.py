@@ -51,31 +51,6 @@ class Attempt:
         return max((each.record.made for each in self.facts), key=lambda made: made.steps, default=Made())
 
     @property
-    def samples(self) -> int:
-        """The rows of data of all instances."""
-        return sum(each.record.made.samples for each in self.facts)
-
-    @property
-    def timed_samples(self) -> int:
-        """Those in the steps that are timed."""
-        return sum(each.record.made.timed_samples for each in self.facts)
-
-    @property
-    def waited_s(self) -> float:
-        """How long instances waited for others in the time of their steps, all together."""
-        return sum(each.record.made.waited_s for each in self.facts)
-
-    @property
-    def timed_s(self) -> float:
-        """That time, all together."""
-        return sum(each.record.made.timed_s for each in self.facts)
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """What the instance has had that had most; 0: nothing is known."""
-        return max((each.peak_memory_bytes for each in self.facts), default=0)
-
-    @property
     def failure(self) -> str:
         """Why it failed; "": it did not."""
         return self.ended.verdict.lines[0] if self.ended.verdict is not None else ""
@@ -126,16 +101,19 @@ class Totals:
 
 
 def add_up(attempts: Sequence[Attempt]) -> Totals:
-    """What some attempts have come to; those but the last were followed by another one."""
-    timed_s = sum(each.longest.timed_s for each in attempts)
+    """Add up some attempts; each but the last was followed by another one."""
+    facts = [each for attempt in attempts for each in attempt.facts]
+    made = [each.record.made for each in facts]
+    longest = [each.longest for each in attempts]
+    timed_s = sum(each.timed_s for each in longest)
     return Totals(
-        steps=sum(each.longest.steps for each in attempts),
-        samples=sum(each.samples for each in attempts),
-        steps_per_s=_per(sum(each.longest.timed_steps for each in attempts), timed_s),
-        samples_per_s=_per(sum(each.timed_samples for each in attempts), timed_s),
-        waiting_share=_per(sum(each.waited_s for each in attempts), sum(each.timed_s for each in attempts)),
+        steps=sum(each.steps for each in longest),
+        samples=sum(each.samples for each in made),
+        steps_per_s=_per(sum(each.timed_steps for each in longest), timed_s),
+        samples_per_s=_per(sum(each.timed_samples for each in made), timed_s),
+        waiting_share=_per(sum(each.waited_s for each in made), sum(each.timed_s for each in made)),
         slowest=max(reversed(attempts), key=lambda each: each.longest.steps).slowest if attempts else None,
-        peak_memory_bytes=max((each.peak_memory_bytes for each in attempts), default=0),
+        peak_memory_bytes=max((each.peak_memory_bytes for each in facts), default=0),
         survived=tuple(_survived(attempts)),
     )
 

@@ -185,7 +185,6 @@ def _watch(source: SnapshotSource, wanted: TopRequest) -> None:
 def _follow(source: SnapshotSource, snapshot: Snapshot, screen: Screen) -> Snapshot:
     """Show what comes until the job ends; the last that came."""
     came_s, silent_s = time.monotonic(), 0.0
-    screen.open()
     try:
         while True:
             screen.show(snapshot, silent_s)

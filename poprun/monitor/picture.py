@@ -168,15 +168,11 @@ def _cut(text: str, room: int | None) -> str:
 
 
 class Screen(ABC):
-    """Shows snapshots of a job as they come, between `open` and `close`."""
-
-    @abstractmethod
-    def open(self) -> None:
-        """Begin."""
+    """A place that shows snapshots of a job as they come."""
 
     @abstractmethod
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
-        """Show what poprun has said last, so long ago; called every second."""
+        """Show the last snapshot, which came `silent_s` ago; called every second."""
 
     @abstractmethod
     def close(self) -> None:
@@ -196,9 +192,6 @@ class Pages(Screen):
         self._is_json = is_json
         self._is_one = is_one
         self._columns = columns
-
-    def open(self) -> None:
-        """Do nothing."""
 
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
         """Print it, unless it has been."""

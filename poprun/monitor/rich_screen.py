@@ -30,12 +30,9 @@ class RichScreen(Screen):
         self._console = console or Console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
 
-    def open(self) -> None:
-        """Begin."""
-        self._live.start()
-
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
         """Draw it anew, also where there is no news: the window may have another size."""
+        self._live.start()
         width, height = self._console.size
         self._live.update(drawn(picture_of(snapshot, width, height, silent_s)), refresh=True)
 

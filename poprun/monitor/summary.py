@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from poprun.cli.log import Log, write_all
@@ -56,7 +56,12 @@ class Summary:
             self._write(duration_s, exit_status)
 
     def _write(self, duration_s: float, exit_status: int) -> None:
-        whole = Whole(self._program, self._began_at_s, duration_s, exit_status)
+        whole: dict[str, object] = {
+            "program": list(self._program),
+            "began_at_s": self._began_at_s,
+            "duration_s": duration_s,
+            "exit_status": exit_status,
+        }
         try:
             write_summary(self._asked.file, describe_job(whole, self._attempts))
         except OSError as error:
@@ -135,32 +140,17 @@ VERSION = 1
 """Grows when a key gets another meaning or goes; docs/observability.md has all of them."""
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What is to be said about a job besides its attempts.
+def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:
+    """Describe a job in values that JSON has; an unknown one is None.
 
-    Attributes:
-        program: its words.
-        began_at_s: when it began, in seconds since 1970.
-        duration_s: how long it took, pauses between attempts included.
-        exit_status: poprun's.
+    Args:
+        whole: the facts about the job besides its attempts, by key.
+        attempts: the attempts at it, in their order.
     """
-
-    program: tuple[str, ...]
-    began_at_s: float
-    duration_s: float
-    exit_status: int
-
-
-def describe_job(whole: Whole, attempts: Sequence[Attempt]) -> dict[str, object]:
-    """Everything, in values that JSON has; what is not known is None."""
     totals = add_up(attempts)
     return {
         "version": VERSION,
-        "program": list(whole.program),
-        "began_at_s": whole.began_at_s,
-        "duration_s": whole.duration_s,
-        "exit_status": whole.exit_status,
+        **whole,
         "failure": (attempts[-1].failure or None) if attempts else None,
         **_describe_totals(totals),
         "faults_survived": [

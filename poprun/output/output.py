@@ -10,7 +10,7 @@ from collections import deque
 
 from poprun.cli.log import Level, format_line
 from poprun.cli.pages import USUAL_COLUMNS, columns_of
-from poprun.output.output_files import NoFiles, OutputFiles, OutputKeeper
+from poprun.output.output_files import OutputFiles
 from poprun.output.output_style import Cursor, OutputStyle
 
 TAIL_LINES = 50
@@ -115,7 +115,7 @@ class Output:
 
     def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
         self.style = style
-        self._files: OutputKeeper = NoFiles()
+        self._files = None
         if style.directory is not None:
             self._files = OutputFiles(style.directory, len(style.hosts), self._warn)
         self.stdout = OutputStream(1)
@@ -136,12 +136,14 @@ class Output:
 
     def record(self, instance: int, descriptor: int, data: bytes) -> None:
         """Keep output of an instance, whether it will be shown or not; called once for all that comes."""
-        self._files.record(instance, descriptor, data)
+        if self._files is not None:
+            self._files.record(instance, descriptor, data)
 
     def show(self, instance: int, descriptor: int, data: bytes) -> None:
         """Show output of an instance, or, where it is silenced, remember the end of its standard error."""
         clock = self.style.clock(time.time())
-        self._files.merge(self.style.tag(instance, descriptor), data, clock)
+        if self._files is not None:
+            self._files.merge(self.style.tag(instance, descriptor), data, clock)
         if self._only is None or instance == self._only:
             self._write_tagged(instance, descriptor, data, clock)
         elif descriptor == 2:
@@ -154,7 +156,8 @@ class Output:
 
     def show_own(self, descriptor: int, data: bytes) -> None:
         """Show lines of poprun's own or of mpirun."""
-        self._files.merge_own(data)
+        if self._files is not None:
+            self._files.merge_own(data)
         self._sink(descriptor).write_own(data)
 
     def show_hidden_errors(self, instance: int) -> None:
@@ -164,7 +167,8 @@ class Output:
 
     def finish(self, limit_s: float | None) -> None:
         """Write what is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
-        self._files.close()
+        if self._files is not None:
+            self._files.close()
         for sink in self.sinks:
             if not self._is_plain(sink):
                 sink.end_line()

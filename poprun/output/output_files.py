@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,47 +15,11 @@ MERGED = "merged.log"
 MOST_OPEN = 64
 
 
-class OutputKeeper(ABC):
-    """Where output goes besides poprun's own streams. No method raises, and none waits but for a disk."""
-
-    @abstractmethod
-    def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Keep what an instance has written, byte for byte."""
-
-    @abstractmethod
-    def merge(self, tag: bytes, data: bytes, clock: bytes) -> None:
-        """Keep lines, or a piece of a line, as they are shown."""
-
-    @abstractmethod
-    def merge_own(self, data: bytes) -> None:
-        """Keep lines of poprun's own or of mpirun."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nothing more will come."""
-
-
-class NoFiles(OutputKeeper):
-    """Keeps nothing."""
-
-    def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Do nothing."""
-
-    def merge(self, tag: bytes, data: bytes, clock: bytes) -> None:
-        """Do nothing."""
-
-    def merge_own(self, data: bytes) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class OutputFiles(OutputKeeper):
+class OutputFiles:
     """A folder with `instance-000.stdout`, `instance-000.stderr`, and so on, and `merged.log`.
 
-    When a file cannot be written, a full disk for example, a warning says so and nothing is kept from then on: every
-    file is a gapless beginning of what there was.
+    No method raises, and none waits but for a disk. If a file cannot be written, as on a full disk, a warning says so
+    and nothing is kept from then on: every file is a gapless beginning of the output.
 
     Args:
         directory: made with its parents.

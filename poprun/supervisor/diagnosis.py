@@ -95,18 +95,13 @@ def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Ve
         name = signal_name(status - 128)
         text = f"{blamed.name} ended with exit status {status}, as a program does that leaves after {name}"
         return Verdict(index, status, (text,), lost=(index,), is_orderly=True)
-    lines = (_describe_blamed(blamed, facts), *others)[:MOST_LINES]
+    lines = (describe_failure(blamed, facts), *others)[:MOST_LINES]
     return Verdict(index, status, lines, _is_aborted(blamed, facts), is_of_hosts=is_of_hosts([blamed]), lost=(index,))
 
 
 def is_of_hosts(failed: Sequence[Facts]) -> bool:
     """Whether it is hosts that have failed, or what connects them: then Open MPI cannot go on."""
     return any(each.ending is not None and bool(each.ending.fault) for each in failed)
-
-
-def describe_failure(failed: Facts, facts: Sequence[Facts]) -> str:
-    """A line about an instance without which the others go on."""
-    return _describe_blamed(failed, facts)
 
 
 def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
@@ -316,7 +311,8 @@ def _is_orderly(ending: Ending) -> bool:
     return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
+def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
+    """Return a line about an instance that has failed or left too early."""
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
         place = _describe_place(blamed)

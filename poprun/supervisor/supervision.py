@@ -106,8 +106,7 @@ class JobSupervisor:
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
             self._machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
-            hosts = len(set(self._output.style.hosts))
-            self._status = StatusLine(self._count, hosts, self._now_s())
+            self._began_s = self._now_s()
             while self._ended is None:
                 self._wait()
                 self._tell(self._tick(self._now_s()))
@@ -281,7 +280,9 @@ class JobSupervisor:
 
     def _show_status(self) -> None:
         is_wanted = self._machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
-        self._output.show_status(self._status.text(self._machine.facts, self._now_s()) if is_wanted else "")
+        hosts = len(set(self._output.style.hosts))
+        text = status_text(self._machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
+        self._output.show_status(text)
 
     def _show_viewers(self) -> None:
         now_s = self._now_s()
@@ -293,41 +294,28 @@ class JobSupervisor:
 
 
 SHOW_AFTER_S = 0.5
-"""Most jobs on this machine have started before."""
+"""The time without a status line; most jobs on this machine have started before."""
 
 
 def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
-    """Whether the user wants a line that comes and goes; whether there is a terminal is another matter."""
+    """Return whether the user wants a line that comes and goes, if there is a terminal."""
     return level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
 
 
-class StatusLine:
-    """What a job does that has not shown anything yet.
+def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
+    """Return the status of a job that has not shown anything yet; "" if there is nothing to say.
 
     Args:
-        instances: how many it has.
-        hosts: on how many hosts.
-        begin_s: when it has begun.
+        facts: of each instance.
+        hosts: the number of hosts.
+        since_s: the time since the job began.
     """
-
-    def __init__(self, instances: int, hosts: int, begin_s: float) -> None:
-        self._start = f"starting {count(instances, 'instance')} on {count(hosts, 'host')}"
-        self._instances = instances
-        self._begin_s = begin_s
-
-    def text(self, facts: Sequence[Facts], now_s: float) -> str:
-        """The line at this time; empty where there is nothing to say."""
-        since_s = now_s - self._begin_s
-        if since_s < SHOW_AFTER_S:
-            return ""
-        started = sum(each.is_started for each in facts)
-        if started < self._instances:
-            there = f", {started} of {self._instances} are there" if started else ""
-            return f"{self._start}{there} ({int(since_s)} s)"
-        if all(_is_before_first_step(each) for each in facts):
-            return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+    if since_s < SHOW_AFTER_S:
         return ""
-
-
-def _is_before_first_step(each: Facts) -> bool:
-    return each.ending is None and each.record.has_joined and not each.record.step
+    started = sum(each.is_started for each in facts)
+    if started < len(facts):
+        there = f", {started} of {len(facts)} are there" if started else ""
+        return f"starting {count(len(facts), 'instance')} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
+    if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts):
+        return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+    return ""

@@ -19,7 +19,7 @@ from poprun.cli.summary_setting import SummaryAsked, read_summary
 from poprun.errors import UsageError
 from poprun.ipc.facts import Facts, JobEnd, Verdict
 from poprun.monitor.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
-from poprun.monitor.summary import Whole, describe_job, make_room, summary_lines, write_summary
+from poprun.monitor.summary import describe_job, make_room, summary_lines, write_summary
 from poprun.supervisor.job_events import ProgressCame
 
 MIB = 2**20
@@ -150,7 +150,7 @@ class TestWhatIsAsked:
 
 
 class TestFile:
-    WHOLE = Whole(("python", "train-\udcff.py"), 1.7e9, 20.0, 0)
+    WHOLE = {"program": ["python", "train-\udcff.py"], "began_at_s": 1.7e9, "duration_s": 20.0, "exit_status": 0}
 
     def test_has_all_attempts_and_instances(self, tmp_path: Path):
         last = replace(facts(1, made(0.5), host="node1"), ending=None, is_given_up=True)
@@ -252,4 +252,4 @@ class TestAJobThatIsPlayed:
         script.lose(5.0, 2, fault="Connection timed out")
         script.run()
         assert self.attempt(script).facts[2].record.made.steps == 101
-        assert self.attempt(script).peak_memory_bytes >= 0
+        assert add_up([self.attempt(script)]).peak_memory_bytes >= 0

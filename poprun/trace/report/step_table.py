@@ -175,13 +175,8 @@ def overlap_of(spans: Spans) -> Overlap:
     steps = np.unique(replicas["step"])
     exchange = exchange[np.isin(exchange["step"], steps)]
     lasted = float((exchange["end_ns"] - exchange["begin_ns"]).sum())
-    share = None if not lasted else common_ns(exchange, replicas) / lasted
+    share = None if not lasted else float(inside_ns(exchange, replicas).sum()) / lasted
     return Overlap(share, bubbles_of(replicas) if np.any(replicas["track"] > 1) else None)
-
-
-def common_ns(spans: np.ndarray, others: np.ndarray) -> float:
-    """How much of the first spans lies within any of the others."""
-    return float(inside_ns(spans, others).sum())
 
 
 def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
