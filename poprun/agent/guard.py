@@ -126,7 +126,7 @@ def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> No
 
 
 class Guard:
-    """Tells the machine of one instance what happens, and does what it says; forwards output and input.
+    """The loop around the machine of one instance; forwards output and input.
 
     Args:
         pid: of the program.
@@ -262,7 +262,7 @@ class Guard:
         self._do(self._machine.see_stack(size, is_stopped, self._now_s()))
 
     def _worker(self) -> int:
-        """The process that shows its stack: the program, unless it has started that."""
+        """Return the process that shows its stack: the program, or the worker that it has started."""
         worker = self._activity.worker
         return worker if worker in descendants(os.getpid()) else self._pid
 
@@ -285,7 +285,7 @@ class Guard:
         self._link.send(wire.pack_progress(now_s, page, is_stopped, effort, memory))
 
     def _look_at_program(self, page: bytes, now_s: float) -> tuple[bool, float]:
-        """Whether it is stopped, and its effort until it has come to `popdist.init`."""
+        """Return whether the program is stopped, and its effort until it has come to `popdist.init`."""
         has_begun = page[SINCE_OFFSET : SINCE_OFFSET + 8].strip(b"\0")
         effort = 0.0 if has_begun else self._activity.effort(now_s)
         if owner := int.from_bytes(page[OWNER_OFFSET : OWNER_OFFSET + 8], "little"):
@@ -334,7 +334,7 @@ def check_directory(directory: str) -> None:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """The CPU numbers in a list such as `0-3,8`."""
+    """Return the CPU numbers in a list such as `0-3,8`."""
     bounds = (part.partition("-")[::2] for part in text.split(","))
     return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
 

@@ -27,7 +27,7 @@ class ControlLink:
         self._reader = wire.MessageReader()
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
@@ -39,7 +39,7 @@ class ControlLink:
                 self._fail(error)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come; sets `is_open` to false at the end."""
+        """Return the messages that have come; set `is_open` to false at the end."""
         try:
             data = self._socket.recv(65536)
         except OSError as error:
@@ -61,7 +61,7 @@ class ControlLink:
 
 
 def _connect(address: str) -> socket.socket:
-    """The connection to poprun."""
+    """Connect to poprun."""
     import socket  # the program has been started by now, so this costs no time
 
     scheme, _, place = address.partition(":")

@@ -13,7 +13,7 @@ _NEVER = float("-inf")
 
 
 class Activity:
-    """What the processes of one instance do.
+    """The state and the CPU time of one instance's processes.
 
     A program may be started by others, such as `sh -c` or `numactl`: then the process that keeps the progress record is
     the one that counts, and before there is one, whatever is at the end of the line of only children.
@@ -40,11 +40,11 @@ class Activity:
         return self._worker
 
     def note_owner(self, pid: int) -> None:
-        """The process that keeps the progress record is this one."""
+        """Note the process that keeps the progress record."""
         self._worker = pid
 
     def effort(self, now_s: float) -> float:
-        """A number that grows while the processes of the program use CPU time, or wait for a core.
+        """Return a number that grows while processes of the program use CPU time, or wait for a core.
 
         It is as it was `LOOK_S` ago at the most.
         """
@@ -66,7 +66,7 @@ class Activity:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; all its descendants where the kernel does not list children (CONFIG_PROC_CHILDREN)."""
+    """Return the children of a process, or all descendants if the kernel lists no children (CONFIG_PROC_CHILDREN)."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -80,7 +80,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """That of a process and of its children that have ended; see proc(5)."""
+    """Return the CPU time of a process and of its children that have ended; see proc(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             times = file.read().rpartition(b")")[2].split()[11:15]
@@ -93,14 +93,14 @@ _KIB = 1024
 
 
 class MemoryUse:
-    """What the process of an instance that counts has, and what it has had at most."""
+    """The memory of an instance's worker process, now and at most."""
 
     def __init__(self) -> None:
         self._bytes = self._peak_bytes = 0
         self._looked_at_s = _NEVER
 
     def look(self, pid: int, now_s: float) -> tuple[int, int]:
-        """How many bytes are resident, and how many have been; as it was `LOOK_S` ago at the most.
+        """Return the resident memory and the largest so far, both at most `LOOK_S` old.
 
         Args:
             pid: of the process; that of one which has ended leaves what was known.
@@ -114,13 +114,13 @@ class MemoryUse:
         return self._bytes, self._peak_bytes
 
     def note_end(self, most_kib: int) -> None:
-        """A process of the instance has ended, which, or one of its children, had so much at most; see getrusage(2)."""
+        """Note that a process has ended whose own or whose children's memory was `most_kib`; see getrusage(2)."""
         self._bytes = 0
         self._peak_bytes = max(self._peak_bytes, most_kib * _KIB)
 
 
 def _read(path: str) -> dict[bytes, int]:
-    """The amounts in such a file, in bytes; see proc(5)."""
+    """Read the amounts of memory in a file of /proc, in bytes; see proc(5)."""
     try:
         with open(path, "rb") as file:
             pairs = (line.split(b":", 1) for line in file if line.startswith(b"Vm"))
@@ -134,7 +134,7 @@ RECENT_S = 5.0
 
 
 class OutOfMemory:
-    """Looks at the counter from time to time; where there is none, nothing is ever found.
+    """The kernel's counter of kills for lack of memory; without a counter nothing is ever found.
 
     Args:
         cgroups: what the kernel says about the cgroups of this process, see cgroups(7).
@@ -153,7 +153,7 @@ class OutOfMemory:
             self._count, self._risen_at_s = count, now_s
 
     def has_just_killed(self, now_s: float) -> bool:
-        """Whether it has risen within `RECENT_S`."""
+        """Return whether the counter has risen within `RECENT_S`."""
         self.look(now_s)
         return now_s - self._risen_at_s <= RECENT_S
 
@@ -174,7 +174,7 @@ def _candidates(cgroups: str, root: str) -> list[str]:
 
 
 def _open_counter(path: str) -> int | None:
-    """A descriptor of a file with a line `oom_kill N`; None if it is not there or has none."""
+    """Open a file with a line `oom_kill N`; return None if there is no such file or line."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

@@ -17,7 +17,7 @@ _NEVER = float("inf")
 
 
 class ProgramOutput:
-    """Forwards the program's standard output and error.
+    """The program's standard output and error, on their way to poprun.
 
     Args:
         descriptors: of the two.
@@ -46,7 +46,7 @@ class ProgramOutput:
 
     @property
     def deadline_s(self) -> float:
-        """When `keep_pace` or `let_go` has something to do, whatever comes."""
+        """The time of the next call of `keep_pace` or `let_go`, whatever comes."""
         return min([self._read_at_s, *(lines.deadline_s() for lines in self._lines.values())])
 
     def forward(self, descriptor: int) -> None:
@@ -120,7 +120,7 @@ AT_ONCE = 20
 
 
 class Pace:
-    """Says after each reading how long to leave the program's output alone.
+    """Pauses between readings of the program's output.
 
     Every reading wakes the agent and poprun, whatever its size: thousands of lines a second, each on its own, would
     take a quarter of a core from the program (benchmarks/output.py).
@@ -135,7 +135,7 @@ class Pace:
         self._at_s = 0.0
 
     def pause_s(self, now_s: float, read_bytes: int) -> float:
-        """The time until the next reading; none for a program that writes so much that it would have to wait.
+        """Return the time until the next reading; 0 for a program that would have to wait for us.
 
         Args:
             now_s: when output was read.
@@ -179,7 +179,7 @@ class LineBuffer:
         return taken + self.flush() if len(self._held) > LONGEST_LINE_BYTES else taken
 
     def expire(self, now_s: float) -> bytes:
-        """What has waited long enough at this time."""
+        """Return the part of the held line that has waited long enough."""
         if not self._held or now_s < self.deadline_s():
             return b""
         if now_s >= self._newest_s + self._silence_s:
@@ -188,14 +188,14 @@ class LineBuffer:
         return self._take(max(self._held.rfind(b"\r"), 0))
 
     def deadline_s(self) -> float:
-        """When `expire` has to be called next; infinite when nothing is held."""
+        """Return the time of the next call of `expire`; infinite if nothing is held."""
         if not self._held:
             return float("inf")
         silent_s = self._newest_s + self._silence_s
         return min(silent_s, self._oldest_s + REDRAW_S) if self._is_redrawn else silent_s
 
     def flush(self) -> bytes:
-        """Everything that is held, at the end."""
+        """Return everything that is held, at the end."""
         return self._take(len(self._held))
 
     def _hold(self, data: bytes, now_s: float) -> None:
@@ -215,7 +215,7 @@ class LineBuffer:
 
 
 def silence_s(is_terminal: bool) -> float:
-    """How long a piece without line end is held back.
+    """Return how long a piece without line end is held back.
 
     Python's unbuffered `print` writes a line and its end separately; on a machine with more processes than cores a
     program may lose its core for some tenths of a second in between, and whatever has been let go is torn when

@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("iII")  # of the process at the other end: pid, use
 
 
 def open_socket(purpose: str = "poprun") -> tuple[socket.socket, str]:
-    """A socket to listen on, and its name, which begins with the purpose and our pid."""
+    """Open a socket to listen on; return it and its name, which begins with the purpose and our pid."""
     import socket
 
     listening = socket.socket(socket.AF_UNIX)
@@ -32,7 +32,7 @@ def open_socket(purpose: str = "poprun") -> tuple[socket.socket, str]:
 
 
 def connect(name: str) -> socket.socket:
-    """A connection to the socket of that name.
+    """Connect to the socket of that name.
 
     Raises:
         ConnectionRefusedError: if there is none, or it is another user's.
@@ -51,7 +51,7 @@ def connect(name: str) -> socket.socket:
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Whether the other end is a process of the same user."""
+    """Return whether the other end is a process of the same user."""
     import socket
 
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -65,7 +65,7 @@ _LARGEST_INT = (1 << 31) - 1
 
 
 def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
-    """When TCP asks a silent host: seconds until the first probe and between probes, and how many there are.
+    """Return TCP's seconds until the first probe and between probes, and the number of probes.
 
     All together take `silence_s`, rounded up to whole seconds that the kernel has numbers for, and at least 2. A host
     that has nothing else to say was heard up to `first_s` before it fell silent, and is given up so much earlier.
@@ -104,7 +104,7 @@ _LOOPBACK = b"lo"
 
 
 def loopback_variables(arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What has instances offer, and accept, connections over TCP on the loopback interface only.
+    """Return variables that keep instances' TCP connections on the loopback interface.
 
     They share memory, and need TCP only to reach what they spawn. The user who names networks, or transports, is
     obeyed.
@@ -135,7 +135,7 @@ def keep_to_loopback(pid: int) -> None:
 
 
 def _take(handle: int, descriptor: int) -> socket.socket:
-    """A socket of another process."""
+    """Take a copy of another process's socket."""
     import socket
 
     libc = ctypes.CDLL(None, use_errno=True)

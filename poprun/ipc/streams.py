@@ -15,7 +15,7 @@ _TERMINAL_BYTES = 1 << 12
 
 
 def describe_terminals(tag_columns: int) -> str:
-    """The terminals among our own streams, and their size, such as `1,2:24x80`, or `-`; one word.
+    """Describe the terminals among our own streams in one word, such as `1,2:24x80`, or `-`.
 
     Args:
         tag_columns: what tags take from the width.
@@ -29,7 +29,7 @@ def describe_terminals(tag_columns: int) -> str:
 
 
 def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
-    """For the descriptors 1 and 2 of a program: our reading end and its writing end.
+    """Open a pipe or terminal for the descriptors 1 and 2: our reading end and the writing end.
 
     Args:
         terminals: what `describe_terminals` has said.
@@ -86,7 +86,7 @@ class InputSource:
         return self._is_wanted and not self._is_at_end and _is_ours(self.descriptor)
 
     def read(self) -> bytes:
-        """The next piece; empty at the end."""
+        """Read the next piece; empty at the end."""
         data = b""
         with suppress(OSError):
             data = os.read(self.descriptor, _PIECE_BYTES)

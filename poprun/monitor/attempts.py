@@ -47,7 +47,7 @@ class Attempt:
 
     @property
     def longest(self) -> Made:
-        """What the instance has made that has made most: all make the same steps, until they are lost."""
+        """The counts of the instance that has made most steps: all make the same, until they are lost."""
         return max((each.record.made for each in self.facts), key=lambda made: made.steps, default=Made())
 
     @property
@@ -71,13 +71,13 @@ class Attempt:
 
 
 def waiting_share(made: Made) -> float | None:
-    """How much of the time of its steps an instance waited for others; None before it has made two."""
+    """Return the share of its steps' time that an instance waited for others; None before two steps."""
     return _per(made.waited_s, made.timed_s)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What all attempts at a job have come to together.
+    """The totals of all attempts at a job.
 
     Attributes:
         steps: how many were made, those twice that were made in two attempts.
@@ -128,7 +128,7 @@ def _survived(attempts: Sequence[Attempt]) -> list[tuple[int, str, str]]:
 
 
 def _median(numbers: Sequence[float]) -> float:
-    """The middle one; of two the mean. `statistics` takes too long to load."""
+    """Return the median. `statistics` takes too long to load."""
     ordered, middle = sorted(numbers), len(numbers) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 

@@ -51,7 +51,7 @@ _MOST_PROGRAM = 60
 
 @dataclass(frozen=True)
 class TopRequest:
-    """What the user wants.
+    """The user's request.
 
     Attributes:
         job: the pid of a poprun; None: the only one.
@@ -95,12 +95,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def describe(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun top --help`."""
+    """Return the text of `poprun top --help`."""
     return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, OPTIONS, columns)])
 
 
 def read_words(words: Sequence[str]) -> TopRequest | None:
-    """What the words ask for; None for help.
+    """Read the user's request; None for help.
 
     Raises:
         UsageError: nothing that can be.

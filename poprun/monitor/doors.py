@@ -27,7 +27,7 @@ _ENTRY = re.compile(r" @(poprun-top-(\d+)-(\d+)-[0-9a-f]{12})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Door:
-    """Where viewers call.
+    """A socket at which viewers call.
 
     Attributes:
         socket: listens.
@@ -39,7 +39,7 @@ class Door:
 
 
 def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> list[Door]:
-    """The doors of a job: one for this user on this machine, and one at an address that is asked for.
+    """Open the doors of a job: one for this user on this machine, and one at an address, if given.
 
     Args:
         address: `HOST:PORT`; None: none.
@@ -61,7 +61,7 @@ def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> lis
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
-    """The host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
+    """Return the host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
 
     Raises:
         UsageError: it is none of these.
@@ -73,7 +73,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
 
 
 def token_from(environ: Mapping[str, str], option: str) -> str:
-    """The token of the job.
+    """Return the token of the job.
 
     Raises:
         UsageError: there is none.
@@ -88,7 +88,7 @@ def token_from(environ: Mapping[str, str], option: str) -> str:
 
 
 def doors_in(listed: str, user: int) -> list[tuple[int, str]]:
-    """The jobs of a user on this machine: the pid of each poprun, and the name of its door.
+    """Return the jobs of a user on this machine: the pid of each poprun, and the name of its door.
 
     Args:
         listed: what is in /proc/net/unix, see proc(5).
@@ -147,12 +147,12 @@ _VIEWER, _POPRUN = b"viewer", b"poprun"
 
 
 def answer_to(token: str, challenge: bytes, own: bytes) -> bytes:
-    """The ANSWER of a viewer to a challenge."""
+    """Return a viewer's ANSWER to a challenge."""
     return wire.pack(ANSWER, own + _prove(token, _VIEWER, challenge + own))
 
 
 def welcome_to(token: str, challenge: bytes, answer: bytes) -> bytes | None:
-    """The WELCOME for whoever has given an answer to a challenge; None: he does not know the token."""
+    """Return the WELCOME to an answer; None if the viewer does not know the token."""
     own, proof = answer[:RANDOM_BYTES], answer[RANDOM_BYTES:]
     if not hmac.compare_digest(proof, _prove(token, _VIEWER, challenge + own)):
         return None
@@ -160,7 +160,7 @@ def welcome_to(token: str, challenge: bytes, answer: bytes) -> bytes | None:
 
 
 def is_welcome(token: str, challenge: bytes, own: bytes, proof: bytes) -> bool:
-    """Whether whoever has sent a challenge and, to our answer, such a WELCOME knows the token."""
+    """Return whether the sender of a challenge and of this WELCOME knows the token."""
     return hmac.compare_digest(proof, _prove(token, _POPRUN, challenge + own))
 
 

@@ -39,7 +39,7 @@ class PictureRow:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is shown.
+    """The contents of a page.
 
     Attributes:
         head: lines above the table.
@@ -54,7 +54,7 @@ class Picture:
     foot: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """All of it, without a final newline."""
+        """Return the whole page, without a final newline."""
         table = draw_rows([self.headings, *(row.cells for row in self.rows)]) if self.rows else ""
         return "\n".join(line for line in (*self.head, table, *self.foot) if line)
 
@@ -62,7 +62,7 @@ class Picture:
 def picture_of(
     snapshot: Snapshot, columns: int | None = None, lines: int | None = None, silent_s: float = 0
 ) -> Picture:
-    """What is shown of a job.
+    """Lay out the page of a job.
 
     Args:
         snapshot: what poprun has said last.
@@ -109,7 +109,7 @@ def _named(instances: Sequence[int] | set[int]) -> str:
 
 
 def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> list[Seen]:
-    """Those that fit, in their order; those with trouble come first where not all do."""
+    """Return the instances that fit, in their order; if not all fit, those with trouble."""
     if most is None or len(instances) <= most:
         return list(instances)
     most = max(most, _LEAST_ROWS)
@@ -180,7 +180,7 @@ class Screen(ABC):
 
 
 class Pages(Screen):
-    """Prints a page for each snapshot, as plain text, or as a line of JSON; nothing where there is no news.
+    """A printer of one page for each snapshot, as plain text or as a line of JSON.
 
     Args:
         is_json: whether it is JSON.

@@ -24,7 +24,7 @@ _RIGHT = ("instance", "step", "steps/s", "samples/s", "for", "waited", "memory",
 
 
 class RichScreen(Screen):
-    """Draws on the terminal's other screen, as wide and high as it is at the time; NO_COLOR is heeded by Rich."""
+    """The terminal's other screen, as wide and high as it is at the time; Rich heeds NO_COLOR."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -42,7 +42,7 @@ class RichScreen(Screen):
 
 
 def drawn(picture: Picture) -> Group:
-    """The picture with colours; no text of it is taken for markup."""
+    """Return the page with colours; no text of it is taken for markup."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in picture.headings:
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", no_wrap=True)

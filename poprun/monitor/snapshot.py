@@ -97,19 +97,19 @@ class Snapshot:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all instances together; None: unknown."""
+        """The rate of all instances together; None if unknown."""
         known = [each.samples_per_s for each in self.instances if each.samples_per_s is not None]
         return sum(known) if known else None
 
     def pack(self) -> bytes:
-        """As it is sent, and as `poprun top --json` prints it: one line of JSON."""
+        """Return the snapshot as one line of JSON, as poprun sends it and `poprun top --json` prints it."""
         import json  # costs some milliseconds, needed only where somebody looks
 
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Snapshot:
-        """What `pack` has made, here or by another version.
+        """Return the snapshot that `pack` has packed, here or in another version.
 
         Raises:
             ValueError: it is none, or one of another version.
@@ -141,7 +141,7 @@ def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, An
 
 
 def _is_a(value: object, kind: str) -> bool:
-    """Whether a value out of JSON has the type of a field."""
+    """Return whether a value out of JSON has the type of a field."""
     if kind.startswith("tuple"):
         of = kind.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
@@ -154,7 +154,7 @@ def _is_a(value: object, kind: str) -> bool:
 
 
 def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
-    """What an instance does at this time."""
+    """Return the state of an instance at this time."""
     record = each.record
     condition = _condition(each)
     rates = recent.rates(each.index, record.made, now_s) if each.ending is None else None
@@ -178,7 +178,7 @@ def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
 
 
 def look_at_all(facts: Sequence[Facts], recent: Recent, now_s: float) -> tuple[Seen, ...]:
-    """The same of all."""
+    """Return the states of all instances."""
     return tuple(look_at(each, recent, now_s) for each in facts)
 
 
@@ -215,13 +215,13 @@ _KEPT = 8
 
 
 class Recent:
-    """Keeps for each instance what it had made lately."""
+    """The recent counts of each instance, from which its speed follows."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[Made]] = {}
 
     def note(self, instance: int, made: Made) -> None:
-        """An instance has made this so far."""
+        """Note the counts of an instance."""
         if not made.steps:
             return
         kept = self._kept.setdefault(instance, deque(maxlen=_KEPT))

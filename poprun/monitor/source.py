@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 16
 
 
 class SnapshotSource:
-    """Gives the snapshots of a job as they come.
+    """The snapshots of a job as they come.
 
     Args:
         connection: to its poprun.
@@ -33,7 +33,7 @@ class SnapshotSource:
         self._came: list[tuple[int, bytes]] = []
 
     def next(self, limit_s: float) -> Snapshot | None:
-        """The next snapshot; None once the job is over.
+        """Return the next snapshot; None once the job is over.
 
         Raises:
             TimeoutError: none has come in time.
@@ -50,7 +50,7 @@ class SnapshotSource:
             raise PopRunError(f"{self._where}: {error}; use the version of poprun that runs the job") from None
 
     def next_message(self, limit_s: float) -> tuple[int, bytes] | None:
-        """The next message of any kind; None at the end of the connection.
+        """Return the next message of any kind; None at the end of the connection.
 
         Raises:
             TimeoutError: none has come in time.
@@ -80,7 +80,7 @@ class SnapshotSource:
 
 
 def call_local(name: str, where: str) -> SnapshotSource:
-    """A connection to a job on this machine.
+    """Connect to a job on this machine.
 
     Args:
         name: of its door.
@@ -96,7 +96,7 @@ def call_local(name: str, where: str) -> SnapshotSource:
 
 
 def call_remote(host: str, port: int, token: str) -> SnapshotSource:
-    """A connection to a job on another host, whose poprun has proved that it knows the token, as we have.
+    """Connect to a job on another host whose poprun proves that it knows the token.
 
     Raises:
         PopRunError: nobody answers there, or somebody who has another token.

@@ -43,11 +43,11 @@ class Summary:
             make_room(asked.file)
 
     def note(self, attempt: Attempt) -> None:
-        """An attempt at the job is over."""
+        """Note an attempt at the job that is over."""
         self._attempts.append(attempt)
 
     def finish(self, exit_status: int) -> None:
-        """The job is over: show the lines, and write the file, which has no influence on how the job has ended."""
+        """Show the lines and write the file; neither has an influence on how the job has ended."""
         duration_s = time.monotonic() - self._began_s
         if self._asked.shows_lines(os.isatty(self._log.descriptor), self._log.level, self._environ):
             text = "".join(f"{without_controls(line)}\n" for line in summary_lines(self._attempts, duration_s))
@@ -73,7 +73,7 @@ _MOST_NAMED = 8
 
 
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
-    """The lines about a job, what is not known left out.
+    """Return the lines about a job, without what is not known.
 
     Args:
         attempts: at it, in their order.
@@ -115,7 +115,7 @@ def _describe_slowest(slowest: Slowest) -> str:
 
 
 def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
-    """The memory of each instance: the most that it had in any attempt."""
+    """Describe the memory of each instance: the largest in any attempt."""
     peaks: dict[int, int] = {}
     for attempt in attempts:
         for each in attempt.facts:

@@ -61,17 +61,17 @@ class Viewer:
             self._send()
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._connection.fileno()
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     @property
     def unsent_bytes(self) -> int:
-        """How much it has not taken yet."""
+        """The bytes that the viewer has not taken yet."""
         return len(self._unsent)
 
     def serve(self) -> None:
@@ -80,7 +80,7 @@ class Viewer:
         self._send()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it may get a snapshot; one that has not read the last one for long is given up."""
+        """Return whether the viewer may get a snapshot; give it up if it has not read the last one for long."""
         if self._unsent:
             self.is_open = self.is_open and now_s < self._read_at_s + UNREAD_LIMIT_S
             return False
@@ -134,7 +134,7 @@ class Viewer:
 
 
 class Viewers:
-    """All who look at a job, through all attempts at it.
+    """All viewers of a job, through all attempts at it.
 
     Args:
         doors: where they call; none: nobody can look.
@@ -199,7 +199,7 @@ class Viewers:
             self.push(self._now_s(), tuple)
 
     def close(self) -> None:
-        """The job is over."""
+        """Close all connections and doors at the end of the job."""
         for viewer in self._viewers:
             viewer.close()
         for door in self._doors:

@@ -41,7 +41,7 @@ class OutputStream:
 
     @property
     def held_bytes(self) -> int:
-        """How much waits for the reader."""
+        """The bytes that wait for the reader."""
         return len(self._held)
 
     def write_tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> None:
@@ -103,7 +103,7 @@ class OutputStream:
 
 
 class Output:
-    """Everything that the user sees and keeps of the instances.
+    """The output of the instances, as the user sees and keeps it.
 
     Args:
         only: the instance whose output is shown; None: all. Files keep the output of all.
@@ -188,7 +188,7 @@ class Output:
         sink.write_tagged(tag, data, clock, (instance, descriptor))
 
     def _is_plain(self, sink: OutputStream) -> bool:
-        """Whether a program reads what one instance writes, to the byte: it gets no line end that is not there."""
+        """Return whether a program reads the bytes of one instance here, so that no line end is added."""
         return len(self.sinks) == 2 and sink is self.stdout and self.style.is_plain
 
     def _sink(self, descriptor: int) -> OutputStream:
@@ -199,12 +199,12 @@ class Output:
 
 
 def is_piped() -> bool:
-    """Whether standard output is a pipe in which standard error is not."""
+    """Return whether standard output is a pipe, and standard error is not in it."""
     return stat.S_ISFIFO(_mode(1)) and not _same_file(1, 2)
 
 
 def _open_unwaiting(descriptor: int) -> int:
-    """The same pipe or terminal, opened once more for writing without waiting; -1 where that is impossible.
+    """Open the same pipe or terminal once more, to write without waiting; -1 if that is impossible.
 
     The flag on the descriptor itself would hold for every program that shares it, the user's shell among them.
     """

@@ -75,7 +75,7 @@ class OutputFiles:
             )
 
     def _descriptor(self, name: str) -> int:
-        """The file, open; of many files those that were written last stay open."""
+        """Return the file, open; of many files the last written ones stay open."""
         descriptor = self._open.pop(name, -1)
         if descriptor < 0:
             if len(self._open) >= MOST_OPEN:
@@ -86,7 +86,7 @@ class OutputFiles:
 
 
 def name_of(instance: int, descriptor: int, count: int) -> str:
-    """The name of a file; names sort as instances do.
+    """Return the name of a file; names sort as instances do.
 
     Args:
         instance: whose output.

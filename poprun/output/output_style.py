@@ -16,7 +16,7 @@ _RED = 31
 
 @dataclass(frozen=True)
 class OutputStyle:
-    """What the user wants to see.
+    """The appearance that the user wants.
 
     Attributes:
         tag_host: whether tags name the host: `[1,0][node0]<stdout>:`, as mpirun's tag-detailed does.
@@ -37,11 +37,11 @@ class OutputStyle:
     is_plain: bool = False
 
     def is_coloured(self, is_terminal: bool) -> bool:
-        """Whether tags are coloured on such a stream."""
+        """Return whether tags are coloured on such a stream."""
         return is_terminal if self.colours is None else self.colours
 
     def tag(self, instance: int, descriptor: int, coloured: bool = False) -> bytes:
-        """What stands in front of a line: what mpirun's --tag-output puts there, with the job number 1."""
+        """Return the tag in front of a line, as mpirun's --tag-output prints it, with the job number 1."""
         source = f"[1,{instance}]" + (f"[{self.hosts[instance]}]" if self.tag_host else "")
         stream = f"<{STREAMS[descriptor]}>:"
         if coloured:
@@ -51,7 +51,7 @@ class OutputStyle:
         return f"{source}{stream}".encode()
 
     def clock(self, now_s: float) -> bytes:
-        """What stands in front of the tag.
+        """Return the time in front of the tag.
 
         Args:
             now_s: seconds since 1970.
@@ -60,7 +60,7 @@ class OutputStyle:
 
     @property
     def columns(self) -> int:
-        """How much of a line tag and clock take at most."""
+        """The largest width of tag and clock."""
         tags = (self.tag(instance, 2) for instance in range(len(self.hosts)) if 2 not in self.untagged)
         return len(self.clock(0.0)) + max((len(tag.decode()) for tag in tags), default=0)
 
@@ -68,7 +68,7 @@ class OutputStyle:
 def style_from(
     settings: Settings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
 ) -> OutputStyle:
-    """What a command line asks for; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
+    """Return the style of a command line; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
 
     Args:
         settings: of the launch.
@@ -96,7 +96,7 @@ class Cursor:
         self._owner: object = None
 
     def tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> bytes:
-        """What has to be written so that lines appear with the tag, and pieces of one writer join to a line.
+        """Return lines with the tag in front of each, so that pieces of one writer join to a line.
 
         A line redrawn with carriage returns keeps its tag; the carriage return of a DOS line end is left alone.
 
@@ -125,7 +125,7 @@ class Cursor:
         return self._owner is not None
 
     def end_line(self) -> bytes:
-        """What has to be written to finish a line that somebody has left unfinished."""
+        """Return the line end that an unfinished line lacks."""
         line_end = b"" if self._owner is None else b"\n"
         self._owner = None
         return line_end

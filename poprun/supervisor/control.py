@@ -64,7 +64,7 @@ class Member:
         self._shares_clock = shares_clock
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._connection.fileno()
 
     def order(self, order: AgentOrder) -> None:
@@ -78,7 +78,7 @@ class Member:
             self._connection.sendall(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come; sets `is_open` to false at the end."""
+        """Return the messages that have come; set `is_open` to false at the end."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except OSError as error:
@@ -151,19 +151,19 @@ class Reception:
 
     @property
     def contact(self) -> str:
-        """Where agents find it, and what they show to be let in; the part before the colon names the kind."""
+        """The address for agents and the token that they show; the part before the colon names the kind."""
         return f"{self._address} {self._token.hex()}"
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._socket.fileno()
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether to listen; for a short time after the last shortage there would be no end of events."""
+        """Return whether to listen; right after a shortage there would be no end of events."""
         return self.is_open and now_s >= self._pause_until_s
 
     def accept(self, now_s: float) -> Member | None:
-        """The next agent, or whoever else has called; None for another user of this machine, and if it failed."""
+        """Accept a caller; None if it is another user of this machine, or if that failed."""
         try:
             connection = self._socket.accept()[0]
         except OSError as error:
@@ -190,7 +190,7 @@ class Reception:
 
 
 def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
-    """Those who have not said in time who they are; of too many of them, those who have called first.
+    """Return callers that have not said in time who they are; of too many, the first callers.
 
     Args:
         members: all connections, in the order in which they were made.
@@ -260,7 +260,7 @@ def _read_progress(member: Member, content: bytes) -> ProgressCame:
 
 
 def _on_our_clock(record: ProgressRecord, lag_s: float) -> ProgressRecord:
-    """The record, whose times are those of the clock of its host."""
+    """Return the record with times on our clock."""
     if record.made.from_s:
         made = replace(record.made, from_s=record.made.from_s + lag_s, to_s=record.made.to_s + lag_s)
         record = replace(record, made=made)

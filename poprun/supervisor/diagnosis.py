@@ -25,7 +25,7 @@ Wait = tuple[int, int, int]
 
 
 def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
-    """The waits inside collectives for instances that have ended with status 0 or are in their exit handlers.
+    """Return the waits in collectives for instances that have ended with status 0 or are in their exit handlers.
 
     The wait in `popdist.init` is one too, for those that have ended without coming there.
 
@@ -42,12 +42,12 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
 
 def has_failed(facts: Sequence[Facts]) -> bool:
-    """Whether an instance has failed by itself."""
+    """Return whether an instance has failed by itself."""
     return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
 
 
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
-    """The instance that brought the job down, or None when every instance was told to stop by mpirun.
+    """Return the instance that brought the job down; None if mpirun told every instance to stop.
 
     The earliest failure is the start. Who failed inside a collective because it waited for one that had gone,
     was leaving, or has failed too, is a victim; the blame goes on to that one.
@@ -69,7 +69,7 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
 
 
 def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Verdict | None:
-    """The verdict over a failed job, or None when neither an instance nor the end of a daemon explains it.
+    """Return the verdict on a failed job; None if neither an instance nor the end of a daemon explains it.
 
     Args:
         facts: one entry for each instance, in order.
@@ -100,12 +100,12 @@ def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Ve
 
 
 def is_of_hosts(failed: Sequence[Facts]) -> bool:
-    """Whether it is hosts that have failed, or what connects them: then Open MPI cannot go on."""
+    """Return whether hosts, or the links between them, have failed: then Open MPI cannot go on."""
     return any(each.ending is not None and bool(each.ending.fault) for each in failed)
 
 
 def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
-    """A line about each instance that has ended, and of which a process is left, or an agent that does not answer."""
+    """Describe each instance that has ended, and of which a process or a silent agent is left."""
     return [
         f"{each.name} has ended, and its supervisor process has not said for {limit_s:g} s (--stuck-timeout-s) that "
         "nothing is left of it; poprun does not wait for that any more"
@@ -114,7 +114,7 @@ def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
 
 
 def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
-    """The verdict when mpirun has ended or was too slow to start, and no instance explains it."""
+    """Return the verdict if mpirun has ended or was too slow to start, and no instance explains it."""
     missing = [each for each in facts if each.ending is None]
     never = [each.index for each in missing if not each.is_started]
     how = "the job was ended"
@@ -138,7 +138,7 @@ def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
 
 
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """The instance for which others have waited for `limit_s`, while it did nothing itself; or None.
+    """Return the instance for which others have waited for `limit_s` while it did nothing, or None.
 
     They wait in a collective, or in their exit handlers for it to come there too. One that has not even come to the
     collective is meant before one that waits there for others.
@@ -158,7 +158,7 @@ def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | No
 
 
 def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
-    """The verdict over a job in which an instance, which has been examined, is stuck."""
+    """Return the verdict on a job in which an examined instance is stuck."""
     blamed = facts[stuck]
     place = _describe_place(blamed)
     if not blamed.record.since_s and any(each.record.since_s for each in facts):
@@ -178,7 +178,7 @@ def list_instances(indices: Sequence[int]) -> str:
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
-    """Those that are not in their exit handlers, if all of them are `still`."""
+    """Return the instances that are not in their exit handlers, if all of them are `still`."""
     here = [each for each in facts if each.ending is None and not each.record.is_leaving]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
@@ -189,7 +189,7 @@ def _waits(each: Facts) -> bool:
 
 
 def _awaited_by(each: Facts, facts: Sequence[Facts]) -> Sequence[int]:
-    """For whom it waits."""
+    """Return the instances that this one waits for."""
     if each.record.is_joining:
         return [other.index for other in facts if not other.record.since_s]
     return each.record.waiting_for if each.record.is_inside else ()
@@ -224,34 +224,34 @@ def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
 
 
 def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
-    """The host whose daemon was the first to end; none if mpirun was, since the daemons follow it."""
+    """Return the host whose daemon ended first; "" if mpirun did, since the daemons follow it."""
     orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
     others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
     return next(others, "")
 
 
 def _is_swept(each: Facts) -> bool:
-    """Whether SIGTERM came to the program and to its agent alike; Open MPI sends it to the agent only."""
+    """Return whether SIGTERM came to program and agent alike; Open MPI sends it to the agent only."""
     ending = each.ending
     is_terminated = ending is not None and ending.kind is EndKind.SIGNAL and ending.number == signal.SIGTERM
     return is_terminated and each.told_at_s > 0
 
 
 def _is_victim(each: Facts) -> bool:
-    """Whether it may have failed because it could not reach another one: by an exit inside a collective."""
+    """Return whether it exited inside a collective, perhaps because it could not reach another one."""
     is_waiting = each.record.is_inside or each.record.is_joining
     return is_waiting and each.ending is not None and each.ending.kind is EndKind.EXIT
 
 
 def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
-    """Whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
+    """Return whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
     assert victim.ending is not None
     end_s = victim.ending.at_s + SAME_MOMENT_S
     return any(each.host == here and 0 < each.orphaned_at_s <= end_s for each in facts)
 
 
 def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
-    """The host all of whose instances were told to stop before another host's instance failed in a collective.
+    """Return the host whose instances were all told to stop before another host's instance failed in a collective.
 
     When the daemon of a host ends, Open MPI makes instances elsewhere fail before it tells them to stop.
     """
@@ -274,7 +274,7 @@ def _order(each: Facts, failed: Sequence[Facts]) -> tuple[bool, float]:
 
 
 def _cause_of(victim: Facts, facts: Sequence[Facts]) -> Facts | None:
-    """The instance whose absence explains this failure; None when it has a reason of its own."""
+    """Return the instance whose absence explains this failure; None if it has a reason of its own."""
     if victim.ending is not None and victim.ending.kind is not EndKind.EXIT:
         return None
     if not victim.record.is_inside and not victim.record.is_joining:
@@ -299,7 +299,7 @@ def _absent_since(each: Facts) -> float:
 
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
-    """After mpirun has told all to stop: the one that had an end of its own, as after MPI_Abort."""
+    """Return the instance with an end of its own, as after MPI_Abort, after mpirun has told all to stop."""
     own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     own = [each for each in own if not each.orphaned_at_s]  # what was left when mpirun had gone
@@ -307,7 +307,7 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 
 
 def _is_orderly(ending: Ending) -> bool:
-    """Whether a program ended as `strategies.Checkpoints` does after it has saved, and many batch programs do."""
+    """Return whether a program ended as `strategies.Checkpoints` does after saving, and many batch programs do."""
     return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -330,7 +330,7 @@ def _needs(each: Facts, gone: Facts) -> bool:
 
 
 def _is_aborted(blamed: Facts, facts: Sequence[Facts]) -> bool:
-    """Whether Open MPI may have ended it, as where one host cannot connect to another: only mpirun knows why then.
+    """Return whether Open MPI may have ended it, as if hosts cannot connect: only mpirun knows why then.
 
     It does so before the program has a record, or inside a collective, and not with the status of an exception.
     """
@@ -352,7 +352,7 @@ def _describe_place(each: Facts) -> str:
 
 
 def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
-    """One line for all that were in the same collective, waiting for the same instances."""
+    """Describe all that were in the same collective, waiting for the same instances, in one line."""
     groups: dict[str, list[int]] = {}
     for each in facts:
         if each.index != blamed and each.record.is_inside:
@@ -380,7 +380,7 @@ _OF_LIBRARIES = re.compile(r"/lib(64)?/python3\.\d+/|<frozen ")
 
 
 def innermost_line(stacks: str) -> str:
-    """Where the main thread is, as `train.py, line 31, in forward`: the innermost place that belongs to no library.
+    """Return the main thread's innermost place in no library, as `train.py, line 31, in forward`.
 
     Args:
         stacks: of all threads, the main thread last, each from the innermost frame outwards; may be cut off or empty.
@@ -412,7 +412,7 @@ _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
 
 class LastLines:
-    """Keeps the end of every instance's standard error."""
+    """The end of every instance's standard error."""
 
     def __init__(self) -> None:
         self._ends: dict[int, bytes] = {}
@@ -422,7 +422,7 @@ class LastLines:
         self._ends[instance] = (self._ends.get(instance, b"") + data[-KEPT_BYTES:])[-KEPT_BYTES:]
 
     def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
-        """One line about the instance to blame and what it has said, to stand behind all that others have said.
+        """Describe the instance to blame and its last error in one line, to stand behind all others' output.
 
         Empty where it is alone, was ended from outside, or has said nothing about it.
         """
@@ -441,7 +441,7 @@ class LastLines:
 
 
 def find_exception(lines: Sequence[str]) -> str:
-    """The first line of the last exception of which there is a traceback near the end; empty if there is none."""
+    """Return the first line of the last exception with a traceback near the end; "" if there is none."""
     found, found_at, is_trace = "", 0, False
     for position, line in enumerate(lines):
         if line.startswith(_FRAMES):
@@ -454,7 +454,7 @@ def find_exception(lines: Sequence[str]) -> str:
 
 
 def _lines_of(data: bytes) -> list[str]:
-    """All that are not empty; of a line that was redrawn its last state."""
+    """Return all lines that are not empty; of a redrawn line its last state."""
     lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in data.decode(errors="replace").split("\n"))
     return [line for line in lines if line]
 
@@ -474,7 +474,7 @@ NEVER_STARTED = (
 
 @dataclass(frozen=True)
 class LastWords:
-    """What is known about a job when it is over.
+    """The knowledge about a job when it is over.
 
     Attributes:
         ended: how.
@@ -496,7 +496,7 @@ class LastWords:
 
 
 def last_actions(words: LastWords, has_others: bool) -> list[Action]:
-    """Everything that follows the end of mpirun and of its instances.
+    """Return all actions that follow the end of mpirun and of its instances.
 
     Args:
         words: what is known.

@@ -53,7 +53,7 @@ _NEVER = float("inf")
 
 
 class JobPhase(Enum):
-    """Where a job is between its start and its end."""
+    """Phases of a job between its start and its end."""
 
     RUNNING = 1
     SETTLING = 2
@@ -100,7 +100,7 @@ class JobMachine:
 
     @property
     def facts(self) -> Sequence[Facts]:
-        """What is known about each instance."""
+        """The knowledge about each instance."""
         return self._members.facts
 
     @property
@@ -110,7 +110,7 @@ class JobMachine:
 
     @property
     def deadline_s(self) -> float:
-        """When the next `Tick` is due, if nothing happens before."""
+        """The time of the next `Tick`, if nothing happens before."""
         return min(self._deadline_s, self._next_look_s)
 
     def advance(self, event: Event, now_s: float) -> list[Action]:
@@ -239,7 +239,7 @@ class JobMachine:
         return bool(actions)
 
     def _was_told(self, ending: Ending) -> bool:
-        """Whether it ended by a signal that was passed on, or by itself after it was told to."""
+        """Return whether an instance ended by a signal that was passed on, or by itself after an interrupt."""
         is_own_end = ending.kind is EndKind.EXIT and ending.at_s >= self._interrupted_at_s
         return is_own_end or ending.exit_status - 128 in {*self._passed_on, self._exit_status - 128}
 

@@ -29,7 +29,7 @@ short limit after a pause of half of it."""
 
 
 class Lookout:
-    """Compares each look with those before it.
+    """The comparison of each look at the instances with the looks before it.
 
     Args:
         stuck_timeout_s: how long an instance that others wait for may do nothing; 0: for ever.
@@ -89,18 +89,18 @@ class Lookout:
         return None
 
     def forget(self, now_s: float) -> None:
-        """The others go on without those who were found; who has waited for them has to have time to do so."""
+        """Forget the instances that were found: the others need time to go on without them."""
         self.in_vain, self.stuck, self.halt = frozenset(), None, None
         self._heeded_s = now_s
 
     def describe(self, failed: Facts, facts: Sequence[Facts]) -> str:
-        """A line about an instance without which the others go on."""
+        """Describe an instance without which the others go on."""
         if failed.index == self.stuck:
             return judge_stuck(facts, failed.index, self._stuck_timeout_s).lines[0]
         return describe_failure(failed, facts)
 
     def judge(self, facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
-        """The verdict over a job that has failed."""
+        """Return the verdict on a job that has failed."""
         if self.stuck is not None:
             return judge_stuck(facts, self.stuck, self._stuck_timeout_s)
         return self.halt or judge(facts, self._here, self.in_vain) or judge_missing(facts, mpirun_status)
@@ -114,13 +114,13 @@ LEAST_S = 10.0
 
 
 def find_stopped(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """The instance that a signal stopped `limit_s` ago, or None. It will not go on by itself, whoever waits for it."""
+    """Return the instance that a signal stopped `limit_s` ago, or None. It will not go on by itself."""
     stopped = [each for each in _running(facts) if each.stopped_since_s and now_s - each.stopped_since_s >= limit_s]
     return min(stopped, key=lambda each: each.stopped_since_s).index if stopped else None
 
 
 def find_absent(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """The instance that does not come to `popdist.init`, where others have waited for it for `limit_s`; or None.
+    """Return the instance for which others have waited in `popdist.init` for `limit_s`, or None.
 
     One that is asleep or waits for something uses no CPU time meanwhile; one that does may be late.
     """
@@ -133,7 +133,7 @@ def find_absent(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | N
 
 
 def find_halt(facts: Sequence[Facts], now_s: float, limit_s: float, mpirun_stopped_s: float) -> Verdict | None:
-    """The verdict over a job that no program of an instance has brought to a halt, or None.
+    """Return the verdict on a job that has halted though no instance's program is to blame, or None.
 
     Args:
         facts: one entry for each instance, in order.
@@ -178,7 +178,7 @@ def _has_not_come(each: Facts) -> bool:
 
 
 def _longest_wait_s(facts: Sequence[Facts], now_s: float, all_of_them: bool = False) -> float:
-    """For how long the first one, or all of them, have waited in `popdist.init`; 0 where none does."""
+    """Return how long the first one, or all of them, have waited in `popdist.init`; 0 if none waits."""
     since_s = [each.record.since_s for each in _running(facts) if each.record.is_joining]
     return now_s - (max if all_of_them else min)(since_s, default=now_s)
 

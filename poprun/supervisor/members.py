@@ -22,7 +22,7 @@ MOST_QUESTIONS = 8
 
 
 class JobMembers:
-    """Keeps the facts of every instance up to date; knows whom one can talk to.
+    """The facts of every instance, kept up to date, and the agents that one can talk to.
 
     Args:
         count: how many instances there are.
@@ -61,7 +61,7 @@ class JobMembers:
 
     @property
     def left(self) -> list[Facts]:
-        """Those of which something may be left though they have ended."""
+        """The instances that have started, and of which something may be left."""
         return [each for each in self.facts if each.is_started and each.index not in self._closed]
 
     @property

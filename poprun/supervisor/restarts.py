@@ -76,7 +76,7 @@ class Restarts:
             self._failures.update(hosts)
 
     def _plan(self, settings: Settings, last: Launch) -> Launch | None:
-        """The next launch, after a pause; None if there is to be none."""
+        """Return the next launch, after a pause; None if there is to be none."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
@@ -110,7 +110,7 @@ class Restarts:
         return replace(launch, extra={**launch.extra, ATTEMPT_VARIABLE: str(len(self._reasons))})
 
     def _silent_among(self, hosts: Sequence[Host], last: Launch) -> set[str]:
-        """The hosts that do not answer."""
+        """Return the hosts that do not answer."""
         if last.remote is None:
             return set()
         shell = last.remote.shell
@@ -124,7 +124,7 @@ class Restarts:
 
 
 def pause_s(first_s: float, made: int) -> float:
-    """The pause before the next restart: twice as long as the one before, up to five minutes or the first one.
+    """Return the pause before the next restart: twice the one before, at most five minutes or the first one.
 
     Args:
         first_s: the first one.
@@ -134,7 +134,7 @@ def pause_s(first_s: float, made: int) -> float:
 
 
 def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
-    """The most instances, at most as many as the user wants, that some of these hosts take; None: they take too few.
+    """Return the most instances, up to the user's number, that some of these hosts take; None if too few.
 
     Args:
         settings: with the replicas, which have to divide evenly among the instances, and `min_instances`.
@@ -147,7 +147,7 @@ def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...
 
 
 def with_instances(settings: Settings, instances: int) -> Settings:
-    """The settings for so many instances, at most those of `settings`; what they say about others is left out."""
+    """Return the settings for so many instances, without what they say about others."""
     shown = settings.only_output_from
     return replace(
         settings,

@@ -120,7 +120,7 @@ class JobSupervisor:
 
     @property
     def facts(self) -> Sequence[Facts]:
-        """What is known about each instance; also when the job has ended."""
+        """The knowledge about each instance; also when the job has ended."""
         return self._machine.facts
 
     @property

@@ -45,7 +45,7 @@ class Aligned:
 
 
 def align(recordings: Sequence[InstanceRecording]) -> list[Aligned]:
-    """All of them on one clock: that of the first attempt's instance 0, whether or not its recording is there.
+    """Bring all recordings to the clock of the first attempt's instance 0, whether or not it is there.
 
     Args:
         recordings: of one job, instance 0 first where it is there.
@@ -84,7 +84,7 @@ def _align(recording: InstanceRecording, home: str, alignment: Alignment) -> Ali
 
 
 def _by_the_wall(recording: InstanceRecording, reference: Aligned) -> Aligned:
-    """As the clocks on the walls say, when each of them began."""
+    """Align a recording by the clocks on the walls when it began."""
     other = reference.recording
     ahead = (recording.began_at_s - other.began_at_s) * 1e9 - (recording.began_ns - other.began_ns)
     ahead += reference.ahead_ns

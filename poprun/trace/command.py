@@ -37,7 +37,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class TimelineRequest:
-    """What the user wants.
+    """The user's request.
 
     Attributes:
         verb: MERGE or REPORT.
@@ -78,12 +78,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def describe(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun timeline --help`."""
+    """Return the text of `poprun timeline --help`."""
     return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, (HELP, OUTPUT, HTML), columns)])
 
 
 def read_words(words: Sequence[str]) -> TimelineRequest | None:
-    """What the words ask for; None for help.
+    """Read the user's request; None for help.
 
     Raises:
         UsageError: nothing that can be.
@@ -111,7 +111,7 @@ def read_words(words: Sequence[str]) -> TimelineRequest | None:
 
 
 def folder_of(named: str) -> Path:
-    """The folder of recordings that is meant: it itself, or that beside a trace."""
+    """Return the folder of recordings that is meant: the named one, or the one beside a trace."""
     return Path(named) if Path(named).is_dir() or not folder_beside(named).is_dir() else folder_beside(named)
 
 

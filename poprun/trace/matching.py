@@ -37,13 +37,13 @@ class MatchedCollectives:
 
     @property
     def last(self) -> np.ndarray:
-        """Who came last to each: a column."""
+        """The column of the last instance to come to each."""
         last: np.ndarray = np.argmax(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         return last
 
     @property
     def late_ns(self) -> np.ndarray:
-        """How long after the last but one the last one came: so much sooner all could have gone on."""
+        """The time between the last but one and the last arrival: without it all could have gone on."""
         came = np.sort(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         late: np.ndarray = came[:, -1] - came[:, -2]
         return late
@@ -77,7 +77,7 @@ def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> Ma
 
 
 def _called(recording: InstanceRecording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each collective of an instance the step, the name and the how manieth it is of these; and three times.
+    """Return an instance's collectives as (step, name, turn of that name), and their three times.
 
     The times are when the instance came, saw the others, and left.
     """

@@ -19,7 +19,7 @@ from poprun.trace.trace_events import Counts, write_trace
 
 @dataclass(frozen=True, eq=False)
 class RecordedJob:
-    """What the instances of a job did, on one clock.
+    """The actions of a job's instances, on one clock.
 
     Attributes:
         aligned: the recordings, by attempt and instance.
@@ -35,7 +35,7 @@ class RecordedJob:
 
 
 def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[InstanceRecording] = ()) -> RecordedJob:
-    """The recordings of one job, on the clock of instance 0.
+    """Put the recordings of one job together, on the clock of instance 0.
 
     Args:
         recordings: what is to be seen.
@@ -51,7 +51,7 @@ def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[Instan
 
 
 def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
-    """What a report compares: the last attempt, and of that the time in which the same instances made most steps."""
+    """Choose the part that a report compares: of the last attempt the longest time with the same instances."""
     chosen, said = of_longest_membership(with_first_numbers(recordings))
     job = put_together(chosen, recordings)
     return replace(job, warnings=[*said, *job.warnings])
@@ -71,7 +71,7 @@ def merge(folder: Path, to: Path) -> tuple[RecordedJob, Counts]:
 
 
 def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled | None], list[str]]:
-    """What profilers saw of each instance, and whose profile is not to be had."""
+    """Read the profile of each instance; return them, and warnings about those that cannot be read."""
     found: list[Profiled | None] = [None] * len(aligned)
     warnings = []
     for place, each in enumerate(aligned):
@@ -96,7 +96,7 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
 
 
 def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """The same, with the numbers that instances had at first for those that are waited for, also after a loss.
+    """Return the recordings with waits for the instances' first numbers, also after a loss.
 
     Args:
         recordings: of one job.
@@ -106,7 +106,7 @@ def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[Instance
 
 
 def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """What was recorded by the last attempt while the same instances made most steps, and what to say of the rest.
+    """Return the events in which the same instances of the last attempt made most steps, and remarks on the rest.
 
     Args:
         recordings: of one job.
@@ -130,12 +130,12 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
 
 
 def _renumbered(recording: InstanceRecording) -> np.ndarray:
-    """The places of the events that say so."""
+    """Return the places of the events that renumber instances."""
     return np.flatnonzero(recording.events["kind"] == Kind.RENUMBERED)
 
 
 def _bounds(recording: InstanceRecording, period: int) -> slice:
-    """The events between two losses: the first period is before any."""
+    """Return the range of the events between two losses: the first period is before any."""
     places = [0, *_renumbered(recording).tolist(), len(recording.events)]
     return slice(places[period] + (period > 0), places[period + 1])
 
@@ -158,5 +158,5 @@ def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceR
 
 
 def _number_in(recording: InstanceRecording, period: int) -> int:
-    """Which number it had after so many losses."""
+    """Return the number of an instance after so many losses."""
     return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

@@ -45,7 +45,7 @@ class TraceEvent(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Profile:
-    """What a recording says of the profile beside it.
+    """The description of a profile in the recording beside it.
 
     Attributes:
         profiler: its name.
@@ -60,7 +60,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Profiled:
-    """What a profiler saw.
+    """The spans that a profiler saw.
 
     Attributes:
         threads: their names.
@@ -82,7 +82,7 @@ class Profiled:
 
 
 def read_profile(folder: Path, profile: Profile) -> Profiled:
-    """What is in the file of a profile.
+    """Read the file of a profile.
 
     Args:
         folder: of the recording.
@@ -104,7 +104,7 @@ def read_profile(folder: Path, profile: Profile) -> Profiled:
 
 
 def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Profile) -> Profiled:
-    """The spans of a trace in the format of chrome://tracing, at times of the recording's clock.
+    """Return the spans of a chrome://tracing trace, at times of the recording's clock.
 
     Raises:
         ValueError: it has none of the markers.
@@ -137,7 +137,7 @@ def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Pr
 
 
 def nested(thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The ends, no later than those of spans that had begun before: only such spans can be drawn in one another."""
+    """Cut ends down to those of spans that had begun before, so that spans can be drawn in one another."""
     ends = end.tolist()
     begins, threads = begin.tolist(), thread.tolist()
     around: dict[int, list[int]] = {}
@@ -165,7 +165,7 @@ def _thread(event: TraceEvent) -> tuple[object, object]:
 def _names_of_threads(
     events: Sequence[TraceEvent], shown: Set[object], profiler: str
 ) -> dict[tuple[object, object], str]:
-    """With the process before the thread where several of them are shown."""
+    """Return the names of threads, with the process before them if several are shown."""
     said = [each for each in events if each.get("ph") == "M"]
     processes = {each["pid"]: each["args"]["name"] for each in said if each["name"] == "process_name"}
     of_process = {pid: f"{name} " if len(shown) > 1 else "" for pid, name in processes.items()}

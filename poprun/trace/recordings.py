@@ -35,7 +35,7 @@ from poprun.trace.profiles import Profile
 
 @dataclass(frozen=True, eq=False)
 class InstanceRecording:
-    """What one instance has recorded, in one attempt at the job.
+    """The recording of one instance, in one attempt at the job.
 
     Attributes:
         instance: its index when the job began.
@@ -75,13 +75,13 @@ class InstanceRecording:
 
     @property
     def title(self) -> str:
-        """What it is called where there are several."""
+        """The name of the recording among several."""
         again = f", attempt {self.attempt}" if self.attempt else ""
         return f"instance {self.instance} ({self.host}{again})"
 
     @property
     def events_lost(self) -> int:
-        """How many events came too fast to be kept, or had no room in the file."""
+        """The number of events that came too fast, or had no room in the file."""
         return int(self.events["value"][self.events["kind"] == Kind.EVENTS_LOST].sum())
 
 
@@ -146,7 +146,7 @@ def _parsed(data: bytes) -> InstanceRecording | None:
 
 
 def of_newest_job(recordings: Iterable[InstanceRecording]) -> list[InstanceRecording]:
-    """Those of one job with all of its attempts, by attempt and instance.
+    """Return the recordings of the newest job with all its attempts, by attempt and instance.
 
     A folder may have files of jobs before, where those had more instances or attempts. An attempt before the last one
     belongs to the same job if no other one began between.
@@ -171,7 +171,7 @@ def _began(recording: InstanceRecording) -> float:
 
 
 def read_recordings(folder: Path) -> list[InstanceRecording]:
-    """The recordings of the newest job in a folder.
+    """Read the recordings of the newest job in a folder.
 
     Raises:
         PopRunError: there are none.
@@ -327,7 +327,7 @@ def _text(said: Mapping[str, object], name: str) -> str:
 
 
 def _replicas(said: object) -> int:
-    """Of all instances; 0: unknown."""
+    """Return the number of replicas of all instances; 0 if unknown."""
     is_known = isinstance(said, list) and len(said) == 3 and type(said[2]) is int and 0 < said[2] <= _MOST_STEP
     return int(said[2]) if is_known and isinstance(said, list) else 0
 

@@ -30,7 +30,7 @@ _STAGES = 64
 
 @dataclass(frozen=True)
 class Counts:
-    """How much a trace has.
+    """The size of a trace.
 
     Attributes:
         spans: complete events, those of profiles too.
@@ -82,7 +82,7 @@ def write_trace(
 
 
 def _facts(aligned: Sequence[Aligned]) -> dict[str, object]:
-    """What is known of clocks, for whoever looks into the file."""
+    """Return the knowledge about clocks, for readers of the file."""
     return {
         each.recording.title: {
             "clock": each.recording.clock,
@@ -133,7 +133,7 @@ def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, b
 
 
 def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], str]:
-    """What begins the text of a span, by its name or thread."""
+    """Return the beginning of a span's text, by its name or thread."""
     if sort is Sort.REPLICA:
         return lambda thread: f'{head}{thread},"name":"compute","cat":"replica"'
     if sort in (Sort.STEP, Sort.BETWEEN_STEPS):
@@ -149,7 +149,7 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
 
 
 def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
-    """As further threads of the instance, with how well its clock is known in their names."""
+    """Write a profile as further threads of the instance, with its clock's uncertainty in their names."""
     known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
     for thread, name in enumerate(profile.threads, PROFILE):
         writer.lines(iter([name_of("thread_name", process, thread, f"{name} {known}")]))
@@ -194,7 +194,7 @@ def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans
 
 
 def _write_flows(writer: Writer, meetings: MatchedCollectives, began: int) -> int:
-    """From who came last to a collective, to each of those who waited for it."""
+    """Write arrows from the last instance to come to a collective to each that waited for it."""
     if not len(meetings.step):
         return 0
     last = meetings.last
@@ -225,17 +225,17 @@ class Writer:
         self.counters = 0
 
     def text(self, text: str) -> None:
-        """Events that end with a comma and a new line each."""
+        """Write events that end with a comma and a new line each."""
         if text:
             self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
             self._is_first = False
 
     def lines(self, events: Iterator[Mapping[str, object]]) -> None:
-        """A few events."""
+        """Write a few events."""
         self.text("".join(f"{json.dumps(event)},\n" for event in events))
 
     def table(self, form: str, columns: Sequence[Sequence[object] | np.ndarray]) -> None:
-        """Many events: a text with as many `%` as there are columns, once for each row."""
+        """Write many events: a text with as many `%` as there are columns, once for each row."""
         count = len(columns[0])
         for start in range(0, count, _CHUNK):
             parts = [each[start : start + _CHUNK] for each in columns]
@@ -247,7 +247,7 @@ class Writer:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file of a trace, empty; compressed where the name ends in .gz."""
+    """Open the file of a trace, empty; compressed if its name ends in .gz."""
     if path.suffix == _COMPRESSED:
         os.close(open_unless_linked(path, os.O_WRONLY | os.O_CREAT))
         return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
@@ -255,10 +255,10 @@ def opened(path: Path) -> BinaryIO:
 
 
 def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
-    """The event that names a process or a thread."""
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
 
 def us_of(times_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whole us, and the ns that are left."""
+    """Split times into whole us and the ns that are left."""
     return times_ns // 1000, times_ns % 1000

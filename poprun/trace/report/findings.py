@@ -20,7 +20,7 @@ LEAST_SHARE = 0.6
 
 
 class Cause(Enum):
-    """Why an instance is late."""
+    """Reasons why an instance is late."""
 
     COMPUTE = "its own compute"
     BETWEEN = "your code between its steps"
@@ -73,7 +73,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What was on its way from a host to another one, as the kernel has counted it.
+    """The data on their way from a host to another one, as the kernel has counted them.
 
     Attributes:
         source: the host that sent it.
@@ -89,7 +89,7 @@ class LinkTraffic:
 
     @property
     def rate(self) -> float:
-        """How many bytes came in each second in which any were on their way: no link is slower than that."""
+        """The bytes per second of the time in which any were on their way: no link is slower than that."""
         return self.nbytes / self.busy_s
 
 
@@ -148,7 +148,7 @@ class PathSegment:
 
 @dataclass(frozen=True)
 class Change:
-    """What could be done.
+    """A change that would save time.
 
     Attributes:
         what: in words.
@@ -167,7 +167,7 @@ _EXPLAINED = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Lateness:
-    """What is known of who came late.
+    """The knowledge about late instances.
 
     Attributes:
         table: the times of steps.
@@ -185,7 +185,7 @@ class Lateness:
 
 
 def culprit_of(known: Lateness) -> Culprit | None:
-    """Whoever is late so often, and by so much, that it is no chance."""
+    """Return the instance that is late so often, and by so much, that it is no chance, or None."""
     late, instances = known.late_ns, len(known.spans)
     if not late.size or not late.sum():
         return None
@@ -203,7 +203,7 @@ def culprit_of(known: Lateness) -> Culprit | None:
 
 
 def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
-    """What an instance does longer than the others, in the middle, and how much of its lateness that explains."""
+    """Return the part that takes an instance longer than the others, and the lateness that it explains."""
     table, spans = known.table, known.spans
     others = [each for each in range(len(spans)) if each != row]
 
@@ -236,7 +236,7 @@ def _which_work(longer: Callable[[np.ndarray], float], table: StepTable, explain
 
 
 def _core_wait_ns(spans: Spans) -> float:
-    """How long the program was ready to run and had no core."""
+    """Return how long the program was ready to run and had no core."""
     _, values = spans.measured.get(CORE_WAIT, (np.zeros(0), np.zeros(0)))
     return 1e9 * float(values[-1] - values[0]) if len(values) > 1 else 0.0
 
@@ -247,7 +247,7 @@ _MOST_OUTLIERS = 5
 
 
 def are_outliers(table: StepTable) -> np.ndarray:
-    """Which settled steps took far longer than the median."""
+    """Return a mask of the settled steps that took far longer than the median."""
     settled = table.is_settled
     lasted = np.where(settled, table.lasted_ns.max(axis=0), 0).astype(np.float64)
     usual = float(np.median(lasted[settled]))
@@ -259,7 +259,7 @@ def are_outliers(table: StepTable) -> np.ndarray:
 
 
 def outliers_of(table: StepTable) -> list[Outlier]:
-    """The steps that took far longer than the median, the worst first."""
+    """Return the steps that took far longer than the median, the worst first."""
     lasted = table.lasted_ns.max(axis=0).astype(np.float64)
     usual = float(np.median(lasted[table.is_settled]))
     columns = np.flatnonzero(are_outliers(table))
@@ -278,7 +278,7 @@ def outliers_of(table: StepTable) -> list[Outlier]:
 
 
 def path_of(table: StepTable, meetings: MatchedCollectives, column: int) -> tuple[int, list[PathSegment]]:
-    """What a step could not have been shorter than, as it was: from one collective to the next by whoever came last."""
+    """Return a step's critical path: from one collective to the next by the last instance to come."""
     step = int(table.steps[column])
     rows = np.flatnonzero(meetings.step == step)
     now = float(table.begin_ns[:, column].max())
@@ -298,6 +298,6 @@ def path_of(table: StepTable, meetings: MatchedCollectives, column: int) -> tupl
 
 
 def _mostly(table: StepTable, row: int, column: int, is_first: bool) -> str:
-    """What an instance did most of the time before it came to a collective."""
+    """Return what an instance did most of the time before it came to a collective."""
     possible = (COMPUTE, INPUT, CHECKPOINT, COMPILE, BETWEEN, REST) if is_first else (COMPUTE, REST)
     return max(possible, key=lambda category: float(table.of[category][row, column]))

@@ -17,7 +17,7 @@ _LEAST_STEPS = 0.25
 def slow_link_of(
     spans: Sequence[Spans], rows: Mapping[int, int], steps: np.ndarray, settled_ns: float
 ) -> SlowLink | None:
-    """A link for which one waits in the middle of exchanges, when all have come.
+    """Return the link whose data are waited for most in exchanges to which all have come, or None.
 
     Args:
         spans: of each instance.
@@ -64,7 +64,7 @@ _MUCH = 0.3
 
 
 def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:
-    """What was on its way between hosts in some time.
+    """Return the traffic between hosts in a period.
 
     Args:
         hosts: of each instance.
@@ -91,7 +91,7 @@ def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_
 
 
 def slow_traffic_of(traffic: Sequence[LinkTraffic], lasted_s: float, exchange: float) -> SlowTraffic | None:
-    """The links that are far slower than all others, if that costs much; or the busiest, where there are no others.
+    """Return links far slower than all others, if that costs much; without others, the busiest.
 
     Args:
         traffic: what was on its way in settled steps.
@@ -119,7 +119,7 @@ def _connections(spans: Spans) -> list[Ends]:
 
 
 def _during(measured: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, begin_ns: int, end_ns: int) -> float:
-    """By how much a count has grown between two times."""
+    """Return the growth of a count between two times."""
     times, values = measured[name]
     before, after = np.interp([begin_ns, end_ns], times, values).tolist()
     return max(float(after) - float(before), 0.0)
@@ -130,7 +130,7 @@ def _lost_s(traffic: LinkTraffic, usual: float) -> float:
 
 
 def _common_host(slow: Sequence[LinkTraffic], others: Sequence[LinkTraffic]) -> str:
-    """The one host where all slow links end, and no other does; empty if there is none."""
+    """Return the one host where all slow links end, and no other does; "" if there is none."""
     common = set.intersection(*({each.source, each.target} for each in slow))
     common -= {host for each in others for host in (each.source, each.target)}
     return common.pop() if len(common) == 1 else ""

@@ -36,7 +36,7 @@ _STYLE = (
 
 
 def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
-    """The whole page."""
+    """Return the whole page."""
     blocks = [
         f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
@@ -66,7 +66,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wide(drawn: str) -> str:
-    """What may be wider than a narrow screen: it moves there by itself, not the page."""
+    """Wrap a wide part, so that it scrolls on a narrow screen by itself."""
     return f'<div class="wide">{drawn}</div>' if drawn else ""
 
 
@@ -75,7 +75,7 @@ def _draw_shares(verdict: TimelineReport) -> str:
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
-    """How long each step took, and how much of it was each instance's own work; as high as settled steps are."""
+    """Draw the length of each step and each instance's own work, as high as settled steps are."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
@@ -135,7 +135,7 @@ COLOURS = {
 
 
 def style() -> str:
-    """The style sheet of all pictures, for light and dark pages."""
+    """Return the style sheet of all pictures, for light and dark pages."""
     light = "".join(f".{name}{{fill:{colours[0]}}}" for name, colours in COLOURS.items())
     dark = "".join(f".{name}{{fill:{colours[1]}}}" for name, colours in COLOURS.items())
     lines = [each[0] for each in COLOURS.values()], [each[1] for each in COLOURS.values()]
@@ -148,7 +148,7 @@ def style() -> str:
 
 
 def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) -> str:
-    """A bar for each instance, of what it did with its time."""
+    """Draw a bar for each instance, of the shares of its time."""
     shown = [each for each in CATEGORIES if any(of[each] >= 0.002 for of in shares)]
     parts = _keys([(name, name) for name in shown])
     for row, (title, of_instance) in enumerate(zip(titles, shares, strict=True)):
@@ -163,7 +163,7 @@ def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) ->
 
 
 def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
-    """One bar of what everybody waited for.
+    """Draw a critical path as one bar.
 
     Args:
         path: for each part its category, what it is in words, and seconds.
@@ -219,7 +219,7 @@ def _bar(category: str, left: float, top: int, width: float, said: str) -> str:
 
 
 def _keys(names: Sequence[tuple[str, str]]) -> list[str]:
-    """A line that says which colour is what."""
+    """Return a line that explains the colours."""
     parts, left = [], 0
     for name, words in names:
         parts.append(f'<rect class="{name}" x="{left}" y="4" width="12" height="12"/>')

@@ -47,32 +47,32 @@ class StepTable:
 
     @property
     def lasted_ns(self) -> np.ndarray:
-        """How long each step took each instance."""
+        """The length of each step, by instance."""
         lasted: np.ndarray = self.end_ns - self.begin_ns
         return lasted
 
     @property
     def is_settled(self) -> np.ndarray:
-        """Which steps are like most: all but the first two and those in which something was compiled or recovered."""
+        """A mask of steps without the first two and those in which something was compiled or recovered."""
         rare = (self.of[COMPILE] + self.of[RECOVERY]).sum(axis=0) > 0
         rare[:2] = True
         settled: np.ndarray = ~rare if (~rare).any() else np.ones(len(rare), bool)
         return settled
 
     def own_work_ns(self) -> np.ndarray:
-        """What each instance has done by itself in each step."""
+        """Return the time of each instance's own work in each step."""
         total: np.ndarray = np.sum([self.of[each] for each in OWN_WORK], axis=0)
         return total
 
 
 def last_attempt(job: RecordedJob) -> list[int]:
-    """The places of the recordings that belong to the last attempt."""
+    """Return the places of the recordings that belong to the last attempt."""
     attempt = max(each.recording.attempt for each in job.aligned)
     return [place for place, each in enumerate(job.aligned) if each.recording.attempt == attempt]
 
 
 def table_of(job: RecordedJob) -> StepTable:
-    """The table of a job's last attempt."""
+    """Return the table of a job's last attempt."""
     places = last_attempt(job)
     spans = [job.spans[place] for place in places]
     recordings = [job.aligned[place].recording for place in places]
@@ -143,7 +143,7 @@ def _categories(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndar
 
 
 def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The time of spans in each of the steps."""
+    """Sum up the time of spans in each of the steps."""
     if not len(steps) or not len(spans):
         return np.zeros(len(steps))
     rows = np.minimum(np.searchsorted(steps, spans["step"]), len(steps) - 1)
@@ -155,7 +155,7 @@ def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of one instance; None where nothing was recorded that says so.
+    """The overlap of one instance; None for what was not recorded.
 
     Attributes:
         share: the part of the time of its exchanges, waits for others included, in which a replica was computing.
@@ -167,7 +167,7 @@ class Overlap:
 
 
 def overlap_of(spans: Spans) -> Overlap:
-    """What the spans of an instance say."""
+    """Return the overlap that the spans of an instance show."""
     replicas = spans.of(Sort.REPLICA)
     if not len(replicas):
         return Overlap()
@@ -194,7 +194,7 @@ def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def bubbles_of(replicas: np.ndarray) -> float:
-    """The part of the time of steps in which stages had nothing to do."""
+    """Return the share of the steps' time in which stages had nothing to do."""
     lasted = (replicas["end_ns"] - replicas["begin_ns"]).astype(np.float64)
     keys = np.stack([replicas["step"], replicas["name"].astype(np.int64)])
     _, group = np.unique(keys, axis=1, return_inverse=True)

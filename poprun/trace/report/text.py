@@ -18,7 +18,7 @@ from poprun.trace.report.verdict import TimelineReport
 
 
 def report_text(job: RecordedJob, verdict: TimelineReport, columns: int | None = None) -> str:
-    """All of it.
+    """Return the whole report.
 
     Args:
         job: what was recorded.
@@ -45,7 +45,7 @@ _EXPLAINED = 0.5
 
 
 def time_text(seconds: float) -> str:
-    """A time in the unit that fits it."""
+    """Return a time in the unit that fits it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
@@ -62,7 +62,7 @@ def origin(job: RecordedJob) -> str:
 
 
 def headline(verdict: TimelineReport) -> str:
-    """How many steps, how fast, in how long."""
+    """Return the number of steps, their speed, and the time that they took."""
     table = verdict.table
     return (
         f"{len(table.steps)} steps of {len(verdict.titles)} instance{'s' * (len(verdict.titles) > 1)} in "
@@ -71,7 +71,7 @@ def headline(verdict: TimelineReport) -> str:
 
 
 def findings(verdict: TimelineReport) -> list[str]:
-    """What held the job up, the first one being the most important; that nothing did, where nothing did."""
+    """Return what held the job up, the most important first; or a sentence that nothing did."""
     found = [*_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
     if verdict.input_bound:
         found.append(
@@ -136,13 +136,13 @@ def _of_traffic(verdict: TimelineReport) -> list[str]:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A rate in the unit of networks."""
+    """Return a rate in the unit of networks."""
     megabits = 8e-6 * bytes_per_s
     return f"{megabits:.3g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:.3g} Gbit/s"
 
 
 def share_rows(verdict: TimelineReport) -> list[list[str]]:
-    """A table: what each instance did with its time."""
+    """Return a table of each instance's shares of time."""
     shown = [each for each in CATEGORIES if any(shares[each] >= 0.0005 for shares in verdict.shares)]
     rows = [["", *shown]]
     for title, shares in zip(verdict.titles, verdict.shares, strict=True):
@@ -151,7 +151,7 @@ def share_rows(verdict: TimelineReport) -> list[list[str]]:
 
 
 def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
-    """A table: how late each instance was, what it computed meanwhile, and its memory."""
+    """Return a table of each instance's lateness, overlap, bubbles and memory."""
     rows = [
         ["", "holds others up", "in all for", "computed during exchange", "bubbles", "memory, MB: first, most, last"]
     ]
@@ -173,7 +173,7 @@ def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
 
 
 def path_text(verdict: TimelineReport, path: Sequence[PathSegment]) -> str:
-    """A critical path on one line; what hardly matters counts with what was before it."""
+    """Return a critical path on one line; a short part counts with the one before it."""
     total = sum(each.lasted_s for each in path)
     shown: list[PathSegment] = []
     for each in path:
@@ -188,7 +188,7 @@ def path_text(verdict: TimelineReport, path: Sequence[PathSegment]) -> str:
 
 
 def paths(verdict: TimelineReport) -> list[tuple[str, str]]:
-    """What a step could not have been shorter than, for the median and the slowest one."""
+    """Return the critical paths of the median and the slowest step, with their titles."""
     (median, of_median), (slowest, of_slowest) = verdict.median_path, verdict.slowest_path
     return [
         (f"the median step ({median})", path_text(verdict, of_median)),
@@ -197,5 +197,5 @@ def paths(verdict: TimelineReport) -> list[tuple[str, str]]:
 
 
 def changes(verdict: TimelineReport) -> list[str]:
-    """What would gain most."""
+    """Return the changes that would gain most."""
     return [f"{each.what[:1].upper()}{each.what[1:]}: {each.gain:.0%} of the time at most." for each in verdict.changes]

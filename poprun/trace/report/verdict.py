@@ -49,7 +49,7 @@ _MUCH_INPUT = 0.1
 
 @dataclass(frozen=True, eq=False)
 class TimelineReport:
-    """What a report says.
+    """The contents of a report.
 
     Attributes:
         titles: of the instances.
@@ -91,7 +91,7 @@ class TimelineReport:
 
 
 def judge(job: RecordedJob) -> TimelineReport:
-    """What held a job's last attempt up.
+    """Find what held a job's last attempt up.
 
     Args:
         job: with at least one recorded step.
@@ -170,7 +170,7 @@ def _why_no_step(job: RecordedJob, places: Sequence[int]) -> str:
 
 
 def _settled(meetings: MatchedCollectives, places: Sequence[int], table: StepTable) -> MatchedCollectives:
-    """The collectives of settled steps that all instances of the last attempt took part in."""
+    """Return the collectives of settled steps that all instances of the last attempt took part in."""
     took_part = meetings.took_part[:, places]
     chosen = np.isin(meetings.step, table.steps[table.is_settled]) & took_part.all(axis=1)
     chosen &= len(places) > 1
@@ -180,7 +180,7 @@ def _settled(meetings: MatchedCollectives, places: Sequence[int], table: StepTab
 
 
 def _late_ns(meetings: MatchedCollectives, table: StepTable, instances: int) -> np.ndarray:
-    """For each step and instance how long it has held the others up: from when the last but one had come."""
+    """Return how long each instance has held the others up in each step, since the last but one came."""
     late = np.zeros((len(table.steps), instances))
     if len(meetings.step):
         np.add.at(late, (np.searchsorted(table.steps, meetings.step), meetings.last), np.maximum(meetings.late_ns, 0))
@@ -190,7 +190,7 @@ def _late_ns(meetings: MatchedCollectives, table: StepTable, instances: int) -> 
 def _slow_traffic(
     table: StepTable, hosts: Sequence[str], spans: Sequence[Spans], shares: Sequence[Mapping[str, float]]
 ) -> SlowTraffic | None:
-    """From the first settled step to the last one, with what lies between."""
+    """Return the slow traffic from the first settled step to the last one."""
     settled = table.is_settled
     begin_ns, end_ns = int(table.begin_ns[:, settled].min()), int(table.end_ns[:, settled].max())
     traffic = traffic_of(hosts, spans, begin_ns, end_ns)
@@ -198,7 +198,7 @@ def _slow_traffic(
 
 
 def _input_share(table: StepTable) -> float:
-    """The part of settled steps in which even those wait for data who wait least."""
+    """Return the share of settled steps in which even the fastest readers wait for data."""
     settled = table.is_settled
     lasted = table.lasted_ns[:, settled].max(axis=0).sum()
     return float(table.of[INPUT][:, settled].min(axis=0).sum() / lasted) if lasted else 0.0
@@ -213,7 +213,7 @@ def _changes(
     overlap: Sequence[Overlap],
     lines: Sequence[str],
 ) -> list[Change]:
-    """The three that would gain most."""
+    """Return the three changes that would gain most."""
     found = []
     if culprit is not None:
         advice = {
