@@ -73,7 +73,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     if meant_for != os.uname().nodename:
         _refuse_host(meant_for, rank, ControlLink(address), token)
         return 1
-    page, stack = _new_page(environ), _new_stack(environ)
+    page = _new_page(environ)
+    stack = _new_file("poprun-stack", environ, STACK_VARIABLE, suffix=f":{STACK_SIGNAL}")
     outputs = open_outputs(terminals)
     stdin, feed = os.pipe() if rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
     parent = os.getpid()
@@ -237,19 +238,15 @@ class Guard:
                 self._report()
             elif what is Do.LOOK_AT_STACK:
                 self._look_at_stack()
-            else:
-                self._tell(what, number)
-
-    def _tell(self, what: Do, number: int) -> None:
-        if what is Do.TELL_TOLD:
-            self._link.send(wire.pack_number(wire.TOLD, number))
-        elif what is Do.TELL_ENDED:
-            self._tell_end(number)
-        elif what is Do.TELL_CLOSED:
-            self._link.send(wire.pack(wire.CLOSED))
-        elif what is Do.TELL_STACK:
-            stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
-            self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
+            elif what is Do.TELL_TOLD:
+                self._link.send(wire.pack_number(wire.TOLD, number))
+            elif what is Do.TELL_ENDED:
+                self._tell_end(number)
+            elif what is Do.TELL_CLOSED:
+                self._link.send(wire.pack(wire.CLOSED))
+            elif what is Do.TELL_STACK:
+                stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
+                self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
 
     def _tell_end(self, code: int) -> None:
         lacked_memory = code == -signal.SIGKILL and self._out_of_memory.has_just_killed(self._ended_at_s)
@@ -347,27 +344,21 @@ def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
         remove_leavings(folder_of(environ))
 
 
+def _new_file(name: str, environ: dict[str, str], variable: str, content: bytes = b"", suffix: str = "") -> int:
+    """Make a memory file and name it to the program by a variable; -1 if that is impossible."""
+    environ.pop(variable, None)
+    try:
+        file = os.memfd_create(name, 0)
+        os.write(file, content)
+    except OSError:
+        return -1
+    os.set_inheritable(file, True)
+    environ[variable] = f"{file}{suffix}"
+    return file
+
+
 def _new_page(environ: dict[str, str]) -> int:
-    """Make the memory file of the progress record and name it to the program; -1 where that is impossible."""
-    environ.pop(PROGRESS_VARIABLE, None)
-    try:
-        page = os.memfd_create("poprun-progress", 0)
-        os.write(page, NEW_PAGE)
-        os.pwrite(page, os.getpid().to_bytes(8, "little"), SUPERVISOR_OFFSET)
-    except OSError:
-        return -1
-    os.set_inheritable(page, True)
-    environ[PROGRESS_VARIABLE] = str(page)
-    return page
-
-
-def _new_stack(environ: dict[str, str]) -> int:
-    """Make the memory file of the program's stack and name it to the program; -1 where that is impossible."""
-    environ.pop(STACK_VARIABLE, None)
-    try:
-        stack = os.memfd_create("poprun-stack", 0)
-    except OSError:
-        return -1
-    os.set_inheritable(stack, True)
-    environ[STACK_VARIABLE] = f"{stack}:{STACK_SIGNAL}"
-    return stack
+    """Make the memory file of the progress record."""
+    pid = os.getpid().to_bytes(8, "little")
+    content = NEW_PAGE[:SUPERVISOR_OFFSET] + pid + NEW_PAGE[SUPERVISOR_OFFSET + 8 :]
+    return _new_file("poprun-progress", environ, PROGRESS_VARIABLE, content)

@@ -121,13 +121,7 @@ class GuardMachine:
         return [(Do.SEND, STACK_SIGNAL)] if stack_bytes and self._is_running else []
 
     def see_stack(self, stack_bytes: int, is_stopped: bool, now_s: float) -> list[Action]:
-        """Take the length of the stack's file and the program's state.
-
-        Args:
-            stack_bytes: how long its file is.
-            is_stopped: whether the program is, so that it can write none.
-            now_s: the time.
-        """
+        """Take the length of the stack's file; a program that is stopped can write none."""
         is_awaited = self._stack_begin > 0 and self._is_running and not is_stopped
         before, self._stack_end = self._stack_end, stack_bytes if is_awaited else 0
         is_written = before == self._stack_end > self._stack_begin

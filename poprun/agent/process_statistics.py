@@ -13,13 +13,10 @@ _NEVER = float("-inf")
 
 
 class Activity:
-    """The state and the CPU time of one instance's processes.
+    """The state and the CPU time of the processes below `pid`, which the agent has started.
 
     A program may be started by others, such as `sh -c` or `numactl`: then the process that keeps the progress record is
     the one that counts, and before there is one, whatever is at the end of the line of only children.
-
-    Args:
-        pid: what the agent has started.
     """
 
     def __init__(self, pid: int) -> None:

@@ -135,12 +135,7 @@ class Pace:
         self._at_s = 0.0
 
     def pause_s(self, now_s: float, read_bytes: int) -> float:
-        """Return the time until the next reading; 0 for a program that would have to wait for us.
-
-        Args:
-            now_s: when output was read.
-            read_bytes: how much.
-        """
+        """Return the time until the next reading; 0 for a program that would have to wait for us."""
         left = self._left + (now_s - self._at_s) / PAUSE_S
         self._at_s = now_s
         self._left = AT_ONCE if read_bytes > self._much_bytes else min(max(left, 1.0), AT_ONCE) - 1.0

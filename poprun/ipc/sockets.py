@@ -81,12 +81,7 @@ def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
 
 
 def keep_alive(connection: socket.socket, silence_s: float) -> None:
-    """End the connection when the other host has not answered for so long; shorter hiccups do no harm.
-
-    Args:
-        connection: over TCP.
-        silence_s: how long the kernel goes on asking, and sending again what was not acknowledged.
-    """
+    """Have TCP end a connection `silence_s` after the other host's last answer; shorter hiccups do no harm."""
     import socket
 
     first_s, interval_s, probes = probing_times(silence_s)
@@ -108,10 +103,6 @@ def loopback_variables(arguments: Sequence[str], environ: Mapping[str, str]) -> 
 
     They share memory, and need TCP only to reach what they spawn. The user who names networks, or transports, is
     obeyed.
-
-    Args:
-        arguments: the user's options for mpirun.
-        environ: the user's environment.
     """
     if any(name in arguments or f"OMPI_MCA_{name}" in environ for name in _NETWORKS):
         return {}

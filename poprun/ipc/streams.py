@@ -29,11 +29,7 @@ def describe_terminals(tag_columns: int) -> str:
 
 
 def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
-    """Open a pipe or terminal for the descriptors 1 and 2: our reading end and the writing end.
-
-    Args:
-        terminals: what `describe_terminals` has said.
-    """
+    """Open a pipe, or a terminal of `describe_terminals`, for descriptors 1 and 2: our reading and the writing end."""
     numbers, _, size = terminals.partition(":")
     wanted = set(numbers.split(","))
     return {target: _open_terminal(size) if str(target) in wanted else os.pipe() for target in (1, 2)}

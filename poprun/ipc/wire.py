@@ -104,15 +104,7 @@ def unpack_ended(content: bytes) -> tuple[bool, bool, bool, int, float]:
 def pack_progress(
     now_s: float, page: bytes, is_stopped: bool = False, effort: float = 0.0, memory: tuple[int, int] = (0, 0)
 ) -> bytes:
-    """Pack a PROGRESS.
-
-    Args:
-        now_s: the agent's clock.
-        page: the progress page.
-        is_stopped: whether a signal has stopped the program.
-        effort: its effort.
-        memory: how many bytes of it are resident, and how many have been at most.
-    """
+    """Pack a PROGRESS: the agent's clock, the page, whether stopped, effort, resident memory and its peak."""
     return pack(PROGRESS, _PROGRESS.pack(now_s, is_stopped, effort, *memory) + page)
 
 

@@ -69,10 +69,7 @@ class TopRequest:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: after `poprun top`.
+    """Run the command with the words after `poprun top`.
 
     Returns:
         The exit status: 0 at the end of the job, and after Ctrl-C.

@@ -39,12 +39,7 @@ class Door:
 
 
 def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> list[Door]:
-    """Open the doors of a job: one for this user on this machine, and one at an address, if given.
-
-    Args:
-        address: `HOST:PORT`; None: none.
-        environ: has the token.
-        log: says where it is, at `-v`.
+    """Open the doors of a job: one for this user on this machine, and one at `HOST:PORT`, if given.
 
     Raises:
         PopRunError: there is no token, or nobody can listen at the address.
@@ -88,12 +83,7 @@ def token_from(environ: Mapping[str, str], option: str) -> str:
 
 
 def doors_in(listed: str, user: int) -> list[tuple[int, str]]:
-    """Return the jobs of a user on this machine: the pid of each poprun, and the name of its door.
-
-    Args:
-        listed: what is in /proc/net/unix, see proc(5).
-        user: whose.
-    """
+    """Return a user's jobs in the text of /proc/net/unix: the pid of each poprun, and the name of its door."""
     found = {(int(pid), name) for name, owner, pid in _ENTRY.findall(listed) if int(owner) == user}
     return sorted(found)
 

@@ -229,14 +229,9 @@ class Recent:
             kept.append(made)
 
     def rates(self, instance: int, made: Made, now_s: float) -> tuple[float, float] | None:
-        """Steps and samples of an instance per second; None before two steps.
+        """Return an instance's steps and samples per second; None before two steps.
 
         They fall once the next step takes longer than those before.
-
-        Args:
-            instance: which.
-            made: what it has made so far.
-            now_s: the time.
         """
         kept = self._kept.get(instance)
         if not kept:

@@ -19,12 +19,7 @@ _READ_BYTES = 1 << 16
 
 
 class SnapshotSource:
-    """The snapshots of a job as they come.
-
-    Args:
-        connection: to its poprun.
-        where: what it is called in messages.
-    """
+    """The snapshots of a job as they come; `where` names the job in messages."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection = connection
@@ -80,11 +75,7 @@ class SnapshotSource:
 
 
 def call_local(name: str, where: str) -> SnapshotSource:
-    """Connect to a job on this machine.
-
-    Args:
-        name: of its door.
-        where: what it is called in messages.
+    """Connect to the door `name` of a job on this machine.
 
     Raises:
         PopRunError: it is over, or another user's.

@@ -21,12 +21,6 @@ from poprun.monitor.attempts import Attempt, Slowest, Totals, add_up, waiting_sh
 class Summary:
     """The summary of a job.
 
-    Args:
-        asked: what the user wants.
-        program: of the job.
-        log: says what goes wrong.
-        environ: poprun's own.
-
     Raises:
         UsageError: the file cannot be written.
     """
@@ -73,12 +67,7 @@ _MOST_NAMED = 8
 
 
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
-    """Return the lines about a job, without what is not known.
-
-    Args:
-        attempts: at it, in their order.
-        duration_s: of all of it, pauses between them included.
-    """
+    """Return the lines about a job that took `duration_s` with pauses, without what is not known."""
     totals = add_up(attempts)
     lines = [_first(attempts, totals, duration_s), _second(totals), _third(attempts, totals)]
     return [line for line in lines if line]
@@ -141,12 +130,7 @@ VERSION = 1
 
 
 def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:
-    """Describe a job in values that JSON has; an unknown one is None.
-
-    Args:
-        whole: the facts about the job besides its attempts, by key.
-        attempts: the attempts at it, in their order.
-    """
+    """Describe a job in values that JSON has, an unknown one as None; `whole` are its own facts by key."""
     totals = add_up(attempts)
     return {
         "version": VERSION,

@@ -32,12 +32,7 @@ _SEND_BYTES = 1 << 16
 
 
 class Viewer:
-    """One connection.
-
-    Args:
-        connection: to it.
-        token: see `Door`.
-        now_s: the time.
+    """One connection; it gets snapshots once it has proved that it knows `token`, if there is one.
 
     Attributes:
         is_open: whether it is to be kept.

@@ -86,13 +86,7 @@ class OutputFiles:
 
 
 def name_of(instance: int, descriptor: int, count: int) -> str:
-    """Return the name of a file; names sort as instances do.
-
-    Args:
-        instance: whose output.
-        descriptor: 1 or 2.
-        count: how many instances there are.
-    """
+    """Return the name of an instance's file of one stream; names sort as instances do."""
     digits = max(3, len(str(count - 1)))
     return f"instance-{instance:0{digits}d}.{STREAMS[descriptor]}"
 

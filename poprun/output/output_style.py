@@ -51,11 +51,7 @@ class OutputStyle:
         return f"{source}{stream}".encode()
 
     def clock(self, now_s: float) -> bytes:
-        """Return the time in front of the tag.
-
-        Args:
-            now_s: seconds since 1970.
-        """
+        """Return the time in front of the tag, for seconds since 1970."""
         return f"{clock_text(now_s)} ".encode() if self.timestamps else b""
 
     @property

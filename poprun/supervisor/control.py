@@ -93,15 +93,7 @@ class Member:
             return []
 
     def meet(self, content: bytes, count: int) -> tuple[int, str] | None:
-        """Take note of who it is; None, and the end of the connection, if it is no instance of this job.
-
-        Args:
-            content: of its HELLO.
-            count: how many instances the job has.
-
-        Returns:
-            Its program's pid and its host.
-        """
+        """Take a HELLO: return the program's pid and its host, or None and end the connection of a stranger."""
         try:
             index, pid, clock_s, token, host = wire.unpack_hello(content)
         except (ValueError, UnicodeDecodeError):
@@ -190,13 +182,7 @@ class Reception:
 
 
 def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
-    """Return callers that have not said in time who they are; of too many, the first callers.
-
-    Args:
-        members: all connections, in the order in which they were made.
-        count: how many instances the job has.
-        now_s: the time.
-    """
+    """Return callers that have not said in time who they are; of too many, the first callers."""
     strangers = [member for member in members if member.index < 0]
     too_many = max(0, len(strangers) - count - MOST_STRANGERS)
     return [

@@ -51,10 +51,6 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
 
     The earliest failure is the start. Who failed inside a collective because it waited for one that had gone,
     was leaving, or has failed too, is a victim; the blame goes on to that one.
-
-    Args:
-        facts: one entry for each instance, in order.
-        in_vain: waits that were seen twice.
     """
     failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
     if not failed:
@@ -496,12 +492,7 @@ class LastWords:
 
 
 def last_actions(words: LastWords, has_others: bool) -> list[Action]:
-    """Return all actions that follow the end of mpirun and of its instances.
-
-    Args:
-        words: what is known.
-        has_others: whether there are other hosts, where mpirun may have left something.
-    """
+    """Return all actions that follow the end of mpirun and of its instances."""
     verdict = words.ended.verdict
     is_unexplained = verdict is not None and verdict.is_unexplained
     sweeps = has_others and (is_unexplained or words.mpirun_status is None or words.mpirun_status > 128)

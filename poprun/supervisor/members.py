@@ -22,11 +22,7 @@ MOST_QUESTIONS = 8
 
 
 class JobMembers:
-    """The facts of every instance, kept up to date, and the agents that one can talk to.
-
-    Args:
-        count: how many instances there are.
-    """
+    """The facts of every instance, kept up to date, and the agents that one can talk to."""
 
     def __init__(self, count: int) -> None:
         self.facts = [Facts(index) for index in range(count)]

@@ -30,13 +30,7 @@ MOST_PAUSE_S = 300.0
 
 
 class Restarts:
-    """The restarts of one job.
-
-    Args:
-        environ: the user's environment.
-        log: says what happens.
-        pause: waits for so many seconds.
-    """
+    """The restarts of one job."""
 
     def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
@@ -46,12 +40,7 @@ class Restarts:
         self._failures: Counter[str] = Counter()
 
     def run(self, launch: Launch, run_once: Callable[[Launch], JobEnd]) -> JobEnd:
-        """Run a job until it completes, the user ends it, or its restarts are used up.
-
-        Args:
-            launch: the first one.
-            run_once: runs a launch to its end.
-        """
+        """Run a job until it completes, the user ends it, or its restarts are used up."""
         current = self._counted(launch)
         while True:
             ended = run_once(current)
@@ -124,12 +113,7 @@ class Restarts:
 
 
 def pause_s(first_s: float, made: int) -> float:
-    """Return the pause before the next restart: twice the one before, at most five minutes or the first one.
-
-    Args:
-        first_s: the first one.
-        made: how many restarts there have been.
-    """
+    """Return the pause after `made` restarts: twice the one before, at most five minutes or the first one."""
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 

@@ -303,13 +303,7 @@ def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
 
 
 def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
-    """Return the status of a job that has not shown anything yet; "" if there is nothing to say.
-
-    Args:
-        facts: of each instance.
-        hosts: the number of hosts.
-        since_s: the time since the job began.
-    """
+    """Return the status of a job that has not shown anything `since_s` after its begin; "" if there is none."""
     if since_s < SHOW_AFTER_S:
         return ""
     started = sum(each.is_started for each in facts)

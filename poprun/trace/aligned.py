@@ -45,11 +45,7 @@ class Aligned:
 
 
 def align(recordings: Sequence[InstanceRecording]) -> list[Aligned]:
-    """Bring all recordings to the clock of the first attempt's instance 0, whether or not it is there.
-
-    Args:
-        recordings: of one job, instance 0 first where it is there.
-    """
+    """Bring a job's recordings to the clock of the first attempt's instance 0, whether or not it is there."""
     first = recordings[0]
     home = first.asked_clock or first.clock
     exchanges: dict[str, list[np.ndarray]] = {}
@@ -94,12 +90,7 @@ def _by_the_wall(recording: InstanceRecording, reference: Aligned) -> Aligned:
 
 
 def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
-    """Warnings where clocks are not known well enough for what is shown.
-
-    Args:
-        aligned: the recordings.
-        shortest_ns: how long what is compared between instances takes.
-    """
+    """Return warnings about clocks that are less certain than `shortest_ns`, the length of what is compared."""
     warnings = []
     for each in aligned:
         if not each.is_measured:

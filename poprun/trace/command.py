@@ -51,10 +51,7 @@ class TimelineRequest:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: after `poprun timeline`.
+    """Run the command with the words after `poprun timeline`.
 
     Returns:
         The exit status.

@@ -96,21 +96,13 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
 
 
 def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """Return the recordings with waits for the instances' first numbers, also after a loss.
-
-    Args:
-        recordings: of one job.
-    """
+    """Return a job's recordings with waits for the instances' first numbers, also after a loss."""
     of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
     return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
 
 
 def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """Return the events in which the same instances of the last attempt made most steps, and remarks on the rest.
-
-    Args:
-        recordings: of one job.
-    """
+    """Return the events in which the same instances of the last attempt made most steps, and remarks on the rest."""
     attempt = max(each.attempt for each in recordings)
     own = [each for each in recordings if each.attempt == attempt]
     losses = max(len(_renumbered(each)) for each in own)

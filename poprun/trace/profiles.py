@@ -82,11 +82,7 @@ class Profiled:
 
 
 def read_profile(folder: Path, profile: Profile) -> Profiled:
-    """Read the file of a profile.
-
-    Args:
-        folder: of the recording.
-        profile: what that says.
+    """Read the file of a profile from the folder of its recording.
 
     Raises:
         ValueError: the file cannot be read, or is no profile.

@@ -17,14 +17,7 @@ _LEAST_STEPS = 0.25
 def slow_link_of(
     spans: Sequence[Spans], rows: Mapping[int, int], steps: np.ndarray, settled_ns: float
 ) -> SlowLink | None:
-    """Return the link whose data are waited for most in exchanges to which all have come, or None.
-
-    Args:
-        spans: of each instance.
-        rows: the place there of each instance, by its index.
-        steps: those that are like most.
-        settled_ns: how long all settled steps took.
-    """
+    """Return the link whose data are waited for most, in `steps`, in exchanges to which all have come, or None."""
     waited: dict[tuple[int, int], float] = {}
     where: dict[tuple[int, int], set[int]] = {}
     for target, own in enumerate(spans):
@@ -64,14 +57,7 @@ _MUCH = 0.3
 
 
 def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:
-    """Return the traffic between hosts in a period.
-
-    Args:
-        hosts: of each instance.
-        spans: of each instance.
-        begin_ns: when the time begins.
-        end_ns: when it ends.
-    """
+    """Return the traffic between hosts in a period; hosts and spans are those of each instance."""
     addresses: dict[str, str] = {}
     for host, own in zip(hosts, spans, strict=True):
         addresses |= {ends.local: host for ends in _connections(own)}

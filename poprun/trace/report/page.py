@@ -163,11 +163,7 @@ def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) ->
 
 
 def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
-    """Draw a critical path as one bar.
-
-    Args:
-        path: for each part its category, what it is in words, and seconds.
-    """
+    """Draw a critical path as one bar; each part has a category, words, and seconds."""
     total = sum(seconds for _, _, seconds in path) or 1.0
     parts, left = [], 0.0
     for category, words, seconds in path:

@@ -18,13 +18,7 @@ from poprun.trace.report.verdict import TimelineReport
 
 
 def report_text(job: RecordedJob, verdict: TimelineReport, columns: int | None = None) -> str:
-    """Return the whole report.
-
-    Args:
-        job: what was recorded.
-        verdict: about it.
-        columns: of the page; None: as many as tables take.
-    """
+    """Return the whole report; tables take as many columns as they need if `columns` is None."""
     width = columns or USUAL_COLUMNS
     blocks = [
         wrap(f"{headline(verdict)}.", width) + "\n" + wrap(f"{origin(job)}.", width),

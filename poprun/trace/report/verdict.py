@@ -93,9 +93,6 @@ class TimelineReport:
 def judge(job: RecordedJob) -> TimelineReport:
     """Find what held a job's last attempt up.
 
-    Args:
-        job: with at least one recorded step.
-
     Raises:
         ValueError: no step was recorded by all instances.
     """
