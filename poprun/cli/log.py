@@ -1,14 +1,16 @@
-"""poprun's own log lines: `HH:MM:SS.mmm <pid> POPRUN [E] text` on standard error."""
+"""poprun's own words on its standard streams: answers, and log lines `HH:MM:SS.mmm <pid> POPRUN [E] text`."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from poprun.cli.wording import without_controls
+from poprun.errors import OutputError
 
 LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
 
@@ -94,3 +96,21 @@ def write_all(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
     except OSError:
         return
+
+
+def show(text: str, descriptor: int = 1) -> None:
+    """Write a text and a line end; words of the user that are not UTF-8 come out as they are.
+
+    Raises:
+        OutputError: it cannot be written, because the disk is full.
+        SystemExit: nobody reads it any more, as with `| head`.
+    """
+    data = f"{text}\n".encode(errors="surrogateescape")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        name = "standard output" if descriptor == 1 else "standard error"
+        raise OutputError(f"{name} cannot be written: {error.strerror}; nothing was started") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
@@ -72,7 +72,7 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))
 
 
-def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: Settings) -> str:
+def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
     """What of an allocation is used, and how more of it would be; empty where all is, or slots are not counted.
 
     Args:

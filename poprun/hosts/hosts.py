@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.this_machine import LOCAL_NAMES
@@ -108,7 +108,7 @@ def shares_of(hosts: Sequence[Host], instances: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def check_hosts(hosts: Sequence[Host], settings: Settings) -> None:
+def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
     """Refuse hosts over which the instances cannot be spread: evenly, or by slots where all hosts have some.
 
     Raises:
@@ -213,7 +213,7 @@ def _add_slots(first: Host, second: Host) -> Host:
     return replace(first, slots=(first.slots or 1) + (second.slots or 1))
 
 
-def _nearest_instances(settings: Settings, hosts: int) -> str:
+def _nearest_instances(settings: LaunchSettings, hosts: int) -> str:
     """The numbers of instances on both sides that divide over the hosts, and among which the replicas divide."""
     fitting = [n for n in range(hosts, settings.num_replicas + 1, hosts) if settings.num_replicas % n == 0]
     below = [n for n in fitting if n < settings.num_instances][-1:]
@@ -224,7 +224,7 @@ def _nearest_instances(settings: Settings, hosts: int) -> str:
     return f"{least} (--num-instances) with a multiple of {least} replicas (--num-replicas)"
 
 
-def _most_fitting(settings: Settings, possible: range) -> str:
+def _most_fitting(settings: LaunchSettings, possible: range) -> str:
     """The largest of the possible numbers of instances among which the replicas divide."""
     fitting = [number for number in possible if settings.num_replicas % number == 0]
     if fitting:

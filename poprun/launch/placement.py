@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores
-
-BINDING_OPTIONS = ("--bind-to", "--map-by", "--cpu-set", "--cpu-list", "--rankfile")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Place:
 
 
 def place_instances(
-    settings: Settings,
+    settings: LaunchSettings,
     hosts: Sequence[str],
     cores: Mapping[str, Sequence[Core]],
     devices: Sequence[int] = (),
@@ -78,22 +76,17 @@ def place_instances(
     )
 
 
-def pin_instances(settings: Settings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
+def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
     """What each of `count` instances on one host is pinned to; empty where it may run anywhere.
 
     With `spreadnuma` several instances get cores of their own, and a single one is not pinned.
     """
     free: tuple[tuple[Core, ...], ...] = ((),) * count
     strategy = settings.process_placement
-    if strategy == "disabled" or names_binding(settings.all_mpi_args):
+    if strategy == "disabled" or settings.all_arguments.names_binding:
         return free
     if strategy == "cores":
         return deal_cores(cores, count)
     if strategy == "sockets":
         return deal_sockets(cores, count)
     return divide_cores(cores, count) if count > 1 else free
-
-
-def names_binding(arguments: Sequence[str]) -> bool:
-    """Whether options for mpirun say where processes run."""
-    return any(argument.partition("=")[0] in BINDING_OPTIONS for argument in arguments)

@@ -10,8 +10,7 @@ from pathlib import Path
 from popdist.instance import this_host
 from popdist.xla.threads import thread_pool_setting
 from poprun.cli.log import Log
-from poprun.cli.lookup import check_program, check_working_directory, find_mpirun, home_variables
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
@@ -22,14 +21,16 @@ from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import is_this_machine
 from poprun.ipc.loopback import loopback_variables
-from poprun.launch.command import FORWARDED, Launch, extra_variables
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.sums import sums_setting
-from poprun.launch.torch_distributed import meeting_point
+from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.variables import extra_variables, meeting_point, sums_setting
+
+FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def plan_launch(
-    settings: Settings, environ: Mapping[str, str], log: Log | None = None, hosts: Sequence[Host] = ()
+    settings: LaunchSettings, environ: Mapping[str, str], log: Log | None = None, hosts: Sequence[Host] = ()
 ) -> Launch:
     """Decide everything about a launch; nothing is started.
 
@@ -84,11 +85,11 @@ def plan_launch(
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
-        | (loopback_variables(settings.all_mpi_args, environ) if remote is None else {}),
+        | (loopback_variables(settings.all_arguments.words, environ) if remote is None else {}),
     )
 
 
-def find_hosts(settings: Settings) -> tuple[Host, ...]:
+def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
     """The hosts that the user names, otherwise this machine.
 
     Raises:
@@ -103,7 +104,7 @@ def find_hosts(settings: Settings) -> tuple[Host, ...]:
     return _recognise(hosts)
 
 
-def available_hosts(settings: Settings, environ: Mapping[str, str]) -> tuple[Host, ...]:
+def available_hosts(settings: LaunchSettings, environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts that a job may use: more than it does where a batch system has reserved more.
 
     Raises:
@@ -113,7 +114,7 @@ def available_hosts(settings: Settings, environ: Mapping[str, str]) -> tuple[Hos
     return find_hosts(settings) if allocation is None else _recognise(allocation.hosts)
 
 
-def prepare_hosts(hosts: Sequence[Host], settings: Settings, environ: Mapping[str, str], log: Log) -> None:
+def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapping[str, str], log: Log) -> None:
     """Give the other hosts what the user wants them to get; a dry run gives nothing.
 
     Raises:
@@ -132,7 +133,7 @@ def prepare_hosts(hosts: Sequence[Host], settings: Settings, environ: Mapping[st
 
 
 def find_remote(
-    hosts: Sequence[Host], settings: Settings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
+    hosts: Sequence[Host], settings: LaunchSettings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Remote, dict[str, Sequence[Core]]]:
     """How the other hosts are reached, and the cores of those that were asked.
 
@@ -198,19 +199,19 @@ def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -
     return [*([host.name, kernel_names.get(host.name, host.name)] for host in hosts), *here]
 
 
-def _allocation(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
+def _allocation(settings: LaunchSettings, environ: Mapping[str, str]) -> Allocation | None:
     """What a batch system has reserved; None where hosts are named, or none reserved."""
     named = settings.host or settings.hostfile is not None
     return None if named else find_allocation(environ)
 
 
-def _choose_hosts(settings: Settings, allocation: Allocation | None) -> tuple[Host, ...]:
+def _choose_hosts(settings: LaunchSettings, allocation: Allocation | None) -> tuple[Host, ...]:
     if allocation is None:
         return find_hosts(settings)
     return _recognise(choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts)
 
 
-def _refuse_ssh(settings: Settings, allocation: Allocation) -> None:
+def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:
     """Refuse what only ssh can do on hosts that are reached without it and need not let anybody log in."""
     wanted = {
         "--synchronise-python-venv": settings.synchronise_python_venv,
@@ -227,7 +228,7 @@ def _recognise(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return recognise_this_machine(hosts, is_this_machine)
 
 
-def _devices(settings: Settings) -> tuple[int, ...]:
+def _devices(settings: LaunchSettings) -> tuple[int, ...]:
     name = settings.vipu_partition
     if name is None or not settings.uses_partition:
         return ()

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.cli.pages import draw_rows
-from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.cli.wording import (
+    count,
+    draw_rows,
+    duration_text,
+    list_ranges,
+    memory_text,
+    number_text,
+    share_text,
+    without_controls,
+)
 from poprun.monitor.snapshot import ENDED, LOST, STOPPED, WAITING, Seen, Snapshot
 
 AWAITED = "awaited"

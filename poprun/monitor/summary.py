@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from poprun.cli.log import Log, write_all
-from poprun.cli.summary_setting import SummaryAsked
+from poprun.cli.settings import SummaryAsked
 from poprun.cli.wording import without_controls
 from poprun.monitor.attempts import Attempt
 from poprun.monitor.summary_lines import summary_lines

@@ -14,7 +14,7 @@ from enum import Enum
 
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ended, Ending, EndKind, Facts, Verdict, signal_name
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import describe_rest, first_cause, has_failed
 from poprun.supervisor.job_actions import Action, Examine, Say, SendToMpirun, Show, Stop, StopListening
 from poprun.supervisor.job_events import (

@@ -10,7 +10,7 @@ from dataclasses import replace
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.command_line import read_fault
 from poprun.cli.log import Log
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
@@ -19,7 +19,7 @@ from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
 from poprun.ipc.facts import Ended, Verdict
-from poprun.launch.command import Launch
+from poprun.launch.launch import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
 MOST_FAILURES = 2
@@ -75,7 +75,7 @@ class Restarts:
         if len(hosts) == 1:
             self._failures.update(hosts)
 
-    def _plan(self, settings: Settings, last: Launch) -> Launch | None:
+    def _plan(self, settings: LaunchSettings, last: Launch) -> Launch | None:
         """The next launch, after a pause; None if there is to be none."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
@@ -133,7 +133,7 @@ def pause_s(first_s: float, made: int) -> float:
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
-def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
+def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
     """The most instances, at most as many as the user wants, that some of these hosts take; None: they take too few.
 
     Args:
@@ -146,14 +146,14 @@ def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...
     return None
 
 
-def with_instances(settings: Settings, instances: int) -> Settings:
+def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
     """The settings for so many instances, at most those of `settings`; what they say about others is left out."""
-    shown = settings.only_output_from
+    shown = settings.only_output_from_instance
     return replace(
         settings,
         num_instances=instances,
         inject=tuple(text for text in settings.inject if read_fault(text).instance < instances),
-        only_output_from=shown if shown is None or shown < instances else 0,
+        only_output_from_instance=shown if shown is None or shown < instances else 0,
         instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < instances),
     )
 

@@ -17,7 +17,7 @@ from poprun.ipc.loopback import keep_to_loopback
 from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
 from poprun.ipc.standard_input import Source
 from poprun.ipc.terminals import describe_terminals
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.monitor.recent import Recent
 from poprun.monitor.snapshot import look_at_all
 from poprun.monitor.viewers import Viewers

@@ -12,8 +12,8 @@ from typing import Any
 
 from poprun.cli.command_line import CommandLine
 from poprun.cli.config import open_own, read_trusted
-from poprun.cli.lookup import quote_words
 from poprun.errors import PopRunError, UsageError
+from poprun.launch.program import quote_words
 from poprun.verify.hints import differing_facts
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
 from poprun.verify.words import Asked

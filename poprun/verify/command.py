@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from poprun.cli.answers import show
-from poprun.cli.log import Log
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows
-from poprun.cli.wording import count, duration_text, without_controls
+from poprun.cli.log import Log, show
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, duration_text, without_controls
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.cores import usable_cores
 from poprun.supervisor.job import end_standard_input

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.cli.pages import draw_rows
-from poprun.cli.wording import count
+from poprun.cli.wording import count, draw_rows
 from poprun.verify.comparison import STEPS, Difference
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
 from poprun.verify.spreads import Run

@@ -15,14 +15,14 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from popdist.records.recording import Recording
-from poprun.cli.command_line import CommandLine, Value
+from poprun.cli.command_line import CommandLine, Value, settings_from
 from poprun.cli.log import Log, level_from
-from poprun.cli.lookup import check_user
-from poprun.cli.settings import Settings, settings_from
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
-from poprun.launch.command import Launch
+from poprun.launch.launch import Launch
 from poprun.launch.plan import find_hosts, plan_launch
+from poprun.launch.program import check_user
 from poprun.supervisor.job import run_job
 from poprun.supervisor.job_machine import INTERRUPTS
 from poprun.verify.records import Place, Record, read_record, record_files
@@ -141,7 +141,7 @@ def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
+def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
     """The settings of a run: what the user asked for, as far as it has such instances and hosts.
 
     Args:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from poprun.cli.command_line import CommandLine, Value, find_option, read_command_line
 from poprun.cli.config import import_config
-from poprun.cli.options import OPTIONS, Kind, Option, describe_section
-from poprun.cli.pages import USUAL_COLUMNS, wrap
+from poprun.cli.help import describe_section
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import Option, OptionKind
+from poprun.cli.wording import USUAL_COLUMNS, wrap
 from poprun.errors import UsageError
 
 VERIFY = "Verify"
@@ -20,20 +22,22 @@ MPI, RING, GRPC = "mpi", "ring", "grpc"
 TRANSPORTS = (MPI, RING, GRPC)
 
 OPTIONS_OF_VERIFY: tuple[Option, ...] = (
-    Option("spreads", Kind.TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit", VERIFY),
-    Option("steps", Kind.NUMBER, "end each run after so many steps", VERIFY),
-    Option("transports", Kind.TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", VERIFY),
+    Option("spreads", OptionKind.TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit", VERIFY),
+    Option("steps", OptionKind.NUMBER, "end each run after so many steps", VERIFY),
+    Option(
+        "transports", OptionKind.TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", VERIFY
+    ),
     Option(
         "inject",
-        Kind.FAULT,
+        OptionKind.FAULT,
         "one more run, with this failure under shrink; without one: an instance is killed half-way",
         VERIFY,
         if_bare=SOME_FAULT,
     ),
-    Option("resume", Kind.FLAG, "one more run, stopped and resumed on another number of instances", VERIFY),
-    Option("certificate", Kind.PATH, "write what was verified to this file", VERIFY),
-    Option("against", Kind.PATH, "repeat what a certificate says, and compare", VERIFY),
-    Option("record-dir", Kind.PATH, "keep the records of the runs in this new directory", VERIFY),
+    Option("resume", OptionKind.FLAG, "one more run, stopped and resumed on another number of instances", VERIFY),
+    Option("certificate", OptionKind.PATH, "write what was verified to this file", VERIFY),
+    Option("against", OptionKind.PATH, "repeat what a certificate says, and compare", VERIFY),
+    Option("record-dir", OptionKind.PATH, "keep the records of the runs in this new directory", VERIFY),
 )
 
 _NOT_OF_VERIFY = {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from popdist.records.progress import ProgressRecord, State
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ended, Ending, EndKind, Verdict
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.supervisor.job_actions import Action, Ask, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
 from poprun.supervisor.job_events import (
     Event,

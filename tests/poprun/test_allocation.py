@@ -8,7 +8,7 @@ import sys
 import pytest
 import slurm_records as records
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
 from poprun.hosts.hosts import Host, check_hosts
@@ -369,20 +369,20 @@ class TestChoosingHosts:
                 choose_hosts(allocation_of(*slots), 60, replicas)
             advised = int(re.search(r"use (\d+) \(--num-instances\)", str(refused.value))[1])
             assert replicas % advised == 0
-            settings = Settings(("p",), num_instances=advised, num_replicas=replicas)
+            settings = LaunchSettings(("p",), num_instances=advised, num_replicas=replicas)
             check_hosts(choose_hosts(allocation_of(*slots), advised, replicas).hosts, settings)
 
     def test_what_is_not_used_is_said(self):
         reserved = allocation_of(4, 2, 1)
         used = choose_hosts(reserved, 4).hosts
-        assert describe_use(reserved, used, Settings(("p",), num_instances=4, num_replicas=12)) == (
+        assert describe_use(reserved, used, LaunchSettings(("p",), num_instances=4, num_replicas=12)) == (
             "4 instances on the 7 slots of Slurm job 12 (h0: 2 of 4, h1: 2 of 2, h2: 0 of 1), "
             "for equal shares go before more hosts, and 4 are equal on 2 at most; "
             "6 is the most for 12 replicas (--num-instances)"
         )
         everything = choose_hosts(reserved, 7).hosts
-        assert describe_use(reserved, everything, Settings(("p",), num_instances=7, num_replicas=7)) == ""
-        assert describe_use(allocation_of(None), (Host("h0"),), Settings(("p",))) == ""
+        assert describe_use(reserved, everything, LaunchSettings(("p",), num_instances=7, num_replicas=7)) == ""
+        assert describe_use(allocation_of(None), (Host("h0"),), LaunchSettings(("p",))) == ""
 
     def test_many_hosts_are_cut_short_in_messages(self):
         with pytest.raises(UsageError, match=r"\(h0: 1, h1: 1, h2: 1, h3: 1, ... 64 hosts in all\)"):

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
-from poprun.launch.command import AGENT, Launch, build_command, extra_variables
+from poprun.launch.command import AGENT, build_command
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.torch_distributed import meeting_point
+from poprun.launch.variables import extra_variables, meeting_point
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
@@ -16,7 +17,7 @@ HERE = (Host("h", is_this_machine=True),)
 
 
 def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, hosts=HERE, devices=(), **options) -> list[str]:
-    settings = Settings(program=("python3", "train.py", "--lr=0.1"), **options)
+    settings = LaunchSettings(program=("python3", "train.py", "--lr=0.1"), **options)
     launch = Launch(
         settings=settings,
         hosts=hosts,
@@ -160,16 +161,16 @@ def test_root_is_allowed_once():
 
 class TestExtraVariables:
     def test_python_is_unbuffered_and_the_pool_is_fixed(self):
-        extra = extra_variables(Settings(program=("p",)), {"PJRT_NPROC": "8"}, {})
+        extra = extra_variables(LaunchSettings(program=("p",)), {"PJRT_NPROC": "8"}, {})
         assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1"}
 
     def test_the_users_environment_comes_first(self):
-        assert extra_variables(Settings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
+        assert extra_variables(LaunchSettings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
 
     def test_offline_mode_wins_over_the_environment_but_not_over_an_export(self):
-        offline = Settings(program=("p",), offline_mode=True)
+        offline = LaunchSettings(program=("p",), offline_mode=True)
         assert extra_variables(offline, {}, {"JAX_PLATFORMS": "gpu"})["JAX_PLATFORMS"] == "cpu"
-        told = Settings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
+        told = LaunchSettings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
         assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
-from poprun.launch.command import Launch, build_command
+from poprun.launch.command import build_command
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
 
 HERE = (Host("h", is_this_machine=True),)
@@ -19,7 +20,7 @@ REMOTE = Remote("10.0.0.0/24", "10.0.0.1", ("-o", "BatchMode=yes"), 10.0)
 def command(
     hosts: tuple[Host, ...] = HERE, remote: Remote | None = None, devices: tuple[int, ...] = (), **options: object
 ) -> list[str]:
-    settings = Settings(program=("train",), num_instances=2, num_replicas=2, **options)
+    settings = LaunchSettings(program=("train",), num_instances=2, num_replicas=2, **options)
     names = [host.name for host in hosts]
     places = place_instances(settings, names, dict.fromkeys(names, ()), devices)
     return build_command(Launch(settings, hosts, places, "mpirun", "python", {}, ("PATH",), False, remote))

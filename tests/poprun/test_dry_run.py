@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
-from poprun.launch.command import Launch
-from poprun.launch.dry_run import describe_plan, draw_placement
+from poprun.launch.display import describe_plan, draw_placement
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
 
 FOUR_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1), Core(1, 1, 0, 2), Core(1, 1, 1, 3)]
 
 
 def plan(*names: str, devices=(), **options) -> Launch:
-    settings = Settings(program=("p", "a b"), **options)
+    settings = LaunchSettings(program=("p", "a b"), **options)
     hosts = tuple(Host(name, is_this_machine=name == "here") for name in names)
     places = place_instances(settings, names, dict.fromkeys(names, FOUR_CORES), devices)
     extra = {"PJRT_NPROC": "8"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from poprun.cli.lookup import check_program, check_word, check_working_directory, home_variables
 from poprun.errors import UsageError
+from poprun.launch.program import check_program, check_word, check_working_directory, home_variables
 
 
 @pytest.fixture

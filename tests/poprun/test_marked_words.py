@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.ipc.marked_words import mark, unmark
-from poprun.launch.command import AGENT, Launch, build_command
+from poprun.launch.command import AGENT, build_command
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
 
 GRAMMAR = (":", "--", "-np", "-n", "-x", "--mca", "-gmca", "--prtemca", "--hostfile", "@file", "--bind-to", "--version")
 
 
 def command(*program: str) -> list[str]:
-    settings = Settings(program=("train",), num_instances=2, num_replicas=2)
+    settings = LaunchSettings(program=("train",), num_instances=2, num_replicas=2)
     places = place_instances(settings, ["h"], {"h": ()}, ())
     here = (Host("h", is_this_machine=True),)
     launch = Launch(settings, here, places, "mpirun", "python", {}, (), False)

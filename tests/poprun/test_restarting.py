@@ -11,9 +11,9 @@ import pytest
 
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.log import Log
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.ipc.facts import Verdict
-from poprun.launch.command import Launch
+from poprun.launch.launch import Launch
 from poprun.launch.plan import plan_launch
 from poprun.supervisor.restarts import Ended, Restarts
 
@@ -34,7 +34,7 @@ class Job:
 
     def run(self, ends: Sequence[Ended], **options: object) -> Ended:
         """The end of the last launch; there have to be as many as ends."""
-        settings = Settings(
+        settings = LaunchSettings(
             program=("echo",),
             **{"num_instances": 2, "num_replicas": 4, "on_failure": "restart", "restart_backoff_s": 0, **options},
         )

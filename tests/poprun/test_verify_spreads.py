@@ -83,8 +83,8 @@ class TestSettings:
         values = {"instance-mpi-local-args": ("0:-x A=1", "3:-x A=2"), "only-output-from-instance": 3}
         settings = settings_of(asked(values=values), Run(2, 8))
         assert settings.instance_mpi_local_args == ((0, ("-x", "A=1")),)
-        assert settings.only_output_from == 0
-        assert settings_of(asked(values=values), Run(4, 8)).only_output_from == 3
+        assert settings.only_output_from_instance == 0
+        assert settings_of(asked(values=values), Run(4, 8)).only_output_from_instance == 3
 
     @pytest.mark.parametrize(("instances", "hosts"), [(1, ("a",)), (2, ("a", "b")), (3, ("a",)), (4, ("a", "b"))])
     def test_take_as_many_hosts_as_divide_the_instances(self, instances, hosts):

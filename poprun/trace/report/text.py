@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poprun.cli.pages import USUAL_COLUMNS, draw_rows, wrap
+from poprun.cli.wording import USUAL_COLUMNS, draw_rows, wrap
 from poprun.trace.merging import Job
 from poprun.trace.report.sentences import changes, findings, headline, instance_rows, origin, paths, share_rows
 from poprun.trace.report.verdict import Verdict

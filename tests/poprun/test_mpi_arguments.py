@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.launch.exports import export_options, exports, without_exports
+from poprun.cli.mpi_arguments import MpiArguments, export_options
 
 WORDS = ["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]
+
+
+def exports(words):
+    return MpiArguments.read(words).exports
 
 
 def test_exports_are_found():
@@ -28,8 +32,13 @@ def test_writing_and_reading_are_inverse():
     ],
 )
 def test_named_exports_are_left_out(names, left):
-    assert without_exports(WORDS, names) == left
+    assert MpiArguments.read(WORDS).without_exports(names) == left
 
 
 def test_an_option_without_a_value_is_left_for_mpirun_to_refuse():
-    assert without_exports(["--mca", "x", "-x"], ("x",)) == ["--mca", "x", "-x"]
+    assert MpiArguments.read(["--mca", "x", "-x"]).without_exports(("x",)) == ["--mca", "x", "-x"]
+
+
+def test_the_last_export_counts_when_arguments_are_joined():
+    parts = [MpiArguments.read(words) for words in (["-x", "A=1"], ["--mca", "x"], ["-x", "A"])]
+    assert MpiArguments.joined(parts) == MpiArguments(("-x", "A=1", "--mca", "x", "-x", "A"), {"A": None})

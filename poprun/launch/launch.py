@@ -1,0 +1,97 @@
+"""A launch: everything that was decided before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from poprun.cli.settings import LaunchSettings
+from poprun.hosts.hosts import Host
+from poprun.hosts.remote import Remote
+from poprun.launch.placement import Place
+from poprun.launch.variables import job_variables, popdist_variables, rank_variables
+
+
+@dataclass(frozen=True)
+class InstanceVariables:
+    """The environment variables of one instance.
+
+    Attributes:
+        own: those that poprun sets and the user's `-x` cannot change.
+        every: all that the instance finds, those of the user's `-x` included; None: the value in poprun's environment.
+    """
+
+    own: dict[str, str]
+    every: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that the command depends on.
+
+    Attributes:
+        settings: what the user asked for.
+        hosts: the machines, in the order of their instances.
+        places: where each instance runs.
+        mpirun: path of mpirun.
+        python: path of the interpreter that runs the agents.
+        extra: variables that poprun sets besides POPDIST_*.
+        forwarded: variables of the user that are forwarded by name.
+        oversubscribes: whether a host has more instances than cores.
+        remote: how other hosts are reached; None: nothing leaves this machine.
+        mpirun_variables: what mpirun needs in its own environment besides.
+    """
+
+    settings: LaunchSettings
+    hosts: tuple[Host, ...]
+    places: tuple[Place, ...]
+    mpirun: str
+    python: str
+    extra: dict[str, str]
+    forwarded: tuple[str, ...]
+    oversubscribes: bool
+    remote: Remote | None = None
+    mpirun_variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def leaves_this_machine(self) -> bool:
+        """Whether instances run elsewhere than beside poprun."""
+        return not all(host.is_this_machine for host in self.hosts)
+
+    @cached_property
+    def variables(self) -> tuple[InstanceVariables, ...]:
+        """The variables of each instance. An `-x` for one instance counts before an `-x` for all."""
+        settings, everywhere = self.settings, self.settings.global_arguments.exports
+        common = job_variables(settings)
+        found = []
+        for place, arguments in zip(self.places, settings.instance_arguments, strict=True):
+            ranks = rank_variables(place, self.places) if settings.torch_distributed_env else {}
+            extra = {name: value for name, value in self.extra.items() if name not in arguments.exports}
+            own = popdist_variables(settings, place) | ranks | extra | common
+            of_user = {**everywhere, **arguments.exports}
+            exported = {name: value for name, value in of_user.items() if name not in own}
+            found.append(InstanceVariables(own, {**own, **dict.fromkeys(self.forwarded), **exported}))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Across:
+    """What a job on several hosts needs to know.
+
+    Attributes:
+        interface: our address that the other hosts reach; "" where there are none.
+        silence_s: after which silence a host counts as gone.
+        start_timeout_s: how long it may take until all instances have started.
+        least: with how many instances the job goes on when others are lost; 0: with all only.
+        stuck_timeout_s: how long an instance that others wait for may do nothing; 0: for ever.
+        others: the hosts besides this machine.
+        ssh: the words of ssh before a host.
+    """
+
+    interface: str = ""
+    silence_s: float = 10.0
+    start_timeout_s: float = 60.0
+    least: int = 0
+    stuck_timeout_s: float = 0.0
+    others: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ()
