@@ -78,11 +78,11 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if "import-config" in line.values:
         line = import_config(line)
     settings = settings_from(line, environ)
+    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if not settings.host and settings.hostfile is None:
         check_word(settings.program[0], environ)
     if not settings.dry_run:
         check_user(settings, os.geteuid(), environ)
-    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if fault := fault_of_level(environ):
         log.warn(fault)
     if "export-config" in line.values:
@@ -127,14 +127,14 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
 def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:
     """Say which files hide packages, which options have no effect, and with --debug which are in force."""
+    settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
     for text in warn_of_deprecated(line.values):
         log.warn(text)
-    settings = launch.settings
     for text in warn_of_hidden(settings.program, environ):
         log.warn(text)
-    for text in warn_of_output(settings.all_arguments.words):
+    for text in warn_of_output(settings.mpi.words):
         log.warn(text)
-    for text in note_without_effect(line.values, settings, launch.leaves_this_machine):
+    for text in note_without_effect(line.values, settings, leaves_this_machine):
         log.info(text)
     if settings.debug:
         for name, value in line.values.items():

@@ -28,21 +28,6 @@ class MpiArguments:
         written = [value.partition("=") for option, value in pairs if option == _EXPORT]
         return cls(tuple(words), {name: value if equals else None for name, equals, value in written})
 
-    @classmethod
-    def joined(cls, parts: Iterable[MpiArguments]) -> MpiArguments:
-        """Return all arguments as one, in order."""
-        words: tuple[str, ...] = ()
-        exports: dict[str, str | None] = {}
-        for part in parts:
-            words += part.words
-            exports |= part.exports
-        return cls(words, exports)
-
-    @property
-    def names_binding(self) -> bool:
-        """Whether the options say where processes run."""
-        return any(word.partition("=")[0] in _BINDING_OPTIONS for word in self.words)
-
     def without_exports(self, names: Collection[str]) -> list[str]:
         """Return the words, except for the exports of these variables."""
         kept: list[str] = []
@@ -52,6 +37,58 @@ class MpiArguments:
             if exported is None or exported.partition("=")[0] not in names:
                 kept += [word] if exported is None else [word, exported]
         return kept
+
+
+@dataclass(frozen=True)
+class JobArguments:
+    """All options for mpirun of a job.
+
+    Attributes:
+        everywhere: those that are given once, for mpirun as a whole.
+        common: those that are given for each instance.
+        instances: for each instance those of all instances, then its own.
+        words: all words, for whichever instance.
+    """
+
+    everywhere: MpiArguments
+    common: MpiArguments
+    instances: tuple[MpiArguments, ...]
+    words: tuple[str, ...]
+
+    @classmethod
+    def read(
+        cls,
+        everywhere: tuple[str, ...],
+        common: tuple[str, ...],
+        own: Iterable[tuple[int, tuple[str, ...]]],
+        num_instances: int,
+    ) -> JobArguments:
+        """Read the options.
+
+        Args:
+            everywhere: words for mpirun as a whole.
+            common: words for each instance.
+            own: an instance and words for it alone, any number of times.
+            num_instances: the number of instances.
+        """
+        words, special = everywhere + common, dict[int, tuple[str, ...]]()
+        for index, more in own:
+            words += more
+            special[index] = special.get(index, common) + more
+        read = MpiArguments.read(common)
+        each = {index: MpiArguments.read(of_one) for index, of_one in special.items()}
+        instances = tuple(each.get(index, read) for index in range(num_instances))
+        return cls(MpiArguments.read(everywhere), read, instances, words)
+
+    @property
+    def exports(self) -> frozenset[str]:
+        """The names of all variables that are exported, to whichever instance."""
+        return frozenset(self.everywhere.exports).union(*(each.exports for each in self.instances))
+
+    @property
+    def names_binding(self) -> bool:
+        """Whether the options say where processes run."""
+        return any(word.partition("=")[0] in _BINDING_OPTIONS for word in self.words)
 
 
 def export_options(*groups: Mapping[str, str | None]) -> list[str]:

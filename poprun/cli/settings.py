@@ -13,7 +13,7 @@ from popdist.records.metric_words import parse_words
 from popdist.timeline.profiles.wanted import Wanted
 from poprun.cli.launch_options import LaunchOptions
 from poprun.cli.log import Level
-from poprun.cli.mpi_arguments import MpiArguments
+from poprun.cli.mpi_arguments import JobArguments
 from poprun.cli.vipu import LARGEST_DOMAIN_IPUS
 from poprun.cli.wording import count
 from poprun.errors import UsageError
@@ -194,25 +194,10 @@ class LaunchSettings(LaunchOptions):
         return 2 if self.vv or self.debug else int(self.verbose)
 
     @cached_property
-    def global_arguments(self) -> MpiArguments:
-        """The user's options for mpirun as a whole."""
-        return MpiArguments.read(self.mpi_global_args)
-
-    @cached_property
-    def instance_arguments(self) -> tuple[MpiArguments, ...]:
-        """The user's options for mpirun, for each instance: those for all instances, then its own."""
-        common = MpiArguments.read(self.mpi_local_args)
-        own: dict[int, tuple[str, ...]] = {}
-        for index, words in self.instance_mpi_local_args:
-            own[index] = own.get(index, ()) + words
-        each = {index: MpiArguments.read(self.mpi_local_args + words) for index, words in own.items()}
-        return tuple(each.get(index, common) for index in range(self.num_instances))
-
-    @cached_property
-    def all_arguments(self) -> MpiArguments:
-        """All of the user's options for mpirun, for whichever instance."""
-        own = (MpiArguments.read(words) for _, words in self.instance_mpi_local_args)
-        return MpiArguments.joined((self.global_arguments, MpiArguments.read(self.mpi_local_args), *own))
+    def mpi(self) -> JobArguments:
+        """The user's options for mpirun."""
+        own = self.instance_mpi_local_args
+        return JobArguments.read(self.mpi_global_args, self.mpi_local_args, own, self.num_instances)
 
 
 def _instance(fault: str) -> int:

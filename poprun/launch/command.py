@@ -49,15 +49,15 @@ def _moved_exports(launch: Launch) -> tuple[str, ...]:
     Of two `-x` of a name mpirun (5.0.11) takes the first.
     """
     settings = launch.settings
-    again = {*launch.variables[0].own}.union(*(each.exports for each in settings.instance_arguments))
-    return tuple(name for name in settings.global_arguments.exports if name in again)
+    again = {*launch.variables[0].own}.union(*(each.exports for each in settings.mpi.instances))
+    return tuple(name for name in settings.mpi.everywhere.exports if name in again)
 
 
 def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
     settings = launch.settings
-    user = settings.all_arguments.words
+    user = settings.mpi.words
     words = ["--tag-output"]
-    if not settings.all_arguments.names_binding:
+    if not settings.mpi.names_binding:
         words += ["--bind-to", "none", "--oversubscribe"]
     parameters = _QUIET_AND_INDEPENDENT | (_MANY_TO_A_CORE if launch.oversubscribes else {})
     for name, value in parameters.items():
@@ -67,7 +67,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
         words += mpirun_options(launch.remote, user)
     if settings.on_failure == "shrink" and "--with-ft" not in user:
         words += ["--with-ft", "ulfm"]
-    words += settings.global_arguments.without_exports(moved)
+    words += settings.mpi.everywhere.without_exports(moved)
     if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:
         words.append("--allow-run-as-root")
     return words
@@ -75,10 +75,10 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
 
 def _exports_and_options(launch: Launch, place: Place, moved: tuple[str, ...]) -> list[str]:
     """Return the words of one context up to the agent."""
-    arguments, variables = launch.settings.instance_arguments[place.index], launch.variables[place.index]
+    arguments, variables = launch.settings.mpi.instances[place.index], launch.variables[place.index]
     own, every = variables.own, variables.every
     here = [name for name in (*moved, *arguments.exports) if name not in own]
-    elsewhere = {*here, *launch.settings.global_arguments.exports}
+    elsewhere = {*here, *launch.settings.mpi.everywhere.exports}
     alone = _exports_of_first_alone(launch, here) if place.index == 0 else {}
     words = export_options(
         {name: value for name, value in every.items() if name in own or name not in elsewhere},

@@ -9,20 +9,7 @@ from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
 from poprun.launch.placement import Place
-from poprun.launch.variables import job_variables, popdist_variables, rank_variables
-
-
-@dataclass(frozen=True)
-class InstanceVariables:
-    """The environment variables of one instance.
-
-    Attributes:
-        own: those that poprun sets and the user's `-x` cannot change.
-        every: all that the instance finds, those of the user's `-x` included; None: the value in poprun's environment.
-    """
-
-    own: dict[str, str]
-    every: dict[str, str | None]
+from poprun.launch.variables import InstanceVariables, instance_variables
 
 
 @dataclass(frozen=True)
@@ -60,18 +47,8 @@ class Launch:
 
     @cached_property
     def variables(self) -> tuple[InstanceVariables, ...]:
-        """The variables of each instance. An `-x` for one instance counts before an `-x` for all."""
-        settings, everywhere = self.settings, self.settings.global_arguments.exports
-        common = job_variables(settings)
-        found = []
-        for place, arguments in zip(self.places, settings.instance_arguments, strict=True):
-            ranks = rank_variables(place, self.places) if settings.torch_distributed_env else {}
-            extra = {name: value for name, value in self.extra.items() if name not in arguments.exports}
-            own = popdist_variables(settings, place) | ranks | extra | common
-            of_user = {**everywhere, **arguments.exports}
-            exported = {name: value for name, value in of_user.items() if name not in own}
-            found.append(InstanceVariables(own, {**own, **dict.fromkeys(self.forwarded), **exported}))
-        return tuple(found)
+        """The environment variables of each instance."""
+        return instance_variables(self.settings, self.places, self.extra, self.forwarded)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
-from poprun.hosts.cores import Core, usable_cores
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
 from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_options
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.ipc.loopback import loopback_variables
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
@@ -53,15 +52,16 @@ def plan_launch(
     shares = shares_of(hosts, settings.num_instances)
     if allocation is not None and (said := describe_use(allocation, hosts, settings)):
         (log or Log()).info(said)
+    is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
-    if any(host.is_this_machine for host in hosts):  # the others have files of their own
+    if any(is_here):  # the others have files of their own
         check_program(settings.program[0], environ)
     devices = _devices(settings)
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
-    if not all(host.is_this_machine for host in hosts):
+    if not all(is_here):
         shell = allocation.shell if allocation is not None else ()
         if allocation is not None and shell:
             _refuse_ssh(settings, allocation)
@@ -85,7 +85,7 @@ def plan_launch(
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
-        | (loopback_variables(settings.all_arguments.words, environ) if remote is None else {}),
+        | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
     )
 
 

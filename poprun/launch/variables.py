@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
@@ -16,7 +17,6 @@ from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARI
 from popdist.timeline.profiles.wanted import TORCH, Wanted
 from popdist.xla.sums import VARIABLE as FLAGS_VARIABLE
 from popdist.xla.sums import is_measured, right_sums_setting
-from poprun.cli.mpi_arguments import MpiArguments
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.vipu import PARTITION_VARIABLE
 from poprun.hosts.hosts import Host
@@ -26,6 +26,42 @@ ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
 _BELOW_EPHEMERAL = range(20_000, 32_768)  # ip_local_port_range of Linux begins behind it
 _SILENT = "6"
+
+
+@dataclass(frozen=True)
+class InstanceVariables:
+    """The environment variables of one instance.
+
+    Attributes:
+        own: those that poprun sets and the user's `-x` cannot change.
+        every: all that the instance finds, those of the user's `-x` included; None: the value in poprun's environment.
+    """
+
+    own: dict[str, str]
+    every: dict[str, str | None]
+
+
+def instance_variables(
+    settings: LaunchSettings, places: Sequence[Place], extra: Mapping[str, str], forwarded: Sequence[str]
+) -> tuple[InstanceVariables, ...]:
+    """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all.
+
+    Args:
+        settings: the user's wishes.
+        places: where each instance runs.
+        extra: variables that poprun sets besides POPDIST_*, unless an instance's `-x` does.
+        forwarded: variables of the user that are forwarded by name.
+    """
+    common, arguments = job_variables(settings), settings.mpi
+    found = []
+    for place, of_instance in zip(places, arguments.instances, strict=True):
+        ranks = rank_variables(place, places) if settings.torch_distributed_env else {}
+        unset = {name: value for name, value in extra.items() if name not in of_instance.exports}
+        own = popdist_variables(settings, place) | ranks | unset | common
+        of_user = {**arguments.everywhere.exports, **of_instance.exports}
+        exported = {name: value for name, value in of_user.items() if name not in own}
+        found.append(InstanceVariables(own, {**own, **dict.fromkeys(forwarded), **exported}))
+    return tuple(found)
 
 
 def popdist_variables(settings: LaunchSettings, place: Place) -> dict[str, str]:
@@ -81,7 +117,7 @@ def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: 
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
         wanted["JAX_PLATFORMS"] = "cpu"
-    exported = {*settings.global_arguments.exports, *MpiArguments.read(settings.mpi_local_args).exports}
+    exported = {*settings.mpi.everywhere.exports, *settings.mpi.common.exports}
     return {name: value for name, value in wanted.items() if name not in exported}
 
 
@@ -97,7 +133,7 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
     """
     program = shutil.which(settings.program[0], path=environ.get("PATH"))
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
-    if not is_ours or FLAGS_VARIABLE in settings.all_arguments.exports:
+    if not is_ours or FLAGS_VARIABLE in settings.mpi.exports:
         return {}
     version = find_jaxlib([*environ.get("PYTHONPATH", "").split(":"), *sys.path])
     return right_sums_setting(version, environ) if is_measured(version) else {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from poprun.cli.log import Log, show
 from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, duration_text, without_controls
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.cores import usable_cores
+from poprun.hosts.this_machine import usable_cores
 from poprun.supervisor.job import end_standard_input
 from poprun.supervisor.job_machine import INTERRUPTS
 from poprun.verify.certificate import (

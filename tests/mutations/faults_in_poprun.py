@@ -14,8 +14,8 @@ IN_POPRUN = (
     ),
     Fault(
         name="variables that the user forwards are lost where nothing is exported",
-        path="poprun/launch/launch.py",
-        old="{**own, **dict.fromkeys(self.forwarded), **exported}",
+        path="poprun/launch/variables.py",
+        old="{**own, **dict.fromkeys(forwarded), **exported}",
         new="{**own, **exported}",
         caught_by=("tests/poprun/test_command.py::test_the_order_is_that_of_the_original",),
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poprun.hosts.cores import Core
 from poprun.hosts.host_facts import HostFacts, Interface
 from poprun.hosts.interfaces import Network
+from poprun.hosts.this_machine import Core
 
 VERSIONS = {
     "python": "3.11.7",

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from poprun.cli.settings import LaunchSettings
-from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
+from poprun.hosts.this_machine import Core
 from poprun.launch.command import AGENT, build_command
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances

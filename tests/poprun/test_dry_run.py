@@ -5,8 +5,8 @@ import json
 import pytest
 
 from poprun.cli.settings import LaunchSettings
-from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
+from poprun.hosts.this_machine import Core
 from poprun.launch.display import describe_plan, draw_placement
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances

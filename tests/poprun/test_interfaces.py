@@ -8,7 +8,8 @@ import pytest
 
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.host_facts import Interface
-from poprun.hosts.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+from poprun.hosts.interfaces import Network, choose_network, read_interfaces, source_address
+from poprun.hosts.this_machine import look_up
 
 OURS = (
     Interface("lo", "127.0.0.1", 8),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.cli.mpi_arguments import MpiArguments, export_options
+from poprun.cli.mpi_arguments import JobArguments, MpiArguments, export_options
 
 WORDS = ["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]
 
@@ -39,6 +39,9 @@ def test_an_option_without_a_value_is_left_for_mpirun_to_refuse():
     assert MpiArguments.read(["--mca", "x", "-x"]).without_exports(("x",)) == ["--mca", "x", "-x"]
 
 
-def test_the_last_export_counts_when_arguments_are_joined():
-    parts = [MpiArguments.read(words) for words in (["-x", "A=1"], ["--mca", "x"], ["-x", "A"])]
-    assert MpiArguments.joined(parts) == MpiArguments(("-x", "A=1", "--mca", "x", "-x", "A"), {"A": None})
+def test_an_instance_has_the_arguments_of_all_and_then_its_own():
+    own = ((1, ("-x", "A=2")), (1, ("-x", "B")))
+    job = JobArguments.read(("--mca", "x"), ("-x", "A=1"), own, 3)
+    assert [each.exports for each in job.instances] == [{"A": "1"}, {"A": "2", "B": None}, {"A": "1"}]
+    assert job.words == ("--mca", "x", "-x", "A=1", "-x", "A=2", "-x", "B")
+    assert job.exports == {"A", "B"}

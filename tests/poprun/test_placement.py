@@ -7,8 +7,8 @@ import pytest
 from poprun.agent.guard import parse_cpus
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import list_ranges
-from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores, usable_cores
-from poprun.launch.placement import Place, place_instances
+from poprun.hosts.this_machine import Core, usable_cores
+from poprun.launch.placement import Place, deal_cores, deal_sockets, divide_cores, place_instances
 
 
 def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:

@@ -15,8 +15,8 @@ from popdist.instance import this_host
 from poprun.__main__ import main
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.cores import usable_cores
 from poprun.hosts.hosts import Host
+from poprun.hosts.this_machine import usable_cores
 from poprun.launch.plan import find_hosts, plan_launch
 
 FOUR = {"num_instances": 4, "num_replicas": 4}

@@ -16,12 +16,11 @@ from popdist.instance import this_host
 from popdist.version import __version__
 from poprun.errors import UsageError
 from poprun.hosts import survey_script
-from poprun.hosts.cores import Core, usable_cores
 from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from, question_about
 from poprun.hosts.ssh import name_behind, remote_words, ssh_words, way_out_of
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 
 LIMIT_S = 60.0
 """Of surveys that end by themselves; the machines that run tests may be busy."""

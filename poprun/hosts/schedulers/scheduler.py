@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from popdist.environments.environment import quote
 from poprun.cli.wording import count
@@ -54,15 +55,14 @@ class Allocation:
 
 
 class Scheduler(ABC):
-    """One place where the hosts of a job may be written down. Neither method changes anything."""
+    """A place where the hosts of a job may be written down."""
+
+    variables: ClassVar[tuple[str, ...]]
+    """The scheduler is asked only if one of these environment variables is set."""
 
     @abstractmethod
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this scheduler started the process, or the shell around it."""
-
-    @abstractmethod
-    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """The hosts of this job; called only where `is_active` is true for the same variables.
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Return the hosts of this job, or None if this scheduler did not start it. Nothing is changed.
 
         Raises:
             UsageError: variables or files are missing, unreadable or contradict each other; they are quoted.

@@ -27,12 +27,10 @@ whose daemons find no variables after `sbatch --export=NONE`."""
 class SlurmScheduler(Scheduler):
     """The nodes of a job, and for each its tasks; inside of a step those of the step."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this is a job of Slurm."""
-        return JOB in environ or HOSTS in environ
+    variables = (JOB, HOSTS)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What sbatch, salloc or srun say."""
+        """Read the variables of sbatch, salloc or srun."""
         if COMPONENTS in environ:
             raise UsageError(
                 f"the Slurm job is made of {environ[COMPONENTS]} unlike parts ({quote(environ, [COMPONENTS])}), "
