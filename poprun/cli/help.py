@@ -57,7 +57,8 @@ def _table_row(option: Option) -> str:
     default = f"`{option.default}`" if option.choices else option.default
     notes = f"; see {_link(option.see)}" if option.see else ""
     notes += "; without effect" if option.is_always_idle else ""
-    return f"| {names} | {value} | {default} | {option.help}{notes} |".replace("|  |", "| |").replace("|  |", "| |")
+    meaning = option.help.replace("<", "\\<") + notes
+    return f"| {names} | {value} | {default} | {meaning} |".replace("|  |", "| |").replace("|  |", "| |")
 
 
 def _link(place: str) -> str:

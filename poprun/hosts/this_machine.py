@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,7 +85,6 @@ def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, 
         For each host its addresses; none where the name is unknown, or unknown within the limit.
     """
     import threading  # costs some milliseconds, needed only for names that have to be looked up
-    import time
 
     found: dict[str, tuple[str, ...]] = {}
     threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]

@@ -131,7 +131,7 @@ def test_one_limit_holds_for_all_names(monkeypatch):
     answer = threading.Event()
     clock = FakeClock()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [answer.wait(60)][:0])
-    monkeypatch.setattr("poprun.hosts.interfaces.time", clock)
+    monkeypatch.setattr("poprun.hosts.this_machine.time", clock)
     monkeypatch.setattr(threading.Thread, "join", lambda _, limit_s: clock.pass_by(limit_s))
     names = [f"h{index}" for index in range(60)]
     assert look_up(names, limit_s=0.5) == dict.fromkeys(names, ())
