@@ -19,11 +19,11 @@ from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, wrap
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import find_allocation
 from poprun.hosts.before_launch import LET_PASS, addresses_in, find_network, with_this_machine
-from poprun.hosts.host_checks import Finding, Wanted, findings_of
-from poprun.hosts.host_facts import Fault, HostFacts, question_about
+from poprun.hosts.host_checks import Finding, HostNeeds, findings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, question_about
 from poprun.hosts.hosts import parse_hosts
-from poprun.hosts.interfaces import Network
-from poprun.hosts.links import Blocked, HostMeasurements, Link, all_reduce_bound_s, find_blocked, measure
+from poprun.hosts.interfaces import HostNetwork
+from poprun.hosts.links import Blocked, HostMeasurements, MeasuredLink, all_reduce_bound_s, find_blocked, measure
 from poprun.hosts.ssh import by_hand, ssh_words, user_arguments
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.this_machine import is_this_machine
@@ -37,7 +37,7 @@ _COLUMNS = ("", "check", "host", "result", "way out")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorRequest:
     """What the user wants to know.
 
     Attributes:
@@ -52,7 +52,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What was found.
 
     Attributes:
@@ -62,8 +62,8 @@ class Report:
     """
 
     findings: tuple[Finding, ...]
-    network: Network | None = None
-    links: tuple[Link, ...] = ()
+    network: HostNetwork | None = None
+    links: tuple[MeasuredLink, ...] = ()
 
     @property
     def is_well(self) -> bool:
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> int:
     return 0 if report.is_well else 1
 
 
-def read_words(words: Sequence[str]) -> Asked:
+def read_words(words: Sequence[str]) -> DoctorRequest:
     """What the words after `doctor` ask for; `--host` adds up.
 
     Raises:
@@ -119,10 +119,10 @@ def read_words(words: Sequence[str]) -> Asked:
                 lists.append(value)
         else:
             raise UsageError(f"doctor knows no {word!r}; {USAGE}")
-    return Asked(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
+    return DoctorRequest(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
 
 
-def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
+def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     """Look at everything.
 
     Args:
@@ -143,11 +143,11 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     if allocation is not None:
         findings.append(Finding("hosts", here.host, f"those of {allocation.source}, asked by {ssh[0]}"))
         findings += _check_warning(environ, here.host)
-    if isinstance(here, Fault):
-        return Report((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
+    if isinstance(here, HostFault):
+        return DoctorReport((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
     good = {host: each for host in hosts if isinstance(each := facts[host], HostFacts)}
     network, reason = _find_network(good, here, asked)
-    wanted = Wanted(here, sys.executable, dict.fromkeys(hosts, 0), network)
+    wanted = HostNeeds(here, sys.executable, dict.fromkeys(hosts, 0), network)
     findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
     measured, links = measure(_addresses(good, network), [each.name for each in good.values()], sys.executable, ssh)
     findings += [
@@ -160,7 +160,7 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
     reached = _addresses(everyone, network) if network is not None else {}
     findings += check_connections(len(reached), find_blocked(reached, sys.executable, ssh, limit_from(environ)))
-    return Report(_in_order(findings), network, tuple(links))
+    return DoctorReport(_in_order(findings), network, tuple(links))
 
 
 def check_measurements(
@@ -182,7 +182,7 @@ def check_measurements(
             yield _judge_names(each, facts)
 
 
-def check_mtu(facts: Mapping[str, HostFacts], network: Network | None) -> Iterator[Finding]:
+def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> Iterator[Finding]:
     """Whether all hosts send packets of the same size in the chosen network."""
     if network is None:
         return
@@ -227,7 +227,7 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
             yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
 
 
-def check_links(links: Sequence[Link]) -> Iterator[Finding]:
+def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
     """What was measured, and what it means for an all-reduce."""
     for link in links:
         name = f"{link.source} -> {link.target}"
@@ -283,8 +283,8 @@ def _state(finding: Finding) -> str:
 
 
 def _find_network(
-    facts: Mapping[str, HostFacts], here: HostFacts, asked: Asked
-) -> tuple[Network | None, tuple[Finding, ...]]:
+    facts: Mapping[str, HostFacts], here: HostFacts, asked: DoctorRequest
+) -> tuple[HostNetwork | None, tuple[Finding, ...]]:
     """The network, or why there is none; one host needs none."""
     if len(facts) < 2 and not asked.host_subnet:
         return None, ()
@@ -296,7 +296,7 @@ def _find_network(
         return None, (Finding("network", here.host, *_split(str(error)), is_fault=True),)
 
 
-def _addresses(facts: Mapping[str, HostFacts], network: Network | None) -> dict[str, str]:
+def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> dict[str, str]:
     """Each host's address in the network; without one, links cannot be measured, but the hosts can."""
     if network is None:
         return dict.fromkeys(facts, "")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from popdist.instance import this_host
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.host_checks import Wanted, faults_of, warnings_of
-from poprun.hosts.host_facts import Fault, HostFacts, Question
-from poprun.hosts.interfaces import Network, choose_network, read_interfaces, source_address
+from poprun.hosts.host_checks import HostNeeds, faults_of, warnings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
+from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.survey_cache import SurveyCache, cache_folder, stamp_of
@@ -28,7 +28,7 @@ class Inspected:
     """
 
     facts: Mapping[str, HostFacts]
-    network: Network
+    network: HostNetwork
     warnings: tuple[str, ...]
 
 
@@ -44,7 +44,7 @@ class Inspection:
     """
 
     instances: Mapping[str, int]
-    question: Question
+    question: HostQuestion
     host_subnet: str | None = None
     shell: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
     return inspected
 
 
-def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> Network:
+def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> HostNetwork:
     """The network over which hosts talk, from what they say about themselves.
 
     Raises:
@@ -87,7 +87,7 @@ def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: s
     return choose_network(here.interfaces, others, host_subnet, source_address)
 
 
-def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> Network:
+def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> HostNetwork:
     """The network over which hosts talk, from what their names stand for here; for a launch without checks.
 
     Raises:
@@ -111,15 +111,15 @@ LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name anothe
 """What to do about hosts that cannot connect to each other: Open MPI uses ports as the kernel gives them out."""
 
 
-def addresses_in(network: Network, facts: Mapping[str, HostFacts]) -> dict[str, str]:
+def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:
     """For each host that has one its address in a network."""
     found = {host: network.address_among(each.addresses) for host, each in facts.items()}
     return {host: address for host, address in found.items() if address}
 
 
 def _check_connections(
-    facts: Mapping[str, HostFacts | Fault],
-    network: Network,
+    facts: Mapping[str, HostFacts | HostFault],
+    network: HostNetwork,
     inspection: Inspection,
     ssh: Sequence[str],
     limit_s: float,
@@ -136,9 +136,9 @@ def _check_connections(
         raise PopRunError("\n".join(f"host {each.target}: {each.fact}; {LET_PASS}" for each in blocked))
 
 
-def _judge(facts: Mapping[str, HostFacts | Fault], inspection: Inspection) -> Inspected:
+def _judge(facts: Mapping[str, HostFacts | HostFault], inspection: Inspection) -> Inspected:
     here = next(each for host, each in facts.items() if is_this_machine(host))
-    if isinstance(here, Fault):
+    if isinstance(here, HostFault):
         raise PopRunError(f"host {here.host}: {here.fact}; {here.way_out}")
     asked = {host: facts[host] for host in inspection.instances}
     good = {host: each for host, each in asked.items() if isinstance(each, HostFacts)}
@@ -150,7 +150,7 @@ def _judge(facts: Mapping[str, HostFacts | Fault], inspection: Inspection) -> In
         raise
     except PopRunError as error:
         faults.append(str(error))
-    wanted = Wanted(here, inspection.question.program, inspection.instances, network)
+    wanted = HostNeeds(here, inspection.question.program, inspection.instances, network)
     faults += faults_of(asked, wanted)
     if faults or network is None:
         raise PopRunError("\n".join(faults))

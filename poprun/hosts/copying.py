@@ -10,7 +10,7 @@ from pathlib import Path
 
 from poprun.cli.wording import count, cut_off
 from poprun.hosts.environment_trees import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
-from poprun.hosts.errands import Ended, Errand
+from poprun.hosts.errands import Errand, ErrandResult
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
 
 OPTION = "--synchronise-python-venv"
@@ -58,7 +58,7 @@ _NUMBERS = {"files": r"regular files transferred: ([\d,.]+)", "bytes": r"transfe
 
 
 @dataclass(frozen=True)
-class Claim:
+class FolderClaim:
     """What a host has said about the folders.
 
     Attributes:
@@ -113,7 +113,7 @@ def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) ->
     return "\n".join([_CLAIM, *lines, "say end", ""])
 
 
-def read_claim(said: str, environment: PythonEnvironment) -> Claim | None:
+def read_claim(said: str, environment: PythonEnvironment) -> FolderClaim | None:
     """What a host answers to `claim_script`; None if that is no complete answer and no refusal either."""
     words = [line.removeprefix(_SAYS).split() for line in said.splitlines() if line.startswith(_SAYS)]
     try:
@@ -122,14 +122,14 @@ def read_claim(said: str, environment: PythonEnvironment) -> Claim | None:
         return None
 
 
-def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Claim | None:
+def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> FolderClaim | None:
     folders = environment.folders
 
     def numbers(topic: str) -> list[int]:
         return [int(each[1]) for each in words if each[0] == topic]
 
     digests = [each[2] if len(each) > 2 else "" for each in words if each[0] == "mine"]
-    claim = Claim(
+    claim = FolderClaim(
         has_rsync=["rsync"] in words,
         mine=dict(zip([folders[number] for number in numbers("mine")], digests, strict=True)),
         shared=tuple(folders[number] for number in numbers("shared")),
@@ -139,7 +139,7 @@ def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Claim
     return claim if ["end"] in words or claim.foreign or claim.missing else None
 
 
-def claim_faults(host: str, claim: Claim | None, ended: Ended, late: str) -> list[str]:
+def claim_faults(host: str, claim: FolderClaim | None, ended: ErrandResult, late: str) -> list[str]:
     """Why a host cannot get the environment: a line for each reason.
 
     Args:
@@ -161,7 +161,9 @@ def claim_faults(host: str, claim: Claim | None, ended: Ended, late: str) -> lis
     ]
 
 
-def plan_copies(host: str, claim: Claim, environment: PythonEnvironment, digests: Mapping[Path, str]) -> list[Copy]:
+def plan_copies(
+    host: str, claim: FolderClaim, environment: PythonEnvironment, digests: Mapping[Path, str]
+) -> list[Copy]:
     """What has to be copied to a host.
 
     Args:
@@ -197,7 +199,7 @@ def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
     return Errand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
 
 
-def has_lost_reason(copy: Copy, ended: Ended) -> bool:
+def has_lost_reason(copy: Copy, ended: ErrandResult) -> bool:
     """Whether rsync has failed to read or write files, but the reason has not come through."""
     return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
 
@@ -213,14 +215,14 @@ head -c {_PROBED_BYTES} /dev/zero >"$file"
 """
 
 
-def copy_fault(copy: Copy, ended: Ended, late: str) -> str | None:
+def copy_fault(copy: Copy, ended: ErrandResult, late: str) -> str | None:
     """The line about a copy that failed; None if it did not."""
     if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
         return None
     return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
 
 
-def describe_copy(copy: Copy, ended: Ended) -> str:
+def describe_copy(copy: Copy, ended: ErrandResult) -> str:
     """The line about a copy that succeeded."""
     if not copy.uses_rsync:
         return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
@@ -250,7 +252,7 @@ def _without(tree: Tree, needed: set[Path]) -> Tree | None:
     return Tree(tree.root, names) if names else None
 
 
-def _complain(host: str, ended: Ended, late: str) -> str:
+def _complain(host: str, ended: ErrandResult, late: str) -> str:
     """Fact and way out of a command that has failed; the fact is in its own words."""
     complaint = _reason(ended.err)
     if ended.status is None:

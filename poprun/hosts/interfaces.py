@@ -19,7 +19,7 @@ _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
 
 @dataclass(frozen=True)
-class Network:
+class HostNetwork:
     """What all hosts of a job talk over.
 
     Attributes:
@@ -60,7 +60,7 @@ def choose_network(
     hosts: Mapping[str, Sequence[str]],
     host_subnet: str | None = None,
     route: Callable[[str], str | None] = source_address,
-) -> Network:
+) -> HostNetwork:
     """Choose the network.
 
     Args:
@@ -76,7 +76,7 @@ def choose_network(
     if host_subnet:
         return _named_network(ours, hosts, host_subnet)
     if not hosts:
-        return Network("127.0.0.0/8", "127.0.0.1", "lo")
+        return HostNetwork("127.0.0.0/8", "127.0.0.1", "lo")
     targets = _targets(hosts)
     sources = {host: route(address) for host, address in targets.items()}
     for host, source in sources.items():
@@ -110,13 +110,13 @@ def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
         raise UsageError(f"--host-subnet is {text}: {error}; use a mask such as 10.77.0.0/24, or eth0") from None
 
 
-def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]], subnet: str) -> Network:
+def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]], subnet: str) -> HostNetwork:
     mask = parse_mask(subnet)
     if mask is not None:
         inside = [each for each in ours if each.ip.ip in mask]
         if not inside:
             raise UsageError(f"--host-subnet is {subnet}, where this machine has no address; it has {_list(ours)}")
-        return Network(str(mask), inside[0].address, inside[0].name)
+        return HostNetwork(str(mask), inside[0].address, inside[0].name)
     named = [each for each in ours if each.name == subnet]
     if not named:
         raise UsageError(
@@ -168,10 +168,10 @@ def _interface_with(ours: Sequence[Interface], address: str) -> Interface:
     return found
 
 
-def _covering(interface: Interface, addresses: Sequence[str]) -> Network:
+def _covering(interface: Interface, addresses: Sequence[str]) -> HostNetwork:
     """The interface's network, made as wide as needed: routed networks (and some clouds, with /32) are narrower."""
     network: _Net = reduce(_widen, map(ip_address, addresses), interface.ip.network)
-    return Network(str(network), interface.address, interface.name)
+    return HostNetwork(str(network), interface.address, interface.name)
 
 
 def _widen(network: _Net, address: IPv4Address | IPv6Address) -> _Net:

@@ -35,7 +35,7 @@ class HelperError(Exception):
     """A helper gave no answer; the text says why."""
 
 
-class Helper:
+class LinkHelper:
     """A process on a host that runs `link_script.py`, from here to the end of a `with`.
 
     Args:
@@ -58,7 +58,7 @@ class Helper:
         self._said = b""
         self._tell(program)
 
-    def __enter__(self) -> Helper:
+    def __enter__(self) -> LinkHelper:
         return self
 
     def __exit__(
@@ -120,7 +120,7 @@ class Helper:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What was measured from one host to another.
 
     Attributes:
@@ -139,7 +139,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """How far the clock of a host is ahead of ours, give or take the uncertainty."""
 
     offset_s: float
@@ -160,14 +160,14 @@ class HostMeasurements:
 
     host: str
     fault: str = ""
-    clock: Clock = Clock(0.0, 0.0)
+    clock: ClockOffset = ClockOffset(0.0, 0.0)
     attach_fault: str = ""
     addresses: Mapping[str, Sequence[str]] | None = None
 
 
 def measure(
     addresses: Mapping[str, str], names: Sequence[str], python: str, ssh: Sequence[str]
-) -> tuple[list[HostMeasurements], list[Link]]:
+) -> tuple[list[HostMeasurements], list[MeasuredLink]]:
     """Measure what each host sees, then the links of the ring through all hosts in this order.
 
     Args:
@@ -177,7 +177,7 @@ def measure(
         ssh: the words of ssh up to the host.
     """
     with ExitStack() as stack:
-        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
             found = list(pool.map(lambda helper: _look_around(helper, names), helpers))
         working = [helper for helper, each in zip(helpers, found, strict=True) if not each.fault]
@@ -216,7 +216,7 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
         limit_s: after which a host that does not answer is left out.
     """
     with ExitStack() as stack:
-        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
             ports = list(pool.map(lambda helper: _listen(helper, addresses[helper.host], limit_s), helpers))
             places = {helper.host: port for helper, port in zip(helpers, ports, strict=True) if port}
@@ -230,7 +230,7 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
     return blocked
 
 
-def _reach(helper: Helper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
+def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
     """For each of the other hosts why there is no connection from this one; nothing if this one does not answer."""
     others = [host for host in ports if host != helper.host]
     places = [(addresses[host], ports[host]) for host in others]
@@ -247,7 +247,7 @@ def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
     return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
 
 
-def all_reduce_bound_s(links: Sequence[Link], size_bytes: int) -> float:
+def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
     """The least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md).
 
     Args:
@@ -258,7 +258,7 @@ def all_reduce_bound_s(links: Sequence[Link], size_bytes: int) -> float:
     return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
 
 
-def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:
+def _look_around(helper: LinkHelper, names: Sequence[str]) -> HostMeasurements:
     try:
         attach_fault = str(helper.ask("attach").get("fault", ""))
         known = helper.ask("look_up", names=list(names))["addresses"]
@@ -267,14 +267,14 @@ def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:
         return HostMeasurements(helper.host, str(error))
 
 
-def _compare_clocks(helper: Helper) -> Clock:
+def _compare_clocks(helper: LinkHelper) -> ClockOffset:
     """The offset as NTP estimates it, from the quickest of some round trips."""
     clocks = []
     for _ in range(8):
         asked_s = time.time()
         there_s = float(helper.ask("clock")["clock_s"])
         answered_s = time.time()
-        clocks.append(Clock(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
+        clocks.append(ClockOffset(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
     return min(clocks, key=lambda clock: clock.uncertainty_s)
 
 
@@ -284,37 +284,37 @@ def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
 
 
-def _measure_ring(helpers: Sequence[Helper], addresses: Mapping[str, str]) -> list[Link]:
+def _measure_ring(helpers: Sequence[LinkHelper], addresses: Mapping[str, str]) -> list[MeasuredLink]:
     by_host = {helper.host: helper for helper in helpers}
     ports = {helper.host: _listen(helper, addresses[helper.host]) for helper in helpers}
 
-    def measure_one(link: tuple[str, str]) -> Link:
+    def measure_one(link: tuple[str, str]) -> MeasuredLink:
         source, target = link
         return _measure_link(by_host[source], target, addresses[target], ports[target])
 
     ring = ring_of(list(by_host))
-    found: dict[tuple[str, str], Link] = {}
+    found: dict[tuple[str, str], MeasuredLink] = {}
     with ThreadPoolExecutor(max(1, len(helpers))) as pool:
         for links in rounds_of(ring):
             found |= zip(links, pool.map(measure_one, links), strict=True)
     return [found[link] for link in ring]
 
 
-def _listen(helper: Helper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
+def _listen(helper: LinkHelper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
     with suppress(HelperError):
         return int(helper.ask("listen", limit_s, address=address).get("port", 0))
     return 0
 
 
-def _measure_link(helper: Helper, target: str, address: str, port: int) -> Link:
+def _measure_link(helper: LinkHelper, target: str, address: str, port: int) -> MeasuredLink:
     if not port:
-        return Link(helper.host, target, fault=f"{target} cannot listen at {address}")
+        return MeasuredLink(helper.host, target, fault=f"{target} cannot listen at {address}")
     try:
         answer = helper.ask("measure", address=address, port=port, duration_s=DURATION_S, connect_s=CONNECT_LIMIT_S)
     except HelperError as error:
-        return Link(helper.host, target, fault=str(error))
+        return MeasuredLink(helper.host, target, fault=str(error))
     if "fault" in answer:
-        return Link(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
+        return MeasuredLink(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
     if not answer["bytes_per_s"]:
-        return Link(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
-    return Link(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))
+        return MeasuredLink(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
+    return MeasuredLink(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from poprun.cli.log import Log, level_from
-from poprun.hosts.errands import Ended, Errand, Notice, run_errands
+from poprun.hosts.errands import Errand, ErrandResult, LateNotice, run_errands
 from poprun.hosts.host_checks import COPY_IT
-from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from
 from poprun.hosts.own_text import words_for
 from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, remote_words, way_out_of
 from poprun.hosts.survey_script import CONNECTIONS, MARK
@@ -32,8 +32,8 @@ _MISSING_COMMAND = (126, 127)  # what a shell ends with that cannot start a comm
 
 
 def survey(
-    hosts: Sequence[str], question: Question, ssh: Sequence[str], limit_s: float = LIMIT_S
-) -> dict[str, HostFacts | Fault]:
+    hosts: Sequence[str], question: HostQuestion, ssh: Sequence[str], limit_s: float = LIMIT_S
+) -> dict[str, HostFacts | HostFault]:
     """Ask every host, all at the same time.
 
     Args:
@@ -49,7 +49,7 @@ def survey(
     errands = {host: Errand(_words(host, question, script, ssh), script) for host in hosts}
     # Who is asked without sshd must not find the connection by which the user has come to this machine.
     environ = {name: value for name, value in os.environ.items() if name not in CONNECTIONS}
-    notice = Notice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
+    notice = LateNotice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
     ended = dict(run_errands(errands, environ, limit_s, notice))
     return {host: _conclude(host, ended[host], question, limit_s, ssh) for host in errands}
 
@@ -69,17 +69,19 @@ def limit_from(environ: Mapping[str, str], variable: str = LIMIT_VARIABLE, defau
     return default_s
 
 
-def _program(question: Question, limit_s: float) -> str:
+def _program(question: HostQuestion, limit_s: float) -> str:
     asked = json.dumps(question.as_json())
     return f"{_SCRIPT.read_text()}\n\nreply({asked!r}, {math.ceil(limit_s) + 1})\n"
 
 
-def _words(host: str, question: Question, script: str, ssh: Sequence[str]) -> tuple[str, ...]:
+def _words(host: str, question: HostQuestion, script: str, ssh: Sequence[str]) -> tuple[str, ...]:
     command = words_for(question.python, script.encode(errors="surrogateescape"))
     return tuple(command if is_this_machine(host) else remote_words(ssh, host, command))
 
 
-def _conclude(host: str, ended: Ended, question: Question, limit_s: float, ssh: Sequence[str]) -> HostFacts | Fault:
+def _conclude(
+    host: str, ended: ErrandResult, question: HostQuestion, limit_s: float, ssh: Sequence[str]
+) -> HostFacts | HostFault:
     for line in ended.out.splitlines():
         if line.startswith(MARK):
             with suppress(ValueError):
@@ -87,18 +89,18 @@ def _conclude(host: str, ended: Ended, question: Question, limit_s: float, ssh: 
     return _fault_of(host, ended, question, limit_s, ssh)
 
 
-def _fault_of(host: str, ended: Ended, question: Question, limit_s: float, ssh: Sequence[str]) -> Fault:
+def _fault_of(host: str, ended: ErrandResult, question: HostQuestion, limit_s: float, ssh: Sequence[str]) -> HostFault:
     complaint, is_remote = last_line(ended.err), not is_this_machine(host)
     test = by_hand(ssh, host, "echo ok") if is_remote else "echo ok"
     if ended.status is None:
         fact = f"did not answer within {limit_s:g} s" + (f" ({complaint})" if complaint else "")
         advice = f"see why `{test}` takes so long (name server, network, load), or set {LIMIT_VARIABLE} higher"
-        return Fault(host, fact, advice)
+        return HostFault(host, fact, advice)
     if ended.status in _MISSING_COMMAND:
         fact = f"cannot start the interpreter {question.python}: {complaint or f'exit status {ended.status}'}"
-        return Fault(host, fact, f"put the same Python environment at the same path there, {COPY_IT}")
+        return HostFault(host, fact, f"put the same Python environment at the same path there, {COPY_IT}")
     if is_remote and ended.status == SSH_FAILED:
         fact = complaint or "ssh ended with exit status 255 and said nothing"
-        return Fault(host, fact, way_out_of(ended.err, host))
+        return HostFault(host, fact, way_out_of(ended.err, host))
     fact = f"gave no answer, exit status {ended.status}" + (f": {complaint}" if complaint else "")
-    return Fault(host, fact, f"check that `{test}` prints ok")
+    return HostFault(host, fact, f"check that `{test}` prints ok")

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from popdist.records.private_folders import fault_of, fault_of_file, make_private
-from poprun.hosts.host_facts import HostFacts, Question, facts_from
+from poprun.hosts.host_facts import HostFacts, HostQuestion, facts_from
 from poprun.hosts.survey_script import digest_sources
 
 LONGEST_AGE_S = 300.0
@@ -31,7 +31,7 @@ class SurveyCache:
         stamp: what else the answers depend on here, as `stamp_of` makes it.
     """
 
-    def __init__(self, folder: Path, question: Question, ssh: Sequence[str], stamp: str) -> None:
+    def __init__(self, folder: Path, question: HostQuestion, ssh: Sequence[str], stamp: str) -> None:
         self._folder = folder
         self._key = json.dumps([question.as_json(), list(ssh), stamp])
 
@@ -74,7 +74,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "popdist-everywhere" / "hosts"
 
 
-def stamp_of(question: Question) -> str:
+def stamp_of(question: HostQuestion) -> str:
     """What answers depend on besides the question, as far as it can be seen from here at little cost.
 
     Environments are mostly shared or copied, so a package that is installed here makes remembered answers doubtful

@@ -31,7 +31,7 @@ def answer(question: Mapping[str, object]) -> dict[str, object]:
     """Every fact as plain JSON values; the attributes of `poprun.hosts.host_facts.HostFacts` say what they mean.
 
     Args:
-        question: the fields of `poprun.hosts.host_facts.Question`.
+        question: the fields of `poprun.hosts.host_facts.HostQuestion`.
     """
     program, program_fault = find_program(str(question["program"]), str(question["path"]), str(question["directory"]))
     return {

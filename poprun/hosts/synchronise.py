@@ -13,7 +13,7 @@ from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts import copying
 from poprun.hosts.environment_trees import TOKEN_PREFIX, PythonEnvironment, digest_tree
-from poprun.hosts.errands import Ended, run_errands, shell_errands
+from poprun.hosts.errands import ErrandResult, run_errands, shell_errands
 from poprun.hosts.ssh import ssh_words
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
@@ -58,7 +58,7 @@ class _Synchronisation:
         self._environ = environ
         self._log = log
         self._token = TOKEN_PREFIX + secrets.token_hex(8)
-        self._claims: dict[str, copying.Claim] = {}
+        self._claims: dict[str, copying.FolderClaim] = {}
         self._finished: list[copying.Copy] = []
         self._digests: dict[Path, str] = {}
 
@@ -92,7 +92,7 @@ class _Synchronisation:
         limit_s = limit_from(self._environ, COPY_LIMIT_VARIABLE, COPY_LIMIT_S)
         ssh = (*ssh_words(self._environ), *_KEEP_ALIVE)
         errands = {copy: copying.copy_errand(copy, ssh) for copy in copies}
-        failed: dict[copying.Copy, Ended] = {}
+        failed: dict[copying.Copy, ErrandResult] = {}
         late = f"took more than {limit_s:g} s ({COPY_LIMIT_VARIABLE})"
         for copy, ended in run_errands(errands, {**self._environ, "LC_ALL": "C"}, limit_s):
             if copying.copy_fault(copy, ended, late) is None:
@@ -115,7 +115,7 @@ class _Synchronisation:
         for _ in self._tell(texts):
             pass
 
-    def _with_reasons(self, failed: Mapping[copying.Copy, Ended]) -> dict[copying.Copy, Ended]:
+    def _with_reasons(self, failed: Mapping[copying.Copy, ErrandResult]) -> dict[copying.Copy, ErrandResult]:
         """How copies failed, with what their hosts say about it where that got lost."""
         lost = [copy for copy, ended in failed.items() if copying.has_lost_reason(copy, ended)]
         words = ssh_words(self._environ)
@@ -127,12 +127,12 @@ class _Synchronisation:
             known[copy] = replace(known[copy], err=f"{known[copy].err}\n{probed.err}")
         return known
 
-    def _tell(self, scripts: Mapping[str, str]) -> Iterator[tuple[str, Ended]]:
+    def _tell(self, scripts: Mapping[str, str]) -> Iterator[tuple[str, ErrandResult]]:
         """Have each host run a shell program."""
         errands = shell_errands(scripts, ssh_words(self._environ))
         return run_errands(errands, self._environ, limit_from(self._environ))
 
-    def _comment(self, host: str, claim: copying.Claim, copies: Sequence[copying.Copy]) -> None:
+    def _comment(self, host: str, claim: copying.FolderClaim, copies: Sequence[copying.Copy]) -> None:
         if not claim.mine:
             self._log.info(f"host {host}: has the Python environment on a shared file system, nothing to copy")
         elif not copies:

@@ -12,7 +12,7 @@ from poprun.hosts.remote import mpirun_options
 from poprun.ipc.marked_words import mark
 from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE
 from poprun.launch.launch import Launch
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 
 AGENT = Path(__file__).parents[1] / "agent" / "__main__.py"
 
@@ -73,7 +73,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
     return words
 
 
-def _exports_and_options(launch: Launch, place: Place, moved: tuple[str, ...]) -> list[str]:
+def _exports_and_options(launch: Launch, place: InstancePlace, moved: tuple[str, ...]) -> list[str]:
     """Return the words of one context up to the agent."""
     arguments, variables = launch.settings.mpi.instances[place.index], launch.variables[place.index]
     own, every = variables.own, variables.every
@@ -89,7 +89,7 @@ def _exports_and_options(launch: Launch, place: Place, moved: tuple[str, ...]) -
     return [*words, "/usr/bin/env", *(f"{name}={value}" for name, value in alone.items())] if alone else words
 
 
-def _host_check(launch: Launch, place: Place) -> dict[str, str | None]:
+def _host_check(launch: Launch, place: InstancePlace) -> dict[str, str | None]:
     """Return the variable that tells the agent its host, because Open MPI may mix up hosts with like names.
 
     Unless the names of all hosts are known, no agent is told: mpirun (5.0.11) gives all what the first context exports.

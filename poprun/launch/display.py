@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from poprun.cli.wording import draw_rows, list_ranges
 from poprun.launch.launch import Launch
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 
 TITLE = "poprun topology"
 _LABEL_WIDTH = 11
@@ -22,7 +22,7 @@ class _Cell:
     replicas: int
 
 
-def draw_topology(places: Sequence[Place], columns: int | None = None) -> str:
+def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -> str:
     """The table as text, without a final newline.
 
     The layout is that of the original: a label column of 11, then one cell ` n ` per replica, as wide as the
@@ -52,7 +52,7 @@ def draw_topology(places: Sequence[Place], columns: int | None = None) -> str:
     return "\n".join([*lines, *legend])
 
 
-def _pieces(places: Sequence[Place], cell: int, columns: int | None) -> list[range]:
+def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> list[range]:
     """The replicas of each table: as many as fit, of whole instances where one fits."""
     total, each = places[-1].replicas.stop, len(places[0].replicas)
     most = total if columns is None else max(1, (columns - _LABEL_WIDTH - 2) // (cell + 1))
@@ -86,11 +86,11 @@ def _frame(rows: Sequence[tuple[str, Sequence[_Cell]]], width: int, cell: int) -
     return [*lines[:-1], f" {'-' * whole}"]
 
 
-def _host_of(place: Place) -> str:
+def _host_of(place: InstancePlace) -> str:
     return place.host
 
 
-def _spans(places: Sequence[Place], part: Callable[[Place], str]) -> list[tuple[str, int]]:
+def _spans(places: Sequence[InstancePlace], part: Callable[[InstancePlace], str]) -> list[tuple[str, int]]:
     """The hosts or domains in order, each with the number of its replicas."""
     counts: dict[str, int] = {}
     for place in places:
@@ -132,7 +132,7 @@ def describe_plan(launch: Launch, command: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _row(launch: Launch, place: Place) -> tuple[str, ...]:
+def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
     return (
         str(place.index),
         place.host,
@@ -144,7 +144,7 @@ def _row(launch: Launch, place: Place) -> tuple[str, ...]:
     )
 
 
-def _ipus(launch: Launch, place: Place) -> range:
+def _ipus(launch: Launch, place: InstancePlace) -> range:
     """The devices of an instance, counted over all replicas."""
     each = launch.settings.ipus_per_replica
     return range(place.replicas.start * each, place.replicas.stop * each)
@@ -172,7 +172,7 @@ def _assignments(variables: Mapping[str, str | None], is_wanted: Callable[[tuple
     return [f"  {name} (forwarded)" if value is None else f"  {name}={value}" for name, value in wanted]
 
 
-def _describe_instance(launch: Launch, place: Place) -> dict[str, object]:
+def _describe_instance(launch: Launch, place: InstancePlace) -> dict[str, object]:
     environment = launch.variables[place.index].every
     return {
         "index": place.index,

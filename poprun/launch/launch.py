@@ -8,7 +8,7 @@ from functools import cached_property
 from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 from poprun.launch.variables import InstanceVariables, instance_variables
 
 
@@ -31,7 +31,7 @@ class Launch:
 
     settings: LaunchSettings
     hosts: tuple[Host, ...]
-    places: tuple[Place, ...]
+    places: tuple[InstancePlace, ...]
     mpirun: str
     python: str
     extra: dict[str, str]

@@ -10,7 +10,7 @@ from poprun.hosts.this_machine import Core
 
 
 @dataclass(frozen=True)
-class Place:
+class InstancePlace:
     """Where one instance runs and what it drives.
 
     Attributes:
@@ -40,7 +40,7 @@ def place_instances(
     cores: Mapping[str, Sequence[Core]],
     devices: Sequence[int] = (),
     shares: Sequence[int] = (),
-) -> tuple[Place, ...]:
+) -> tuple[InstancePlace, ...]:
     """Place the instances of a job: blocks on the hosts, in the order of the hosts.
 
     Neighbouring instances are thus on one host wherever possible, and a ring over all of them crosses the link of
@@ -62,7 +62,7 @@ def place_instances(
     ]
     replicas, domains = settings.replicas_per_instance, settings.domains
     return tuple(
-        Place(
+        InstancePlace(
             index=index,
             host=located[index][0],
             local_index=located[index][1],

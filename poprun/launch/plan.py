@@ -143,7 +143,7 @@ def find_remote(
     # costs some milliseconds, needed only for other hosts
     from poprun.hosts.before_launch import Inspection, guess_network, inspect_hosts
     from poprun.hosts.host_facts import question_about
-    from poprun.hosts.interfaces import Network, parse_mask
+    from poprun.hosts.interfaces import HostNetwork, parse_mask
 
     if " " in mpirun and not settings.dry_run:
         raise PopRunError(
@@ -156,7 +156,7 @@ def find_remote(
     if settings.host_subnet is not None:
         parse_mask(settings.host_subnet)  # what is no network anywhere is refused by a dry run too
     if settings.dry_run or settings.skip_checks:
-        network = Network("", "", "")
+        network = HostNetwork("", "", "")
         with suppress(PopRunError) if settings.dry_run else nullcontext():
             network = guess_network([host.name for host in hosts], settings.host_subnet, environ)
     else:

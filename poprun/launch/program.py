@@ -13,7 +13,7 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 
 PACKAGES = ("popdist", "strategies", "collectives", "poprun")
 
@@ -139,7 +139,9 @@ def quote_words(words: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def check_sinks(settings: LaunchSettings, hosts: tuple[Host, ...], first: Place, environ: Mapping[str, str]) -> None:
+def check_sinks(
+    settings: LaunchSettings, hosts: tuple[Host, ...], first: InstancePlace, environ: Mapping[str, str]
+) -> None:
     """Refuse what instance 0 could not write, where it runs beside poprun; elsewhere it refuses that itself.
 
     Args:

@@ -20,7 +20,7 @@ from popdist.xla.sums import is_measured, right_sums_setting
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.vipu import PARTITION_VARIABLE
 from poprun.hosts.hosts import Host
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
@@ -42,7 +42,7 @@ class InstanceVariables:
 
 
 def instance_variables(
-    settings: LaunchSettings, places: Sequence[Place], extra: Mapping[str, str], forwarded: Sequence[str]
+    settings: LaunchSettings, places: Sequence[InstancePlace], extra: Mapping[str, str], forwarded: Sequence[str]
 ) -> tuple[InstanceVariables, ...]:
     """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all.
 
@@ -64,7 +64,7 @@ def instance_variables(
     return tuple(found)
 
 
-def popdist_variables(settings: LaunchSettings, place: Place) -> dict[str, str]:
+def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[str, str]:
     """The variables that describe one instance to its program, in the original's order; what is unset is left out."""
     variables = {
         TOTAL: str(settings.num_replicas),
@@ -165,7 +165,7 @@ def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) 
     return {ADDRESS: environ.get(ADDRESS) or address, PORT: environ.get(PORT) or str(port)}
 
 
-def rank_variables(place: Place, places: Sequence[Place]) -> dict[str, str]:
+def rank_variables(place: InstancePlace, places: Sequence[InstancePlace]) -> dict[str, str]:
     """Return what tells one instance its place among all of them, and among those of its host."""
     hosts = list(dict.fromkeys(other.host for other in places))
     node = str(hosts.index(place.host))

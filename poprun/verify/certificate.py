@@ -15,8 +15,19 @@ from poprun.cli.config import open_own, read_trusted
 from poprun.errors import PopRunError, UsageError
 from poprun.launch.program import quote_words
 from poprun.verify.hints import differing_facts
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
-from poprun.verify.words import Asked
+from poprun.verify.records import (
+    BATCH,
+    FINGERPRINT,
+    GRADIENTS,
+    METRICS,
+    PARTS,
+    START,
+    UPDATE,
+    Record,
+    RecordedProcess,
+    RecordedStep,
+)
+from poprun.verify.words import VerifyRequest
 
 FORMAT = 1
 SHORT_DIGITS = 8
@@ -68,7 +79,7 @@ class Certificate:
         return json.dumps({**content, _SEAL: _seal(content)}, indent=1)
 
 
-def certificate_of(asked: Asked, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
+def certificate_of(asked: VerifyRequest, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
     """The certificate of runs that were all equal to the first of them."""
     return Certificate(
         program=asked.line.program,
@@ -129,7 +140,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
         raise PopRunError(f"certificate {path} cannot be written: {error.strerror}; write it elsewhere") from None
 
 
-def asked_again(asked: Asked, certificate: Certificate) -> Asked:
+def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest:
     """What the user asks for, and what he does not say as in the certificate.
 
     Raises:
@@ -143,10 +154,10 @@ def asked_again(asked: Asked, certificate: Certificate) -> Asked:
         )
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in certificate.options.items()}
     values = {**options, **asked.line.values, "num-replicas": certificate.replicas}
-    return Asked(
+    return VerifyRequest(
         line=CommandLine(values, asked.line.program or certificate.program),
         spreads=asked.spreads or certificate.spreads,
-        transports=certificate.transports if asked.transports == Asked.transports else asked.transports,
+        transports=certificate.transports if asked.transports == VerifyRequest.transports else asked.transports,
         steps=certificate.steps if asked.steps is None else asked.steps,
         faults=asked.faults,
         resumes=asked.resumes,
@@ -156,7 +167,7 @@ def asked_again(asked: Asked, certificate: Certificate) -> Asked:
     )
 
 
-def describe_options_of(certificate: Certificate, asked: Asked) -> str:
+def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
     """What is run because the certificate says so, as words of a command; without what the user says himself."""
     words: list[str] = []
     for name, value in certificate.options.items():
@@ -186,7 +197,7 @@ def shortened(record: Record) -> Record:
     """The record with digests as short as those of certificates."""
     steps = {}
     for place, step in record.steps.items():
-        short = steps[place] = Step()
+        short = steps[place] = RecordedStep()
         for part in PARTS:
             for name, digests in step.parts.get(part, {}).items():
                 for digest, instances in digests.items():
@@ -198,13 +209,13 @@ def shortened(record: Record) -> Record:
 
 def _names(record: Record) -> list[dict[str, list[str]]]:
     """Of what digests are, for each training; those of its first step."""
-    trainings: dict[int, Step] = {}
+    trainings: dict[int, RecordedStep] = {}
     for (training, _), step in record.steps.items():
         trainings.setdefault(training, step)
     return [{part: list(step.parts.get(part, {})) for part in PARTS} for step in trainings.values()]
 
 
-def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
+def _as_json(place: tuple[int, int], step: RecordedStep) -> dict[str, Any]:
     digests = {
         part: [next(iter(found)) for found in step.parts.get(part, {}).values()]
         for part in (BATCH, GRADIENTS, METRICS, UPDATE)
@@ -216,9 +227,9 @@ def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
 def _from_json(content: dict[str, Any]) -> Certificate:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")
-    steps: dict[tuple[int, int], Step] = {}
+    steps: dict[tuple[int, int], RecordedStep] = {}
     for each in content["record"]:
-        step = steps[int(each["training"]), int(each["step"])] = Step()
+        step = steps[int(each["training"]), int(each["step"])] = RecordedStep()
         for part in PARTS:
             names = content["names"][each["training"]][part]
             digests = [each[FINGERPRINT]] if part == FINGERPRINT else each.get(part, ())
@@ -226,7 +237,9 @@ def _from_json(content: dict[str, Any]) -> Certificate:
                 step.add(part, name, str(digest), (0,))
     rest = {name: value for name, value in content.items() if name != _SEAL}
     facts = content["facts"]
-    process = [Process(0, 1, content["replicas"], "", "", {str(name): str(facts[0][name]) for name in facts[0]})]
+    process = [
+        RecordedProcess(0, 1, content["replicas"], "", "", {str(name): str(facts[0][name]) for name in facts[0]})
+    ]
     return Certificate(
         program=tuple(map(str, content["program"])),
         options=dict(content["options"]),

@@ -31,7 +31,7 @@ from poprun.verify.certificate import (
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
 from poprun.verify.differences import describe_metrics, explain
-from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table, result_of
+from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table, result_of
 from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
@@ -41,7 +41,7 @@ from poprun.verify.spreads import (
     run_to_resume,
     run_with_failure,
 )
-from poprun.verify.words import Asked, describe_verify, read_words
+from poprun.verify.words import VerifyRequest, describe_verify, read_words
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
@@ -82,7 +82,7 @@ def main(words: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def prepare(asked: Asked) -> tuple[tuple[int, ...], list[Run]]:
+def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
     """The spreads, and the runs without failures; nothing is started, and what is impossible refused.
 
     Raises:
@@ -117,7 +117,7 @@ def available_memory() -> int | None:
 
 
 @contextmanager
-def folder_for(asked: Asked) -> Iterator[Path]:
+def folder_for(asked: VerifyRequest) -> Iterator[Path]:
     """Where records go: a folder that is removed again, unless the user has named one."""
     if asked.record_dir is not None:
         try:
@@ -145,7 +145,7 @@ class Verification:
         against: a certificate to compare with.
     """
 
-    asked: Asked
+    asked: VerifyRequest
     spreads: Sequence[int]
     plain: Sequence[Run]
     laboratory: Laboratory
@@ -154,7 +154,7 @@ class Verification:
     def __post_init__(self) -> None:
         self._began_s = time.monotonic()
         self._running_s = 0.0
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RunOutcome] = []
 
     def run(self) -> int:
         """Make all runs and say what came of them."""
@@ -187,7 +187,7 @@ class Verification:
         return 0 if is_equal else 1
 
     @property
-    def _first(self) -> Outcome:
+    def _first(self) -> RunOutcome:
         return self._outcomes[0]
 
     def _make(self, run: Run) -> None:
@@ -205,7 +205,7 @@ class Verification:
         difference = first_difference(self._first.record, result.record) if self._outcomes else None
         difference = difference or first_inside(result.record)
         metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
-        self._outcomes.append(Outcome(run, result.record, result.exit_status, difference, metrics))
+        self._outcomes.append(RunOutcome(run, result.record, result.exit_status, difference, metrics))
         self._tell_progress(time.monotonic() - began_s)
 
     @property

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from popdist.records.recording import Question
 from poprun.errors import PopRunError
-from poprun.verify.comparison import STEPS, Difference, are_same, first_difference, first_inside
+from poprun.verify.comparison import STEPS, RunDifference, are_same, first_difference, first_inside
 from poprun.verify.hints import Evidence, hints
 from poprun.verify.records import FINGERPRINT, METRICS, Record
-from poprun.verify.report import Outcome, describe_difference, describe_units, name_place
+from poprun.verify.report import RunOutcome, describe_difference, describe_units, name_place
 from poprun.verify.running import Laboratory
 from poprun.verify.ulps import Distance, distance
 
@@ -31,7 +31,7 @@ class Repeated:
     note: str = ""
 
 
-def explain(laboratory: Laboratory, first: Outcome, outcome: Outcome, names: tuple[str, str]) -> str:
+def explain(laboratory: Laboratory, first: RunOutcome, outcome: RunOutcome, names: tuple[str, str]) -> str:
     """What differs between two runs, how much, and what to look at.
 
     Args:
@@ -52,7 +52,7 @@ def explain(laboratory: Laboratory, first: Outcome, outcome: Outcome, names: tup
     return f"{text}\n{_repetition(repeated, names, difference)}What to look at:\n{ways}"
 
 
-def _repeat(laboratory: Laboratory, one: Outcome, other: Outcome) -> Repeated:
+def _repeat(laboratory: Laboratory, one: RunOutcome, other: RunOutcome) -> Repeated:
     difference = other.difference
     assert difference is not None
     before = (one.record, other.record)
@@ -70,7 +70,7 @@ def _repeat(laboratory: Laboratory, one: Outcome, other: Outcome) -> Repeated:
     return Repeated((made[0], made[-1]), is_same)
 
 
-def _repetition(repeated: Repeated, names: tuple[str, str], difference: Difference) -> str:
+def _repetition(repeated: Repeated, names: tuple[str, str], difference: RunDifference) -> str:
     if repeated.is_same is None:
         return ""
     runs = names[1] if difference.is_inside else f"{names[0]} and {names[1]}"
@@ -79,7 +79,7 @@ def _repetition(repeated: Repeated, names: tuple[str, str], difference: Differen
     return f"Repeated, {runs} did not do the same again: it does not depend on the spread alone, if at all.\n"
 
 
-def _measure(difference: Difference, repeated: Repeated) -> tuple[list[tuple[str, Distance | str]], str]:
+def _measure(difference: RunDifference, repeated: Repeated) -> tuple[list[tuple[str, Distance | str]], str]:
     """How much differs, by name; and what there is to say about that."""
     names = [(name, "") for name in difference.names]
     if repeated.note or difference.part in (STEPS, FINGERPRINT):
@@ -92,7 +92,7 @@ def _measure(difference: Difference, repeated: Repeated) -> tuple[list[tuple[str
     return [(name, _distance(found, one, other, name)) for name in found.names], ""
 
 
-def _distance(difference: Difference, one: Record, other: Record, name: str) -> Distance | str:
+def _distance(difference: RunDifference, one: Record, other: Record, name: str) -> Distance | str:
     mine, theirs = (
         _value(record, difference, name, instance)
         for record, instance in zip((one, other), _instances_of(difference, one, other, name), strict=True)
@@ -104,7 +104,7 @@ def _distance(difference: Difference, one: Record, other: Record, name: str) -> 
     return distance(mine[0], mine[1], theirs[1]) or "other shapes"
 
 
-def _instances_of(difference: Difference, one: Record, other: Record, name: str) -> tuple[int, int]:
+def _instances_of(difference: RunDifference, one: Record, other: Record, name: str) -> tuple[int, int]:
     mine, theirs = (record.steps[difference.place].parts[difference.part].get(name, {}) for record in (one, other))
     if difference.is_inside:
         first, second = list(mine.values())[:2]
@@ -116,12 +116,12 @@ def _any_of(digests: dict[str, tuple[int, ...]]) -> int:
     return next((instances[0] for instances in digests.values()), 0)
 
 
-def _value(record: Record, difference: Difference, name: str, instance: int) -> tuple[str, bytes] | None:
+def _value(record: Record, difference: RunDifference, name: str, instance: int) -> tuple[str, bytes] | None:
     values = record.values.get((difference.part, instance))
     return values.read(name) if values is not None and name in values.places else None
 
 
-def describe_metrics(difference: Difference, one: Record, other: Record, run: str) -> str:
+def describe_metrics(difference: RunDifference, one: Record, other: Record, run: str) -> str:
     """Which metrics have other bits, and by how much; a note, because nothing is promised of them."""
     where = name_place(difference.place, difference.place[0] > 0)
     found = [f"{name} by {_metric_distance(difference, one, other, name)}" for name in difference.names]
@@ -131,7 +131,7 @@ def describe_metrics(difference: Difference, one: Record, other: Record, run: st
     )
 
 
-def _metric_distance(difference: Difference, one: Record, other: Record, name: str) -> str:
+def _metric_distance(difference: RunDifference, one: Record, other: Record, name: str) -> str:
     records = (other, other) if difference.is_inside else (one, other)
     texts = [
         next(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from popdist.records.recording import LOSS, OPTIMIZER, Question
-from poprun.verify.comparison import STEPS, Difference
-from poprun.verify.records import BATCH, GRADIENTS, START, UPDATE, Process, Record
+from poprun.verify.comparison import STEPS, RunDifference
+from poprun.verify.records import BATCH, GRADIENTS, START, UPDATE, Record, RecordedProcess
 
 _MOST_QUESTIONS = 6
 _PARTLY = "IPUHorovodStrategy"
@@ -40,7 +40,7 @@ class Evidence:
     is_repeatable: bool | None = None
 
 
-def hints(difference: Difference, evidence: Evidence) -> list[str]:
+def hints(difference: RunDifference, evidence: Evidence) -> list[str]:
     """What to look at, the most telling first."""
     return [
         *_of_processes(evidence),
@@ -59,7 +59,7 @@ def _of_processes(evidence: Evidence) -> Iterator[str]:
         yield f"{_PARTLY} adds up in an order of its own and promises closeness, not bits; use PopDistStrategy"
 
 
-def differing_facts(processes: Sequence[Process]) -> list[tuple[str, list[str]]]:
+def differing_facts(processes: Sequence[RecordedProcess]) -> list[tuple[str, list[str]]]:
     """What decides bits and is not the same for all of them; names that some do not know are left out."""
     names = dict.fromkeys(name for process in processes for name in process.facts)
     found = []
@@ -70,7 +70,7 @@ def differing_facts(processes: Sequence[Process]) -> list[tuple[str, list[str]]]
     return found
 
 
-def _of_random(difference: Difference, evidence: Evidence) -> Iterator[str]:
+def _of_random(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
     steps = [record.steps.get(difference.place) for record in (evidence.one, evidence.other)]
     used = [step.random if step is not None else {} for step in steps]
     for name in used[0] if used[0].keys() == used[1].keys() else {**used[0], **used[1]}:
@@ -81,7 +81,7 @@ def _of_random(difference: Difference, evidence: Evidence) -> Iterator[str]:
             )
 
 
-def _of_repetition(difference: Difference, evidence: Evidence) -> Iterator[str]:
+def _of_repetition(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
     if evidence.is_repeatable is not False:
         return
     yield "the program gives other bits each time, also with the same spread: something without a seed, or the time"
@@ -93,7 +93,7 @@ def _of_repetition(difference: Difference, evidence: Evidence) -> Iterator[str]:
         )
 
 
-def _of_questions(difference: Difference, evidence: Evidence) -> Iterator[str]:
+def _of_questions(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
     if evidence.is_repeatable is False:
         return
     asked = dict.fromkeys((*evidence.other.questions, *evidence.one.questions))
@@ -107,7 +107,7 @@ def _describe(question: Question) -> str:
     return f"the program asked which instance it is, or how many there are: {question.what} at {place}"
 
 
-def _general(difference: Difference) -> str:
+def _general(difference: RunDifference) -> str:
     if difference.part == START and difference.place[1] == 0:
         return _FIRST_START
     return _LOOK_AT.get(difference.part, _LOOK_AT[UPDATE])

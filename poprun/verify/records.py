@@ -23,7 +23,7 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
 """What is recorded of a step, in the order in which it comes to be."""
 
-Place = tuple[int, int]
+StepPlace = tuple[int, int]
 """A training of the program, and a step of it."""
 
 Digests = dict[str, dict[str, tuple[int, ...]]]
@@ -31,7 +31,7 @@ Digests = dict[str, dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Process:
+class RecordedProcess:
     """An instance that has recorded something.
 
     Attributes:
@@ -53,7 +53,7 @@ class Process:
     hashes_randomly: bool = False
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Process:
+    def of(cls, line: Mapping[str, Any]) -> RecordedProcess:
         """What such a line of a record says."""
         cpu = line["cpu"]
         facts = {
@@ -70,7 +70,7 @@ class Process:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """What all instances have recorded of a step.
 
     Attributes:
@@ -125,8 +125,8 @@ class Record:
         recording_s: how long the instance recorded that took longest.
     """
 
-    processes: tuple[Process, ...] = ()
-    steps: Mapping[Place, Step] = field(default_factory=dict)
+    processes: tuple[RecordedProcess, ...] = ()
+    steps: Mapping[StepPlace, RecordedStep] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
     checkpoints: tuple[str, ...] = ()
     values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Record:
         """After the last step; "" where there is none."""
         return list(self.steps.values())[-1].fingerprint if self.steps else ""
 
-    def steps_until(self, place: Place) -> int:
+    def steps_until(self, place: StepPlace) -> int:
         """How many steps a run makes that ends after this one; all where it has not made it."""
         places = list(self.steps)
         return places.index(place) + 1 if place in self.steps else len(places)
@@ -167,18 +167,18 @@ def record_files(folder: Path) -> list[Path]:
 
 def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> Record:
     """What these lines say together, each with the number of its instance."""
-    processes: dict[int, Process] = {}
+    processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
     values: dict[tuple[str, int], Values] = {}
     layouts: dict[tuple[int, int], Mapping[str, Any]] = {}
     before: dict[tuple[int, int], tuple[int, list[str]]] = {}
     recording_s: dict[int, float] = {}
-    steps: dict[Place, Step] = {}
+    steps: dict[StepPlace, RecordedStep] = {}
     for instance, line in lines:
         kind = line["kind"]
         if kind == recording.PROCESS:
-            processes.setdefault(instance, Process.of(line))
+            processes.setdefault(instance, RecordedProcess.of(line))
             before = {key: value for key, value in before.items() if key[0] != instance}
         elif kind == recording.QUESTION:
             questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
@@ -196,7 +196,7 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
             last = before.get((instance, place[0]))
             if start is None and last is not None and last[0] == place[1] - 1:
                 start = last[1]
-            _add_step(steps.setdefault(place, Step()), line, layout, start, instance)
+            _add_step(steps.setdefault(place, RecordedStep()), line, layout, start, instance)
             before[instance, place[0]] = place[1], line["variables"]
             recording_s[instance] = recording_s.get(instance, 0.0) + line["recording_s"]
     return Record(
@@ -210,7 +210,7 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
 
 
 def _add_step(
-    step: Step, line: Mapping[str, Any], layout: Mapping[str, Any], start: list[str] | None, instance: int
+    step: RecordedStep, line: Mapping[str, Any], layout: Mapping[str, Any], start: list[str] | None, instance: int
 ) -> None:
     own = (instance,)
     for part, digests in ((START, start or ()), (GRADIENTS, line["gradients"]), (UPDATE, line["variables"])):

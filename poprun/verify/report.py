@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poprun.cli.wording import count, draw_rows
-from poprun.verify.comparison import STEPS, Difference
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
+from poprun.verify.comparison import STEPS, RunDifference
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, StepPlace
 from poprun.verify.spreads import Run
 from poprun.verify.ulps import Distance
 
@@ -27,7 +27,7 @@ _ORDER = (BATCH, GRADIENTS, UPDATE)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What came of a run.
 
     Attributes:
@@ -41,8 +41,8 @@ class Outcome:
     run: Run
     record: Record
     exit_status: int = 0
-    difference: Difference | None = None
-    metrics: Difference | None = None
+    difference: RunDifference | None = None
+    metrics: RunDifference | None = None
 
     @property
     def is_well(self) -> bool:
@@ -50,7 +50,7 @@ class Outcome:
         return self.difference is None and self.exit_status == 0
 
 
-def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
+def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> str:
     """One row for each run, columns aligned, on a page of so many columns; None: as many as it takes."""
     has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
     rows = [_COLUMNS]
@@ -68,7 +68,7 @@ def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
     return draw_rows(rows, columns)
 
 
-def result_of(outcome: Outcome, number: int, has_trainings: bool) -> str:
+def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
     """Return what came of a run: whether it is equal to the first one, or from where on it is not.
 
     Args:
@@ -86,14 +86,14 @@ def result_of(outcome: Outcome, number: int, has_trainings: bool) -> str:
     return ", ".join(found) or ("first" if number == 1 else "equal")
 
 
-def name_place(place: Place, has_trainings: bool) -> str:
+def name_place(place: StepPlace, has_trainings: bool) -> str:
     """A step in words; steps and trainings are counted from 0."""
     training, step = place
     return f"step {step} of training {training}" if has_trainings else f"step {step}"
 
 
 def describe_difference(
-    difference: Difference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
+    difference: RunDifference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
 ) -> str:
     """What differs first between two runs, and by how much.
 
@@ -124,7 +124,7 @@ def describe_difference(
     return "\n".join(lines)
 
 
-def _words(difference: Difference) -> str:
+def _words(difference: RunDifference) -> str:
     if difference.part == START:
         return "first variables" if difference.place[1] == 0 else "variables, which changed since the step before"
     if difference.part == UPDATE:
@@ -146,7 +146,7 @@ def describe_units(ulps: int | None) -> str:
     return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
 
 
-def describe_success(outcomes: Sequence[Outcome]) -> str:
+def describe_success(outcomes: Sequence[RunOutcome]) -> str:
     """The last words where all is equal."""
     first = outcomes[0].record
     steps = count(len(first.steps), "step")

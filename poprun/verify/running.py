@@ -25,9 +25,9 @@ from poprun.launch.plan import find_hosts, plan_launch
 from poprun.launch.program import check_user
 from poprun.supervisor.job import run_job
 from poprun.supervisor.job_machine import INTERRUPTS
-from poprun.verify.records import Place, Record, read_record, record_files
+from poprun.verify.records import Record, StepPlace, read_record, record_files
 from poprun.verify.spreads import Run
-from poprun.verify.words import GRPC, RING, Asked
+from poprun.verify.words import GRPC, RING, VerifyRequest
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM
@@ -72,12 +72,12 @@ class Laboratory:
         leave_at: the step in which runs are stopped that are resumed.
     """
 
-    asked: Asked
+    asked: VerifyRequest
     folder: Path
     environ: Mapping[str, str]
     leave_at: int = 0
 
-    def make(self, run: Run, name: str, values_at: Place | None = None, steps: int | None = None) -> Result:
+    def make(self, run: Run, name: str, values_at: StepPlace | None = None, steps: int | None = None) -> Result:
         """Run the program once, or twice if it is stopped in between.
 
         Args:
@@ -122,7 +122,7 @@ class Laboratory:
         return ended.exit_status
 
 
-def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
+def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Launch:
     """Decide everything about a run; nothing is started.
 
     Raises:
@@ -141,7 +141,7 @@ def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
+def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
     """The settings of a run: what the user asked for, as far as it has such instances and hosts.
 
     Args:
@@ -170,7 +170,7 @@ def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProx
     return replace(settings, host=tuple(host.name for host in used), hostfile=None)
 
 
-def hosts_of(asked: Asked) -> tuple[Host, ...]:
+def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
     """All hosts that the user names, otherwise this machine; a run takes as many of them as divide its instances."""
     named = {name: value for name, value in asked.line.values.items() if name in ("host", "hostfile")}
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))

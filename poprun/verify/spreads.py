@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.verify.words import GRPC, MPI, SOME_FAULT, Asked, divisors
+from poprun.verify.words import GRPC, MPI, SOME_FAULT, VerifyRequest, divisors
 
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
@@ -69,7 +69,7 @@ def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple
     return tuple(fitting[round(number * last / (MOST_SPREADS - 1))] for number in range(MOST_SPREADS))
 
 
-def plain_runs(asked: Asked, spreads: Sequence[int]) -> list[Run]:
+def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
     """Those without failures; where they would be a single one, twice that: it shows whether it can be repeated."""
     runs = [
         Run(instances, asked.replicas, transport)
@@ -80,7 +80,7 @@ def plain_runs(asked: Asked, spreads: Sequence[int]) -> list[Run]:
     return runs * 2 if len(runs) == 1 and asked.against is None else runs
 
 
-def run_with_failure(asked: Asked, plain: Sequence[Run], steps: int) -> Run | None:
+def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> Run | None:
     """The run with a failure under shrink; None where none is wanted.
 
     Args:
@@ -101,7 +101,7 @@ def can_shrink(run: Run) -> bool:
     return run.instances > 1 and run.transport != GRPC
 
 
-def run_to_resume(asked: Asked, plain: Sequence[Run]) -> Run | None:
+def run_to_resume(asked: VerifyRequest, plain: Sequence[Run]) -> Run | None:
     """The run that is stopped and resumed on fewer instances, if there is such a spread; None where none is wanted."""
     if not asked.resumes:
         return None

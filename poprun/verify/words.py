@@ -66,7 +66,7 @@ usage: poprun verify --num-replicas R [options] program ...
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyRequest:
     """What the user wants to know.
 
     Attributes:
@@ -134,7 +134,7 @@ def describe_verify(columns: int = USUAL_COLUMNS) -> str:
     )
 
 
-def read_words(words: Sequence[str]) -> Asked | None:
+def read_words(words: Sequence[str]) -> VerifyRequest | None:
     """What the user asks for; None for `--help`.
 
     Raises:
@@ -152,7 +152,7 @@ def read_words(words: Sequence[str]) -> Asked | None:
             raise UsageError(f"--{name} is not for poprun verify: {way_out}")
     steps = own.get("steps")
     spreads = _numbers(str(own["spreads"])) if "spreads" in own else ()
-    return Asked(
+    return VerifyRequest(
         line=_with_replicas(rest, spreads) if "against" not in own else rest,
         spreads=spreads,
         transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),

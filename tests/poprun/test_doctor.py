@@ -12,8 +12,8 @@ from recorded_hosts import NETWORK, host
 
 from popdist.instance import this_host
 from poprun.doctor import (
-    Asked,
-    Report,
+    DoctorReport,
+    DoctorRequest,
     check_links,
     check_load,
     check_measurements,
@@ -26,11 +26,11 @@ from poprun.errors import UsageError
 from poprun.hosts.host_checks import Finding
 from poprun.hosts.host_facts import Interface
 from poprun.hosts.links import (
-    Clock,
-    Helper,
+    ClockOffset,
     HelperError,
     HostMeasurements,
-    Link,
+    LinkHelper,
+    MeasuredLink,
     all_reduce_bound_s,
     find_blocked,
     measure,
@@ -51,11 +51,11 @@ def _busy_machines_have_time(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        ([], Asked()),
-        (["--json"], Asked(as_json=True)),
-        (["--host", "a,b", "--host=c"], Asked(("a", "b", "c"))),
-        (["-H", "a", "--host-subnet", "eth0"], Asked(("a",), "eth0")),
-        (["--host-subnet=10.0.0.0/8"], Asked((), "10.0.0.0/8")),
+        ([], DoctorRequest()),
+        (["--json"], DoctorRequest(as_json=True)),
+        (["--host", "a,b", "--host=c"], DoctorRequest(("a", "b", "c"))),
+        (["-H", "a", "--host-subnet", "eth0"], DoctorRequest(("a",), "eth0")),
+        (["--host-subnet=10.0.0.0/8"], DoctorRequest((), "10.0.0.0/8")),
     ],
 )
 def test_the_command_line(words, asked):
@@ -83,7 +83,7 @@ def test_hosts_in_good_order_get_no_advice():
     ("found", "check", "fact"),
     [
         ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
-        ({"clock": Clock(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
+        ({"clock": ClockOffset(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
         ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no or other addresses for h0"),
         ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no or other addresses for h0"),
     ],
@@ -96,7 +96,7 @@ def test_what_works_but_badly_gets_advice(found, check, fact):
 
 
 def test_a_clock_that_cannot_be_read_exactly_is_not_blamed():
-    measured = [HostMeasurements("h1", clock=Clock(3.0, 2.9), addresses=KNOWN)]
+    measured = [HostMeasurements("h1", clock=ClockOffset(3.0, 2.9), addresses=KNOWN)]
     assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
 
 
@@ -120,7 +120,7 @@ def test_a_busy_host_is_worth_a_hint():
 
 
 def test_the_slowest_link_bounds_an_all_reduce():
-    links = [Link("h0", "h1", 1e-3, 50e6), Link("h1", "h0", 2e-3, 25e6)]
+    links = [MeasuredLink("h0", "h1", 1e-3, 50e6), MeasuredLink("h1", "h0", 2e-3, 25e6)]
     assert all_reduce_bound_s(links, 25_000_000) == 1.0
     lines = [each.fact for each in check_links(links)]
     assert lines == [
@@ -131,7 +131,7 @@ def test_the_slowest_link_bounds_an_all_reduce():
 
 
 def test_a_link_that_carries_nothing_is_a_fault_and_there_is_no_bound():
-    (finding,) = check_links([Link("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
+    (finding,) = check_links([MeasuredLink("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
     assert finding.is_fault
     assert "let all TCP ports pass" in finding.way_out
 
@@ -184,8 +184,8 @@ def test_on_a_narrow_page_the_way_out_stands_below_the_result(columns):
 
 
 def test_advice_is_no_fault():
-    assert Report((Finding("load", "h0", "load 9", "others compute there"),)).is_well
-    assert not Report((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
+    assert DoctorReport((Finding("load", "h0", "load 9", "others compute there"),)).is_well
+    assert not DoctorReport((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
 
 
 def test_two_helpers_measure_the_link_between_them():
@@ -208,7 +208,7 @@ def test_a_link_to_an_address_that_nobody_has_is_a_fault():
 
 
 def test_a_helper_that_cannot_start_says_why():
-    with Helper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
+    with LinkHelper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
         helper.ask("clock", limit_s=60)
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from recorded_hosts import NETWORK, VERSIONS, host
 
-from poprun.hosts.host_checks import COPY_IT, Wanted, faults_of, findings_of, warnings_of
-from poprun.hosts.host_facts import Fault, HostFacts, Interface, facts_from
+from poprun.hosts.host_checks import COPY_IT, HostNeeds, faults_of, findings_of, warnings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, Interface, facts_from
 
 
-def wanted(instances: int = 2, **changes) -> Wanted:
-    plain = Wanted(host(0), "python", {"h0": instances, "h1": instances}, NETWORK)
+def wanted(instances: int = 2, **changes) -> HostNeeds:
+    plain = HostNeeds(host(0), "python", {"h0": instances, "h1": instances}, NETWORK)
     return replace(plain, **changes)
 
 
-def faults(other: HostFacts | Fault, **changes) -> list[str]:
+def faults(other: HostFacts | HostFault, **changes) -> list[str]:
     return faults_of({"h0": host(0), "h1": other}, wanted(**changes))
 
 
@@ -28,7 +28,7 @@ def test_nothing_is_said_about_hosts_in_good_order():
 
 
 def test_a_host_that_does_not_answer_is_named_with_the_words_of_ssh():
-    fault = Fault("h1", "ssh: connect to host h1 port 22: Connection refused", "start sshd there")
+    fault = HostFault("h1", "ssh: connect to host h1 port 22: Connection refused", "start sshd there")
     assert faults(fault) == ["host h1: ssh: connect to host h1 port 22: Connection refused; start sshd there"]
 
 
@@ -149,7 +149,7 @@ def test_every_fault_of_every_host_is_one_line():
     broken = host(
         1, program="", program_fault="missing", has_directory=False, versions=VERSIONS | {"jax": "1", "numpy": "1"}
     )
-    lines = faults_of({"h0": host(0), "h1": broken, "h2": Fault("h2", "is down", "start it")}, wanted())
+    lines = faults_of({"h0": host(0), "h1": broken, "h2": HostFault("h2", "is down", "start it")}, wanted())
     assert len(lines) == 5
     assert all(line.startswith(("host h1: ", "host h2: ")) and "\n" not in line for line in lines)
 

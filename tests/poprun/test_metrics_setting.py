@@ -9,12 +9,12 @@ import pytest
 from poprun.cli.command_line import read_command_line, settings_from
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 from poprun.launch.program import check_sinks
 from poprun.launch.variables import job_variables
 
 HERE = Host("here", is_this_machine=True)
-FIRST = Place(0, "here", 0, range(1))
+FIRST = InstancePlace(0, "here", 0, range(1))
 
 
 def settings(text, environ=None, program="train.py"):
@@ -56,7 +56,7 @@ def test_what_cannot_be_written_is_refused_where_instance_0_is_to_run(tmp_path):
     asked = settings(f"--metrics csv:{tmp_path}")
     with pytest.raises(UsageError, match=f"^--metrics csv:{tmp_path}: it is a folder; write csv:FILE$"):
         check_sinks(asked, (HERE,), FIRST, {})
-    check_sinks(asked, (Host("there"), HERE), Place(0, "there", 0, range(1)), {})
+    check_sinks(asked, (Host("there"), HERE), InstancePlace(0, "there", 0, range(1)), {})
 
 
 def test_an_address_in_use_is_refused():

@@ -8,7 +8,7 @@ from poprun.agent.guard import parse_cpus
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import list_ranges
 from poprun.hosts.this_machine import Core, usable_cores
-from poprun.launch.placement import Place, deal_cores, deal_sockets, divide_cores, place_instances
+from poprun.launch.placement import InstancePlace, deal_cores, deal_sockets, divide_cores, place_instances
 
 
 def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:
@@ -30,7 +30,7 @@ def settings(instances: int, replicas: int | None = None, **others) -> LaunchSet
     return LaunchSettings(program=("p",), num_instances=instances, num_replicas=replicas or instances, **others)
 
 
-def place(settings: LaunchSettings, cores: list[Core], hosts: str = "h", **others) -> tuple[Place, ...]:
+def place(settings: LaunchSettings, cores: list[Core], hosts: str = "h", **others) -> tuple[InstancePlace, ...]:
     return place_instances(settings, list(hosts), dict.fromkeys(hosts, cores), **others)
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from poprun.launch.display import draw_topology
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
 
 
-def places(instances: int, replicas: int, host: str) -> list[Place]:
+def places(instances: int, replicas: int, host: str) -> list[InstancePlace]:
     local = replicas // instances
-    return [Place(i, host, i, range(i * local, (i + 1) * local)) for i in range(instances)]
+    return [InstancePlace(i, host, i, range(i * local, (i + 1) * local)) for i in range(instances)]
 
 
 def test_the_first_public_sample():
@@ -66,7 +66,7 @@ def test_tables_are_cut_between_instances_where_one_fits():
 
 
 def test_hosts_span_their_replicas():
-    two_hosts = [Place(0, "a", 0, range(0, 2)), Place(1, "b", 0, range(2, 4))]
+    two_hosts = [InstancePlace(0, "a", 0, range(0, 2)), InstancePlace(1, "b", 0, range(2, 4))]
     assert draw_topology(two_hosts).splitlines()[3] == "| hosts     |   a   |   b   |"
 
 
@@ -76,10 +76,12 @@ def test_a_host_whose_name_is_too_long_is_explained_below():
     assert lines[-1] == " [0] = node"
 
 
-def many(instances: int, replicas: int, hosts: list[str], domains: int = 1) -> list[Place]:
+def many(instances: int, replicas: int, hosts: list[str], domains: int = 1) -> list[InstancePlace]:
     local, share = replicas // instances, instances // len(hosts)
     return [
-        Place(i, hosts[i // share], i % share, range(i * local, (i + 1) * local), domain=i * domains // instances)
+        InstancePlace(
+            i, hosts[i // share], i % share, range(i * local, (i + 1) * local), domain=i * domains // instances
+        )
         for i in range(instances)
     ]
 
@@ -107,14 +109,22 @@ def test_domains_may_lie_across_hosts():
 
 
 def test_only_the_hosts_whose_names_are_too_long_are_explained():
-    uneven = [Place(0, "abcd", 0, range(0, 1)), Place(1, "a-long-name", 0, range(1, 2)), Place(2, "c", 0, range(2, 3))]
+    uneven = [
+        InstancePlace(0, "abcd", 0, range(0, 1)),
+        InstancePlace(1, "a-long-name", 0, range(1, 2)),
+        InstancePlace(2, "c", 0, range(2, 3)),
+    ]
     lines = draw_topology(uneven).splitlines()
     assert lines[3] == "| hosts     |[0]|[1]| c |"
     assert lines[-2:] == [" [0] = abcd", " [1] = a-long-name"]
 
 
 def test_a_name_may_fill_its_span():
-    hosts = [Place(0, "vm", 0, range(0, 1)), Place(1, "abc", 0, range(1, 2)), Place(2, "abcdefg", 0, range(2, 4))]
+    hosts = [
+        InstancePlace(0, "vm", 0, range(0, 1)),
+        InstancePlace(1, "abc", 0, range(1, 2)),
+        InstancePlace(2, "abcdefg", 0, range(2, 4)),
+    ]
     lines = draw_topology(hosts).splitlines()
     assert lines[3] == "| hosts     |vm |abc|abcdefg|"
     assert len(lines) == 11

@@ -7,14 +7,14 @@ import pytest
 from poprun.cli.command_line import CommandLine
 from poprun.verify.running import hosts_of, settings_of
 from poprun.verify.spreads import Run, choose_spreads, plain_runs, run_to_resume, run_with_failure
-from poprun.verify.words import Asked
+from poprun.verify.words import VerifyRequest
 
 GIB = 1 << 30
 
 
-def asked(replicas: int = 8, **options) -> Asked:
+def asked(replicas: int = 8, **options) -> VerifyRequest:
     values = {"num-replicas": replicas, **options.pop("values", {})}
-    return Asked(CommandLine(values, ("python", "train.py")), **options)
+    return VerifyRequest(CommandLine(values, ("python", "train.py")), **options)
 
 
 @pytest.mark.parametrize(
