@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.config import check_export, export_config, import_config
-from poprun.cli.help import describe_options
+from poprun.cli.help import describe_options, describe_version
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.notes import note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.cli.settings import SummaryAsked
@@ -71,8 +71,6 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         show(describe_options(columns_of(environ) or USUAL_COLUMNS, with_rare=bool(line.values.get("help-all"))))
         return 0
     if line.values.get("version"):
-        from poprun.version import describe_version  # reads the metadata of every package
-
         show(describe_version(str(line.values.get("version-format", "text"))))
         return 0
     if "import-config" in line.values:

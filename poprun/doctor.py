@@ -18,10 +18,10 @@ from poprun.cli.log import show
 from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, wrap
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import find_allocation
-from poprun.hosts.before_launch import LET_PASS, addresses_in, find_network, with_this_machine
 from poprun.hosts.host_checks import Finding, HostNeeds, findings_of
 from poprun.hosts.host_facts import HostFacts, HostFault, question_about
 from poprun.hosts.hosts import parse_hosts
+from poprun.hosts.inspection import LET_PASS, addresses_in, find_network, with_this_machine
 from poprun.hosts.interfaces import HostNetwork
 from poprun.hosts.links import Blocked, HostMeasurements, MeasuredLink, all_reduce_bound_s, find_blocked, measure
 from poprun.hosts.ssh import by_hand, ssh_words, user_arguments

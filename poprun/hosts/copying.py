@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poprun.cli.wording import count, cut_off
-from poprun.hosts.environment_trees import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
-from poprun.hosts.errands import Errand, ErrandResult
+from poprun.hosts.host_commands import CommandResult, HostCommand
+from poprun.hosts.python_environment import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
 
 OPTION = "--synchronise-python-venv"
@@ -139,7 +139,7 @@ def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Folde
     return claim if ["end"] in words or claim.foreign or claim.missing else None
 
 
-def claim_faults(host: str, claim: FolderClaim | None, ended: ErrandResult, late: str) -> list[str]:
+def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, late: str) -> list[str]:
     """Why a host cannot get the environment: a line for each reason.
 
     Args:
@@ -177,7 +177,7 @@ def plan_copies(
     return [Copy(host, tree, claim.has_rsync) for tree in trees if tree is not None]
 
 
-def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
+def copy_command(copy: Copy, ssh: Sequence[str]) -> HostCommand:
     """The command that copies a tree.
 
     rsync removes what is not here any more, in the tree's own folders only. tar removes nothing.
@@ -190,16 +190,16 @@ def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
         filters = [f"--filter=-p {name}" for name in LEFT_OUT] + [f"--filter=H {TOKEN_PREFIX}*"]
         sources = [f"{root}/{name}" for name in copy.tree.names] or [f"{root}/"]
         options = [*filters, f"--exclude={MARKER}", "-e", shlex.join(ssh)]
-        return Errand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
+        return HostCommand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
     omitted = [f"--exclude={name}" for name in (*LEFT_OUT, MARKER, f"{TOKEN_PREFIX}*")]
     words = ["tar", *omitted, "-cf", "-", "--", *(copy.tree.names or ["."])]
     # tar itself, in `-C`, takes backslashes for more than that. 1: a file has changed meanwhile
     feeder = ("sh", "-c", 'cd "$1" && shift && { "$@" || [ $? = 1 ]; }', "sh", root, *words)
     unpack = ["sh", "-c", 'cd "$1" && LC_ALL=C exec tar -xpof -', "sh", root]
-    return Errand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
+    return HostCommand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
 
 
-def has_lost_reason(copy: Copy, ended: ErrandResult) -> bool:
+def has_lost_reason(copy: Copy, ended: CommandResult) -> bool:
     """Whether rsync has failed to read or write files, but the reason has not come through."""
     return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
 
@@ -215,14 +215,14 @@ head -c {_PROBED_BYTES} /dev/zero >"$file"
 """
 
 
-def copy_fault(copy: Copy, ended: ErrandResult, late: str) -> str | None:
+def copy_fault(copy: Copy, ended: CommandResult, late: str) -> str | None:
     """The line about a copy that failed; None if it did not."""
     if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
         return None
     return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
 
 
-def describe_copy(copy: Copy, ended: ErrandResult) -> str:
+def describe_copy(copy: Copy, ended: CommandResult) -> str:
     """The line about a copy that succeeded."""
     if not copy.uses_rsync:
         return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
@@ -252,7 +252,7 @@ def _without(tree: Tree, needed: set[Path]) -> Tree | None:
     return Tree(tree.root, names) if names else None
 
 
-def _complain(host: str, ended: ErrandResult, late: str) -> str:
+def _complain(host: str, ended: CommandResult, late: str) -> str:
     """Fact and way out of a command that has failed; the fact is in its own words."""
     complaint = _reason(ended.err)
     if ended.status is None:

@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any
 
 from poprun.hosts.link_script import MARK
-from poprun.hosts.own_text import words_for
-from poprun.hosts.ssh import last_line, remote_words
+from poprun.hosts.ssh import last_line, program_words, remote_words
 from poprun.hosts.this_machine import is_this_machine
+
+LinkAnswer = dict[str, Any]
+"""A JSON object that `link_script.py` prints; its keys depend on the command."""
 
 CONNECT_LIMIT_S = 2.0
 DURATION_S = 0.3
@@ -47,7 +49,7 @@ class LinkHelper:
     def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
         self.host = host
         program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
-        command = words_for(python, program)
+        command = program_words(python, program)
         self._process = subprocess.Popen(
             command if is_this_machine(host) else remote_words(ssh, host, command),
             stdin=subprocess.PIPE,
@@ -77,7 +79,7 @@ class LinkHelper:
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> dict[str, Any]:
+    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> LinkAnswer:
         """Have a command done there.
 
         Raises:
@@ -88,7 +90,7 @@ class LinkHelper:
         while True:
             line = self._read_line(deadline_s, limit_s).decode(errors="replace")
             if line.startswith(MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                answer: LinkAnswer = json.loads(line.removeprefix(MARK))
                 return answer
 
     def _tell(self, data: bytes) -> None:

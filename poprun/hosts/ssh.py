@@ -1,4 +1,4 @@
-"""How poprun calls ssh, and what to do about ssh's own complaints."""
+"""The words with which poprun runs commands on other hosts, and the ways out of ssh's complaints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--export=ALL", "--nodes=1
 
 After `sbatch --export=NONE` steps would find no variables at all, not even PATH.
 """
+
+_BOOTSTRAP = (
+    "import hashlib, sys; text = sys.stdin.buffer.read({nbytes}); "
+    "hashlib.sha256(text).hexdigest() == '{digest}' or "
+    "sys.exit('what came through standard input is not the program of poprun: look for what reads or writes there, "
+    "such as a start-up file of the shell'); exec(text)"
+)
 
 _CHANGED = "identification has changed"  # long before the last line, which is that of a key that is not known
 _WAYS_OUT = {
@@ -109,3 +116,20 @@ def remote_words(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[
     if ssh[0] == SRUN[0]:
         return [*ssh, f"--nodelist={host}", "sh", "-c", shlex.join(command)]
     return [*ssh, "--", host, shlex.join(command)]
+
+
+def program_words(python: str, program: bytes) -> tuple[str, ...]:
+    """Return the words that run a program of ours on a host, where nothing of ours is installed.
+
+    The program is the first part of standard input, and nothing else is run.
+
+    The words have its length and digest, so text that somebody else has put there, or taken away, is refused.
+
+    Args:
+        python: the interpreter on that host.
+        program: the text, which comes through standard input.
+    """
+    import hashlib  # costs some milliseconds, needed only where hosts are asked
+
+    code = _BOOTSTRAP.format(nbytes=len(program), digest=hashlib.sha256(program).hexdigest())
+    return (python, "-I", "-u", "-c", code)

@@ -16,7 +16,7 @@ from pathlib import Path
 from poprun.cli.log import Log
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
-from poprun.hosts.errands import Errand, ErrandResult, run_errands, shell_errands
+from poprun.hosts.host_commands import CommandResult, HostCommand, run_commands, shell_commands
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, ssh_words, user_arguments, way_out_of
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
@@ -144,7 +144,7 @@ def read_known_hosts(found: str) -> list[str]:
     return [" ".join(words[1:3]) for words in lines if len(words) > 2]
 
 
-def fault_of(host: str, ended: ErrandResult, limit_s: float, has_terminal: bool) -> str:
+def fault_of(host: str, ended: CommandResult, limit_s: float, has_terminal: bool) -> str:
     """Why a key could not be installed on a host.
 
     Args:
@@ -217,22 +217,22 @@ def _introduce(targets: Mapping[str, Target], environ: Mapping[str, str], log: L
         log.info(f"host {host}: {count(each.out.count(_ADDED), 'host key')} added to those that it knows")
 
 
-def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> list[ErrandResult]:
-    errands = {number: Errand(tuple(words)) for number, words in enumerate(commands)}
-    ended = dict(run_errands(errands, environ, _LOCAL_LIMIT_S))
-    return [ended[number] for number in errands]
+def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> list[CommandResult]:
+    numbered = {number: HostCommand(tuple(words)) for number, words in enumerate(commands)}
+    ended = dict(run_commands(numbered, environ, _LOCAL_LIMIT_S))
+    return [ended[number] for number in numbered]
 
 
-def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, ErrandResult]:
+def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, CommandResult]:
     """Have hosts run shell programs: one host first, so that the others need not write where they share its home."""
-    errands = shell_errands(scripts, (*ssh_words(environ), "-o", "ControlPath=none"))
-    ended: dict[str, ErrandResult] = {}
-    for group in (list(errands)[:1], list(errands)[1:]):
-        ended |= run_errands({host: errands[host] for host in group}, environ, limit_from(environ))
+    commands = shell_commands(scripts, (*ssh_words(environ), "-o", "ControlPath=none"))
+    ended: dict[str, CommandResult] = {}
+    for group in (list(commands)[:1], list(commands)[1:]):
+        ended |= run_commands({host: commands[host] for host in group}, environ, limit_from(environ))
     return {host: ended[host] for host in scripts}
 
 
-def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> ErrandResult:
+def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> CommandResult:
     """The same while ssh may ask on the terminal; its messages go there too."""
     import subprocess  # costs some milliseconds, seldom needed
 
@@ -243,8 +243,8 @@ def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> ErrandR
             words, input=script, stdout=subprocess.PIPE, text=True, timeout=PASSWORD_LIMIT_S, check=False, env=environ
         )
     except subprocess.TimeoutExpired:
-        return ErrandResult(SSH_FAILED, "", "", PASSWORD_LIMIT_S)
-    return ErrandResult(done.returncode, done.stdout, "", 0.0)
+        return CommandResult(SSH_FAILED, "", "", PASSWORD_LIMIT_S)
+    return CommandResult(done.returncode, done.stdout, "", 0.0)
 
 
 def _has_terminal() -> bool:

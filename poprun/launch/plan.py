@@ -126,7 +126,7 @@ def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapp
 
         distribute_key(others, environ, log)
     if settings.synchronise_python_venv and not settings.dry_run:
-        from poprun.hosts.environment_trees import this_environment
+        from poprun.hosts.python_environment import this_environment
         from poprun.hosts.synchronise import synchronise
 
         synchronise(others, this_environment(), environ, log)
@@ -141,8 +141,8 @@ def find_remote(
         PopRunError: a host does not fit the job; one line for each fault.
     """
     # costs some milliseconds, needed only for other hosts
-    from poprun.hosts.before_launch import Inspection, guess_network, inspect_hosts
     from poprun.hosts.host_facts import question_about
+    from poprun.hosts.inspection import Inspection, guess_network, inspect_hosts
     from poprun.hosts.interfaces import HostNetwork, parse_mask
 
     if " " in mpirun and not settings.dry_run:
@@ -187,7 +187,7 @@ def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
         sys.executable,
         "-I",
         "-S",
-        str(Path(__file__).parents[1] / "hosts" / "daemon.py"),
+        str(Path(__file__).parents[1] / "hosts" / "slurm_daemon.py"),
         str(Path(mpirun).with_name("prted")),
     )
     return words if Path(words[-1]).is_file() and not any(" " in word for word in words) else ()

@@ -14,7 +14,7 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
-from poprun.hosts.errands import Errand, run_errands
+from poprun.hosts.host_commands import HostCommand, run_commands
 from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
@@ -115,11 +115,11 @@ class Restarts:
             return set()
         shell = last.remote.shell
         asked = {
-            host.name: Errand(tuple(remote_words(shell, host.name, ["true"])))
+            host.name: HostCommand(tuple(remote_words(shell, host.name, ["true"])))
             for host in hosts
             if not host.is_this_machine
         }
-        ends = run_errands(asked, self._environ, limit_from(self._environ))
+        ends = run_commands(asked, self._environ, limit_from(self._environ))
         return {host for host, end in ends if end.status != 0}
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from poprun.cli.command_line import CommandLine
 from poprun.cli.config import open_own, read_trusted
 from poprun.errors import PopRunError, UsageError
 from poprun.launch.program import quote_words
-from poprun.verify.hints import differing_facts
+from poprun.verify.explanation import differing_facts
+from poprun.verify.options import VerifyRequest
 from poprun.verify.records import (
     BATCH,
     FINGERPRINT,
@@ -23,11 +23,11 @@ from poprun.verify.records import (
     PARTS,
     START,
     UPDATE,
+    JsonObject,
     Record,
     RecordedProcess,
     RecordedStep,
 )
-from poprun.verify.words import VerifyRequest
 
 FORMAT = 1
 SHORT_DIGITS = 8
@@ -52,7 +52,7 @@ class Certificate:
     """
 
     program: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: JsonObject
     replicas: int
     steps: int | None
     spreads: tuple[int, ...]
@@ -215,7 +215,7 @@ def _names(record: Record) -> list[dict[str, list[str]]]:
     return [{part: list(step.parts.get(part, {})) for part in PARTS} for step in trainings.values()]
 
 
-def _as_json(place: tuple[int, int], step: RecordedStep) -> dict[str, Any]:
+def _as_json(place: tuple[int, int], step: RecordedStep) -> JsonObject:
     digests = {
         part: [next(iter(found)) for found in step.parts.get(part, {}).values()]
         for part in (BATCH, GRADIENTS, METRICS, UPDATE)
@@ -224,7 +224,7 @@ def _as_json(place: tuple[int, int], step: RecordedStep) -> dict[str, Any]:
     return {"training": place[0], "step": place[1], FINGERPRINT: step.fingerprint, **first, **digests}
 
 
-def _from_json(content: dict[str, Any]) -> Certificate:
+def _from_json(content: JsonObject) -> Certificate:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")
     steps: dict[tuple[int, int], RecordedStep] = {}
@@ -253,6 +253,6 @@ def _from_json(content: dict[str, Any]) -> Certificate:
     )
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def _seal(content: JsonObject) -> str:
     """Against accidents; whoever wants to can make another one."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

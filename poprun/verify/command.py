@@ -30,7 +30,8 @@ from poprun.verify.certificate import (
     write_certificate,
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
-from poprun.verify.differences import describe_metrics, explain
+from poprun.verify.explanation import describe_metrics, explain
+from poprun.verify.options import VerifyRequest, describe_verify, read_words
 from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table, result_of
 from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
@@ -41,7 +42,6 @@ from poprun.verify.spreads import (
     run_to_resume,
     run_with_failure,
 )
-from poprun.verify.words import VerifyRequest, describe_verify, read_words
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left

@@ -12,6 +12,9 @@ from popdist.records import recording
 from popdist.records.recording import Question
 from poprun.errors import PopRunError
 
+JsonObject = Mapping[str, Any]
+"""A line of a record, or a part of a certificate: values as JSON has them."""
+
 START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "start",
     "batch",
@@ -53,7 +56,7 @@ class RecordedProcess:
     hashes_randomly: bool = False
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> RecordedProcess:
+    def of(cls, line: JsonObject) -> RecordedProcess:
         """What such a line of a record says."""
         cpu = line["cpu"]
         facts = {
@@ -153,7 +156,7 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
     Raises:
         PopRunError: a file cannot be read.
     """
-    lines: list[tuple[int, dict[str, Any]]] = []
+    lines: list[tuple[int, JsonObject]] = []
     for path in record_files(folder):
         if path not in but:
             lines += _with_instance(_lines_of(path))
@@ -165,13 +168,13 @@ def record_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> Record:
+def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
     """What these lines say together, each with the number of its instance."""
     processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
     values: dict[tuple[str, int], Values] = {}
-    layouts: dict[tuple[int, int], Mapping[str, Any]] = {}
+    layouts: dict[tuple[int, int], JsonObject] = {}
     before: dict[tuple[int, int], tuple[int, list[str]]] = {}
     recording_s: dict[int, float] = {}
     steps: dict[StepPlace, RecordedStep] = {}
@@ -209,9 +212,7 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
     )
 
 
-def _add_step(
-    step: RecordedStep, line: Mapping[str, Any], layout: Mapping[str, Any], start: list[str] | None, instance: int
-) -> None:
+def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: list[str] | None, instance: int) -> None:
     own = (instance,)
     for part, digests in ((START, start or ()), (GRADIENTS, line["gradients"]), (UPDATE, line["variables"])):
         for name, digest in zip(layout["variables"], digests, strict=False):
@@ -227,13 +228,13 @@ def _add_step(
         step.random.setdefault(name, set()).add(state)
 
 
-def _with_instance(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
     """Each line with the number that its process had at first."""
     instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
     return [(instance, line) for line in lines]
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
+def _lines_of(path: Path) -> list[JsonObject]:
     """All lines but the last one if it was not completed, because its instance was killed."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()

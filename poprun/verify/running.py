@@ -25,9 +25,9 @@ from poprun.launch.plan import find_hosts, plan_launch
 from poprun.launch.program import check_user
 from poprun.supervisor.job import run_job
 from poprun.supervisor.job_machine import INTERRUPTS
+from poprun.verify.options import GRPC, RING, VerifyRequest
 from poprun.verify.records import Record, StepPlace, read_record, record_files
 from poprun.verify.spreads import Run
-from poprun.verify.words import GRPC, RING, VerifyRequest
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.verify.words import GRPC, MPI, SOME_FAULT, VerifyRequest, divisors
+from poprun.verify.options import GRPC, MPI, SOME_FAULT, VerifyRequest, divisors
 
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4

@@ -75,7 +75,7 @@ IN_POPRUN = (
     ),
     Fault(
         name="the size of a file does not count where environments are compared",
-        path="poprun/hosts/environment_trees.py",
+        path="poprun/hosts/python_environment.py",
         old="state.st_size, state.st_mtime_ns",
         new="state.st_mtime_ns",
         caught_by=("tests/poprun/test_synchronise.py::TestDigest::test_a_size_counts_where_the_time_is_the_same",),

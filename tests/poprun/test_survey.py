@@ -18,8 +18,7 @@ from poprun.errors import UsageError
 from poprun.hosts import survey_script
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from, question_about
 from poprun.hosts.ssh import name_behind, remote_words, ssh_words, way_out_of
-from poprun.hosts.survey import limit_from, survey
-from poprun.hosts.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
+from poprun.hosts.survey import LONGEST_AGE_S, SurveyCache, cache_folder, limit_from, stamp_of, survey
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 
 LIMIT_S = 60.0
@@ -130,7 +129,7 @@ def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monke
     pids = tmp_path / "pids"
     late = pretend(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait")
     clock = SimpleNamespace(monotonic=lambda: 9.0 * pids.exists(), sleep=time.sleep)
-    monkeypatch.setattr("poprun.hosts.errands.time", clock)
+    monkeypatch.setattr("poprun.hosts.host_commands.time", clock)
     fault = survey(["far"], question, late, 2.5)["far"]
     assert isinstance(fault, HostFault)
     assert fault.fact == "did not answer within 2.5 s"
@@ -153,7 +152,7 @@ def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_
             seen.touch()
         return 3.0
 
-    monkeypatch.setattr("poprun.hosts.errands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
+    monkeypatch.setattr("poprun.hosts.host_commands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
     busy = pretend(f'touch {started}; until [ -e {seen} ]; do sleep 0.01; done; eval "$3"')
     assert isinstance(survey(["far"], question, busy)["far"], HostFacts)
     [line] = capfd.readouterr().err.splitlines()

@@ -16,7 +16,7 @@ from poprun.hosts.copying import (
     FolderClaim,
     claim_faults,
     claim_script,
-    copy_errand,
+    copy_command,
     copy_fault,
     describe_copy,
     has_lost_reason,
@@ -25,8 +25,8 @@ from poprun.hosts.copying import (
     read_claim,
     release_script,
 )
-from poprun.hosts.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
-from poprun.hosts.errands import ErrandResult
+from poprun.hosts.host_commands import CommandResult
+from poprun.hosts.python_environment import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
 from poprun.hosts.synchronise import synchronise
 
 TOKEN = ".popdist-synchronise-1"
@@ -36,7 +36,7 @@ ENV = PythonEnvironment((Tree(Path("/e")), Tree(Path("/p"), ("a", "b"))), (Path(
 
 
 def ended(status, err="", out=""):
-    return ErrandResult(status, out, err, 1.5)
+    return CommandResult(status, out, err, 1.5)
 
 
 def ask(environment, has_rsync=False):
@@ -261,16 +261,16 @@ class TestOddPaths:
         copied.mkdir()
         os.rename(tmp_path / "here" / name, tmp_path / "here" / "name")
         moved = Copy("h1", Tree(copied), way == "rsync")
-        errand = copy_errand(moved, AS_SSH)
+        command = copy_command(moved, AS_SSH)
         target, source = str(copied), str(tmp_path / "here" / "name")
         swap = {target: source, f"{target}/": f"{source}/"}  # what would be the same path on another host
         if way == "rsync":
-            done = self.run([swap.get(word, word) for word in errand.words], tmp_path)
+            done = self.run([swap.get(word, word) for word in command.words], tmp_path)
         else:
             with subprocess.Popen(
-                [swap.get(word, word) for word in errand.feeder], cwd=tmp_path, stdout=subprocess.PIPE
+                [swap.get(word, word) for word in command.feeder], cwd=tmp_path, stdout=subprocess.PIPE
             ) as feeder:
-                done = self.run(errand.words, tmp_path, stdin=feeder.stdout)
+                done = self.run(command.words, tmp_path, stdin=feeder.stdout)
         assert (done.returncode, done.stderr) == (0, "")
         assert (copied / "lib" / name).read_text() == "data"
 
@@ -282,7 +282,7 @@ class TestOddPaths:
 
 
 def test_the_shell_of_a_host_never_sees_a_path_of_rsyncs():
-    assert "s" in copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
+    assert "s" in copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
 
 
 def test_what_a_host_says_is_one_line_of_bearable_length_that_no_terminal_obeys(capfd):
@@ -313,11 +313,11 @@ class TestCopies:
         assert plan_copies("h1", FolderClaim(True, {}, shared=ENV.folders), ENV, {}) == []
 
     def test_rsync_removes_inside_the_folders_only(self):
-        whole = copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
+        whole = copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
         assert whole[-3:] == ("--", "/e/", "h1:/e/")
         assert whole[whole.index("-e") + 1] == "ssh -F 'my file'"
         assert f"--exclude={MARKER}" in whole
-        parts = copy_errand(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
+        parts = copy_command(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
         assert parts[-4:] == ("--", "/p/a", "/p/b", "h1:/p/")
 
     def test_what_has_failed_is_named_by_its_first_known_reason(self):

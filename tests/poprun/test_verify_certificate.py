@@ -22,8 +22,8 @@ from poprun.verify.certificate import (
     write_certificate,
 )
 from poprun.verify.comparison import RunDifference, first_difference
+from poprun.verify.options import VerifyRequest
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, record_of
-from poprun.verify.words import VerifyRequest
 
 RECORD = record(*steps(4), layout(0, 1), step(0, training=1), step(1, training=1))
 ASKED = VerifyRequest(

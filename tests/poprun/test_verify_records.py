@@ -18,8 +18,7 @@ from poprun.verify.comparison import (
     first_inside,
     first_of_metrics,
 )
-from poprun.verify.differences import describe_metrics
-from poprun.verify.hints import Evidence, hints
+from poprun.verify.explanation import Evidence, describe_metrics, hints
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_of
 from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table
 from poprun.verify.spreads import Run

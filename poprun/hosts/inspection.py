@@ -12,8 +12,7 @@ from poprun.hosts.host_checks import HostNeeds, faults_of, warnings_of
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
 from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
-from poprun.hosts.survey import limit_from, survey
-from poprun.hosts.survey_cache import SurveyCache, cache_folder, stamp_of
+from poprun.hosts.survey import SurveyCache, cache_folder, limit_from, stamp_of, survey
 from poprun.hosts.this_machine import is_this_machine, look_up
 
 

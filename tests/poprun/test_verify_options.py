@@ -8,7 +8,7 @@ import pytest
 
 from poprun.cli.command_line import CommandLine
 from poprun.errors import UsageError
-from poprun.verify.words import SOME_FAULT, VerifyRequest, describe_verify, read_words
+from poprun.verify.options import SOME_FAULT, VerifyRequest, describe_verify, read_words
 
 PROGRAM = ("python", "train.py", "--epochs", "1")
 
