@@ -38,7 +38,7 @@ _COLUMNS = ("", "check", "host", "result", "way out")
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What the user wants to know.
+    """The words after `poprun doctor`.
 
     Attributes:
         hosts: as the user wrote them; none: this machine.
@@ -53,7 +53,7 @@ class DoctorRequest:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found.
+    """The findings of `poprun doctor`.
 
     Attributes:
         findings: the rows of the table.
@@ -71,7 +71,7 @@ class DoctorReport:
         return not any(each.is_fault for each in self.findings)
 
     def as_json(self) -> str:
-        """Everything, for programs."""
+        """Return everything as JSON."""
         return json.dumps({"ok": self.is_well, **asdict(self)}, indent=2)
 
 
@@ -97,7 +97,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_words(words: Sequence[str]) -> DoctorRequest:
-    """What the words after `doctor` ask for; `--host` adds up.
+    """Read the words after `doctor`; `--host` adds up.
 
     Raises:
         UsageError: one of them is unknown, or a value is missing or wrong.
@@ -183,7 +183,7 @@ def check_measurements(
 
 
 def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> Iterator[Finding]:
-    """Whether all hosts send packets of the same size in the chosen network."""
+    """Return whether all hosts send packets of the same size in the chosen network."""
     if network is None:
         return
     found = {
@@ -208,7 +208,7 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
+    """Return whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
     flags = {name: environ[name] for name in (VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
@@ -228,7 +228,7 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
 
 
 def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
-    """What was measured, and what it means for an all-reduce."""
+    """Report the measured links, and the time that an all-reduce takes at least."""
     for link in links:
         name = f"{link.source} -> {link.target}"
         if link.fault:
@@ -242,7 +242,7 @@ def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
 
 
 def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Finding]:
-    """Whether every host, this machine included, can connect to every other one."""
+    """Return whether every host, this machine included, can connect to every other one."""
     for each in blocked:
         yield Finding("connections", each.target, each.fact, LET_PASS, is_fault=True)
     if hosts > 1 and not blocked:
@@ -250,7 +250,7 @@ def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Findin
 
 
 def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
-    """The rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
+    """Return the rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
 
     Args:
         findings: what was found.
@@ -266,7 +266,7 @@ def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
 
 
 def _in_two(row: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """A row of four columns, and one more where there is a way out."""
+    """Split a row into one of four columns and, if there is a way out, one more."""
     *first, way_out = row
     return [tuple(first), *([("", "", "", f"-> {way_out}")] if way_out else [])]
 
@@ -285,7 +285,7 @@ def _state(finding: Finding) -> str:
 def _find_network(
     facts: Mapping[str, HostFacts], here: HostFacts, asked: DoctorRequest
 ) -> tuple[HostNetwork | None, tuple[Finding, ...]]:
-    """The network, or why there is none; one host needs none."""
+    """Return the network, or why there is none; one host needs none."""
     if len(facts) < 2 and not asked.host_subnet:
         return None, ()
     try:
@@ -297,7 +297,7 @@ def _find_network(
 
 
 def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> dict[str, str]:
-    """Each host's address in the network; without one, links cannot be measured, but the hosts can."""
+    """Return each host's address in the network; without a network, hosts are measured but no links."""
     if network is None:
         return dict.fromkeys(facts, "")
     return addresses_in(network, facts)
@@ -334,14 +334,14 @@ def _find_mpirun(environ: Mapping[str, str]) -> tuple[str, Finding]:
 
 
 def _check_path(mpirun: str, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Whether Open MPI can start its daemons on other hosts from where it is."""
+    """Return whether Open MPI can start its daemons on other hosts from where it is."""
     if " " in mpirun and not all(map(is_this_machine, hosts)):
         fact = f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there"
         yield Finding("mpirun", this_host(), fact, "make the environment in a folder without one", is_fault=True)
 
 
 def _check_warning(environ: Mapping[str, str], here: str) -> Iterator[Finding]:
-    """What a signal before the end of a Slurm job has to look like; what this job was given is not to be seen."""
+    """Say how Slurm has to be asked for a signal before the end; the job itself cannot see it."""
     if "SLURM_JOB_ID" in environ:
         fact = "a warning before the end of the job is for poprun: `sbatch --signal=B:USR1@60`, and `exec poprun ...`"
         yield Finding("signals", here, f"{fact}; without `B:` only instances on other hosts than poprun's get it")
@@ -359,7 +359,7 @@ def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _describe_agent(environ: Mapping[str, str]) -> str:
-    """One that is missing is no fault: keys without a passphrase need none."""
+    """Describe the ssh agent; a missing one is no fault, because keys without a passphrase need none."""
     if not environ.get("SSH_AUTH_SOCK"):
         return "none; keys without a passphrase need none"
     try:

@@ -226,7 +226,7 @@ def _is_prefix(written: str, option: Option) -> bool:
 
 
 def _is_fault(words: Sequence[str]) -> bool:
-    """Whether the next word was meant for one, not for the program."""
+    """Return whether the next word was meant for one, not for the program."""
     return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
 
 

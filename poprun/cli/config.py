@@ -28,7 +28,7 @@ _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 
 
 def format_config(line: CommandLine) -> str:
-    """The text of a configuration file.
+    """Return the text of a configuration file.
 
     Options that concern one call of poprun only (such as `--dry-run`, `--export-config`) are left out.
     """
@@ -45,7 +45,7 @@ def format_config(line: CommandLine) -> str:
 
 
 def parse_config(text: str, path: str) -> CommandLine:
-    """What a configuration file says, as if it had been written on a command line.
+    """Read a configuration file as if its options had been written on a command line.
 
     Args:
         text: the contents.
@@ -68,7 +68,7 @@ def parse_config(text: str, path: str) -> CommandLine:
 
 
 def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
-    """The command line, with what it does not say taken from a file. Lists replace lists."""
+    """Return the command line, with what it does not say taken from a file. Lists replace lists."""
     given = set(line.values)
     displaced = {name for group in _EXCLUSIVE if group & given for name in group} | given
     kept = {name: value for name, value in imported.values.items() if name not in displaced}
@@ -76,7 +76,7 @@ def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
 
 
 def import_config(line: CommandLine) -> CommandLine:
-    """The command line, completed by the file that its `--import-config` names, if any.
+    """Return the command line, completed by the file that its `--import-config` names, if any.
 
     Raises:
         UsageError: the file cannot be read or understood.
@@ -94,7 +94,7 @@ def import_config(line: CommandLine) -> CommandLine:
 
 
 def read_trusted(path: Path, what: str) -> str:
-    """The text of a file that says what is run.
+    """Return the text of a file that says what is run.
 
     Raises:
         UsageError: somebody else can decide what it says.
@@ -113,7 +113,7 @@ def read_trusted(path: Path, what: str) -> str:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A file to write to that others cannot write to; its descriptor.
+    """Open a file for writing that others cannot write to, and return its descriptor.
 
     Args:
         path: of the file.

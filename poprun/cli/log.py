@@ -16,7 +16,7 @@ LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
 
 
 class Level(IntEnum):
-    """How much is said; a line is shown when its level is at most the log's."""
+    """The importance of a log line; a line is shown if its level is at most the log's."""
 
     ERROR = 0
     WARN = 1
@@ -26,7 +26,7 @@ class Level(IntEnum):
 
 
 def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
-    """The level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
+    """Return the level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
     if verbosity:
         return Level.INFO if verbosity == 1 else Level.DEBUG
     name = environ.get(LEVEL_VARIABLE, "").upper()
@@ -34,7 +34,7 @@ def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
 
 
 def fault_of_level(environ: Mapping[str, str]) -> str:
-    """What is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
+    """Return what is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
     name = environ.get(LEVEL_VARIABLE, "")
     if not name or name.upper() in Level.__members__:
         return ""
@@ -75,13 +75,13 @@ class Log:
 
 
 def format_line(level: Level, text: str) -> str:
-    """One log line, with its newline; line breaks inside the text begin new log lines, and terminals obey nothing."""
+    """Format one log line. A line break in the text begins a new log line; control characters are escaped."""
     head = f"{clock_text(time.time())} {os.getpid()} POPRUN [{level.name[0]}] "
     return "".join(f"{head}{without_controls(line)}\n" for line in text.splitlines() or [""])
 
 
 def clock_text(now_s: float) -> str:
-    """The local time with milliseconds.
+    """Return the local time with milliseconds.
 
     Args:
         now_s: seconds since 1970.

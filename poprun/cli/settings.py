@@ -42,7 +42,7 @@ class SummaryAsked:
     file: str = ""
 
     def shows_lines(self, is_terminal: bool, level: Level, environ: Mapping[str, str]) -> bool:
-        """Whether lines are shown; by default on a terminal, unless the user has said that only errors count."""
+        """Return whether lines are shown; by default on a terminal, unless the user has said that only errors count."""
         if self.lines is not None:
             return self.lines
         return is_terminal and level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
@@ -163,7 +163,7 @@ class LaunchSettings(LaunchOptions):
 
     @property
     def replicas_per_instance(self) -> int:
-        """How many replicas each instance drives."""
+        """The number of replicas that each instance drives."""
         return self.num_replicas // self.num_instances
 
     @property

@@ -26,7 +26,7 @@ _KEYS = ("ipus", "devices")
 
 @dataclass(frozen=True)
 class Demand:
-    """What a job needs of its partition.
+    """The replicas and devices that a job needs.
 
     Attributes:
         replicas: of all instances.
@@ -75,7 +75,7 @@ class Partition:
 
 
 def parse_device_map(text: str, path: str) -> Partition:
-    """The partition in a device map, a TOML file.
+    """Return the partition in a device map, a TOML file.
 
     Its keys are `ipus`, the size, and optionally `devices`, the id of each instance's device in order.
 
@@ -95,7 +95,7 @@ def parse_device_map(text: str, path: str) -> Partition:
 
 
 def fit_partition(partition: Partition | None, name: str, demand: Demand, may_change: bool) -> Partition:
-    """The partition that a job runs on.
+    """Return the partition that a job runs on.
 
     Args:
         partition: what a device map describes; None: a partition is created.
@@ -129,7 +129,7 @@ def fit_partition(partition: Partition | None, name: str, demand: Demand, may_ch
 
 
 def device_ids(partition: Partition, instances: int) -> tuple[int, ...]:
-    """The device of each instance: neighbours among the devices of the right size.
+    """Return the device of each instance: neighbours among the devices of the right size.
 
     4 instances on 16 IPUs get 24 to 27, because 16 devices of one IPU and 8 of two come first.
     """

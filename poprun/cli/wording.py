@@ -11,7 +11,7 @@ _GAP = 2
 
 
 def count(number: int, noun: str) -> str:
-    """A number and what is counted: `1 host`, `2 hosts`."""
+    """Write a number and what is counted: `1 host`, `2 hosts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -27,12 +27,12 @@ def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
 
 
 def cut_off(text: str, most: int = 300) -> str:
-    """A text that somebody else has written, without its end where it is longer than a line of ours should be."""
+    """Shorten a foreign text to about one line."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def name_nearest(written: str, known: Iterable[str]) -> str:
-    """The known names that are nearest to an unknown one, as a question to append to a message; often empty."""
+    """Return the known names that are nearest to an unknown one, as a question to append to a message; often empty."""
     import difflib  # costs some milliseconds, needed only on the way out
 
     nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
@@ -40,7 +40,7 @@ def name_nearest(written: str, known: Iterable[str]) -> str:
 
 
 def without_controls(text: str) -> str:
-    """The text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
+    """Return the text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
     if text.isprintable():
         return text
     return "".join(each if _is_harmless(each) else each.encode("unicode_escape").decode() for each in text)
@@ -51,26 +51,26 @@ def _is_harmless(character: str) -> bool:
 
 
 def share_text(share: float) -> str:
-    """A share of something: `3 %`, `0.4 %`."""
+    """Write a share: `3 %`, `0.4 %`."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 0.95 or percent < 0.05 else f"{percent:.1f} %"
 
 
 def number_text(number: float) -> str:
-    """A number with three digits that count: `0.123`, `12.3`, `12345`."""
+    """Write a number with three significant digits: `0.123`, `12.3`, `12345`."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}" if number >= 0.9995 else f"{number:.3g}"
 
 
 def memory_text(nbytes: int) -> str:
-    """An amount of memory: `812 MiB`, `1.5 GiB`."""
+    """Write an amount of memory: `812 MiB`, `1.5 GiB`."""
     mebibytes = nbytes / 2**20
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1023.5 else f"{mebibytes:.0f} MiB"
 
 
 def duration_text(seconds: float) -> str:
-    """A time: `0.3 s`, `59 s`, `2 min 5 s`, `3 h 20 min`."""
+    """Write a duration: `0.3 s`, `59 s`, `2 min 5 s`, `3 h 20 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -80,7 +80,7 @@ def duration_text(seconds: float) -> str:
 
 
 def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:
-    """How wide the page is: what COLUMNS says, else the terminal; None where it is a pipe or a file."""
+    """Return the width of the page: COLUMNS, else that of the terminal; None for a pipe or a file."""
     text = environ.get("COLUMNS", "")
     if text.isascii() and text.isdecimal() and len(text) < 6 and int(text):
         return max(int(text), _LEAST_COLUMNS)
@@ -92,7 +92,7 @@ def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:
 
 
 def wrap(text: str, columns: int, indent: int = 0) -> str:
-    """The text in lines of at most so many columns; a longer word has a line of its own."""
+    """Return the text in lines of at most so many columns; a longer word has a line of its own."""
     lines: list[str] = []
     for word in text.split():
         if lines and len(lines[-1]) + 1 + len(word) <= columns:
@@ -131,7 +131,7 @@ def _fit(widths: list[int], columns: int | None) -> list[int]:
 
 
 def _break(text: str, width: int) -> list[str]:
-    """The text in pieces of this width: between words, behind a comma, or anywhere."""
+    """Return the text in pieces of this width: between words, behind a comma, or anywhere."""
     pieces: list[str] = []
     while len(text) > width:
         end = text.rfind(" ", 0, width + 1)

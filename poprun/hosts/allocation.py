@@ -30,7 +30,7 @@ def _read_text(path: str) -> str:
 
 
 def find_allocation(environ: Mapping[str, str], read_text: ReadText = _read_text) -> Allocation | None:
-    """The hosts that were reserved for this process; None: nobody reserved any.
+    """Return the hosts that were reserved for this process; None: nobody reserved any.
 
     Args:
         environ: the variables of the process.
@@ -78,7 +78,7 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
 
 
 def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
-    """What of an allocation is used, and how more of it would be; empty where all is, or slots are not counted.
+    """Say which part of an allocation is used, and how to use more; empty if all is used.
 
     Args:
         allocation: what is reserved.

@@ -1,4 +1,4 @@
-"""What hosts are told so that they get a copy of the Python environment, and what their answers mean. Pure."""
+"""The copy of the Python environment: the words for each host, and the meaning of its answers. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _NUMBERS = {"files": r"regular files transferred: ([\d,.]+)", "bytes": r"transfe
 
 @dataclass(frozen=True)
 class FolderClaim:
-    """What a host has said about the folders.
+    """A host's answer about the folders.
 
     Attributes:
         has_rsync: whether it has, and this machine too.
@@ -92,12 +92,12 @@ class Copy:
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """The folders, for messages."""
         return f"{self.tree.root}" + (f" ({', '.join(self.tree.names)})" if self.tree.names else "")
 
 
 def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) -> str:
-    """The shell program with which a host says which folders it needs, and makes them ready.
+    """Return the shell program with which a host says which folders it needs, and makes them ready.
 
     Args:
         environment: what is copied.
@@ -114,7 +114,7 @@ def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) ->
 
 
 def read_claim(said: str, environment: PythonEnvironment) -> FolderClaim | None:
-    """What a host answers to `claim_script`; None if that is no complete answer and no refusal either."""
+    """Read the answer to `claim_script`; None if it is neither complete nor a refusal."""
     words = [line.removeprefix(_SAYS).split() for line in said.splitlines() if line.startswith(_SAYS)]
     try:
         return _claim_from(words, environment)
@@ -140,7 +140,7 @@ def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Folde
 
 
 def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, late: str) -> list[str]:
-    """Why a host cannot get the environment: a line for each reason.
+    """Return a line for each reason why a host cannot get the environment.
 
     Args:
         host: the host.
@@ -164,7 +164,7 @@ def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, lat
 def plan_copies(
     host: str, claim: FolderClaim, environment: PythonEnvironment, digests: Mapping[Path, str]
 ) -> list[Copy]:
-    """What has to be copied to a host.
+    """Return the copies that a host needs.
 
     Args:
         host: the host.
@@ -178,7 +178,7 @@ def plan_copies(
 
 
 def copy_command(copy: Copy, ssh: Sequence[str]) -> HostCommand:
-    """The command that copies a tree.
+    """Return the command that copies a tree.
 
     rsync removes what is not here any more, in the tree's own folders only. tar removes nothing.
     """
@@ -200,12 +200,12 @@ def copy_command(copy: Copy, ssh: Sequence[str]) -> HostCommand:
 
 
 def has_lost_reason(copy: Copy, ended: CommandResult) -> bool:
-    """Whether rsync has failed to read or write files, but the reason has not come through."""
+    """Return whether rsync has failed to read or write files, but the reason has not come through."""
     return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
 
 
 def probe_script(copy: Copy, token: str) -> str:
-    """The shell program with which a host says why it cannot write files there, if it cannot."""
+    """Return the shell program with which a host says why it cannot write files there, if it cannot."""
     file = shlex.quote(f"{copy.tree.folders[0]}/{token}-probe")
     return f"""\
 export LC_ALL=C
@@ -216,14 +216,14 @@ head -c {_PROBED_BYTES} /dev/zero >"$file"
 
 
 def copy_fault(copy: Copy, ended: CommandResult, late: str) -> str | None:
-    """The line about a copy that failed; None if it did not."""
+    """Return the line about a copy that failed; None if it did not."""
     if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
         return None
     return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
 
 
 def describe_copy(copy: Copy, ended: CommandResult) -> str:
-    """The line about a copy that succeeded."""
+    """Return the line about a copy that succeeded."""
     if not copy.uses_rsync:
         return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
     files, size = (_number(pattern, ended.out) for pattern in _NUMBERS.values())
@@ -233,7 +233,7 @@ def describe_copy(copy: Copy, ended: CommandResult) -> str:
 
 
 def release_script(folders: Sequence[Path], token: str, digests: Mapping[Path, str]) -> str:
-    """The shell program that takes the tokens away and notes what tar has copied.
+    """Return the shell program that takes the tokens away and notes what tar has copied.
 
     Args:
         folders: of this host.

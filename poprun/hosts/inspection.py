@@ -18,7 +18,7 @@ from poprun.hosts.this_machine import is_this_machine, look_up
 
 @dataclass(frozen=True)
 class Inspected:
-    """What a launch may rely on.
+    """The facts on which a launch may rely.
 
     Attributes:
         facts: of every host, in the order of the hosts.
@@ -33,7 +33,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is to be checked.
+    """The hosts to check, and their purpose.
 
     Attributes:
         instances: for each host, as the user wrote it, how many instances it gets.
@@ -77,7 +77,7 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
 
 
 def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> HostNetwork:
-    """The network over which hosts talk, from what they say about themselves.
+    """Return the network over which hosts talk, from what they say about themselves.
 
     Raises:
         PopRunError: see `poprun.hosts.interfaces.choose_network`.
@@ -87,7 +87,7 @@ def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: s
 
 
 def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> HostNetwork:
-    """The network over which hosts talk, from what their names stand for here; for a launch without checks.
+    """Return the network over which hosts talk, from what their names stand for here; for a launch without checks.
 
     Raises:
         PopRunError: see `poprun.hosts.interfaces.choose_network`.
@@ -102,7 +102,7 @@ def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mappin
 
 
 def with_this_machine(hosts: Sequence[str]) -> list[str]:
-    """The hosts, and this machine, which the others are compared with."""
+    """Return the hosts, and this machine, which the others are compared with."""
     return list(hosts) if any(map(is_this_machine, hosts)) else [*hosts, this_host()]
 
 
@@ -111,7 +111,7 @@ LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name anothe
 
 
 def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:
-    """For each host that has one its address in a network."""
+    """Return the address in a network of each host that has one."""
     found = {host: network.address_among(each.addresses) for host, each in facts.items()}
     return {host: address for host, address in found.items() if address}
 

@@ -20,7 +20,7 @@ _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """What all hosts of a job talk over.
+    """The network over which all hosts of a job talk.
 
     Attributes:
         cidr: the addresses of all hosts lie in it, such as `10.77.0.0/24`; Open MPI's `if_include` takes it.
@@ -33,21 +33,21 @@ class HostNetwork:
     interface: str
 
     def includes(self, address: str) -> bool:
-        """Whether an address lies in it."""
+        """Return whether an address lies in it."""
         return ip_address(address) in ip_network(self.cidr)
 
     def address_among(self, addresses: Sequence[str]) -> str:
-        """The first address that lies in it; empty if there is none."""
+        """Return the first address that lies in it; empty if there is none."""
         return next(filter(self.includes, addresses), "")
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """The addresses of this machine."""
+    """Return the addresses of this machine."""
     return tuple(Interface(*each) for each in interfaces())
 
 
 def source_address(destination: str) -> str | None:
-    """The address from which this machine sends to another one; None if there is no route. Nothing is sent."""
+    """Return the address from which this machine sends to another one; None if there is no route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect((destination, _ANY_PORT))
@@ -97,7 +97,7 @@ def choose_network(
 
 
 def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
-    """The network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
+    """Return the network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
 
     Raises:
         UsageError: it looks like a mask and is none.
@@ -127,7 +127,7 @@ def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]]
 
 
 def _addresses_near(interface: Interface, hosts: Mapping[str, Sequence[str]]) -> list[str]:
-    """For each host an address in the interface's network, else the one by which it is known."""
+    """Return each host's address in the interface's network, else the one by which it is known."""
     near = []
     for addresses in hosts.values():
         same = [address for address in addresses if ip_address(address).version == interface.ip.version]
@@ -144,7 +144,7 @@ def _is_address(text: str) -> bool:
 
 
 def _targets(hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """One address of each host, all of one family."""
+    """Return one address of each host, all of one family."""
     for host, addresses in hosts.items():
         if not addresses:
             raise PopRunError(f"host {host} has no address; check its spelling, or give it one in /etc/hosts")

@@ -40,12 +40,12 @@ def serve(limit_s: int) -> None:
 
 
 def tell_clock() -> dict[str, object]:
-    """The time here."""
+    """Return the time here."""
     return {"clock_s": time.time()}
 
 
 def look_up(names: list[str]) -> dict[str, object]:
-    """The addresses of names; none where a name is unknown, or unknown within 1 s."""
+    """Return the addresses of names; none where a name is unknown, or unknown within 1 s."""
     found: dict[str, list[str]] = {name: [] for name in names}
 
     def find(name: str) -> None:
@@ -62,7 +62,7 @@ def look_up(names: list[str]) -> dict[str, object]:
 
 
 def attach() -> dict[str, object]:
-    """Whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
+    """Return whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
     data = ctypes.create_string_buffer(b"before")
     ready, done = os.pipe(), os.pipe()
     owner = os.fork()

@@ -123,7 +123,7 @@ class LinkHelper:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What was measured from one host to another.
+    """The measurements of the link from one host to another.
 
     Attributes:
         source: the host that sends.
@@ -142,7 +142,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far the clock of a host is ahead of ours, give or take the uncertainty."""
+    """The lead of a host's clock over ours, and its uncertainty."""
 
     offset_s: float
     uncertainty_s: float
@@ -150,7 +150,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class HostMeasurements:
-    """What one helper found.
+    """The measurements of one helper.
 
     Attributes:
         host: as the user wrote it.
@@ -204,7 +204,7 @@ class Blocked:
 
     @property
     def fact(self) -> str:
-        """What happened, after the name of the host that listens."""
+        """The failure, in words that follow the name of the host that listens."""
         return f"cannot be reached from {', '.join(self.sources)} at {self.address} by TCP: {self.fault}"
 
 
@@ -233,7 +233,7 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
 
 
 def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
-    """For each of the other hosts why there is no connection from this one; nothing if this one does not answer."""
+    """Return why this host cannot connect to each other one; empty if this host does not answer."""
     others = [host for host in ports if host != helper.host]
     places = [(addresses[host], ports[host]) for host in others]
     if helper.host not in ports or not places:
@@ -245,12 +245,12 @@ def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str,
 
 
 def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """The links that are measured, one from each host to the next one; none for one host."""
+    """Return the links that are measured, one from each host to the next one; none for one host."""
     return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
 
 
 def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
-    """The least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md).
+    """Return the least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md).
 
     Args:
         links: one from each host.
@@ -270,7 +270,7 @@ def _look_around(helper: LinkHelper, names: Sequence[str]) -> HostMeasurements:
 
 
 def _compare_clocks(helper: LinkHelper) -> ClockOffset:
-    """The offset as NTP estimates it, from the quickest of some round trips."""
+    """Return the offset as NTP estimates it, from the quickest of some round trips."""
     clocks = []
     for _ in range(8):
         asked_s = time.time()
@@ -281,7 +281,7 @@ def _compare_clocks(helper: LinkHelper) -> ClockOffset:
 
 
 def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """The links of a ring in two or three rounds; in each a host sends or receives, never both."""
+    """Return the links of a ring in two or three rounds; in each a host sends or receives, never both."""
     paired = len(links) // 2 * 2
     return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
 

@@ -51,7 +51,7 @@ know() {{
 
 @dataclass(frozen=True)
 class Target:
-    """How ssh reaches a host from here.
+    """The way in which ssh reaches a host from here.
 
     Attributes:
         known_as: its name in known_hosts, such as `h1` or `[h1]:2222`.
@@ -91,7 +91,7 @@ def distribute_key(hosts: Sequence[str], environ: Mapping[str, str], log: Log) -
 
 
 def read_target(said: str) -> Target:
-    """How ssh reaches a host, from what `ssh -G` says."""
+    """Read what `ssh -G` says about a host."""
     pairs = [line.split(maxsplit=1) for line in said.splitlines() if " " in line]
     values: dict[str, list[str]] = {}
     for name, value in pairs:
@@ -107,12 +107,12 @@ def read_target(said: str) -> Target:
 
 
 def read_keys(text: str) -> list[str]:
-    """The public keys in a `.pub` file or in what `ssh-add -L` prints."""
+    """Return the public keys in a `.pub` file or in what `ssh-add -L` prints."""
     return [line.strip() for line in text.splitlines() if line.startswith(_KEY_TYPES) and len(line.split()) > 1]
 
 
 def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
-    """The public key that ssh will use without asking for a passphrase.
+    """Return the public key that ssh will use without asking for a passphrase.
 
     Args:
         agent: the keys that an agent offers.
@@ -124,13 +124,13 @@ def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
 
 
 def allow_script(key: str) -> str:
-    """The shell program that appends a public key to authorized_keys, unless it is there in whatever form."""
+    """Return the shell program that appends a public key to authorized_keys, unless it is there in whatever form."""
     kind, body = key.split()[:2]
     return f"{_ADD}allow {shlex.quote(key)} {shlex.quote(f'{kind} {body}')}\n"
 
 
 def introduce_script(known: Iterable[tuple[str, str]]) -> str:
-    """The shell program that appends host keys to known_hosts, unless they are there, hashed or not.
+    """Return the shell program that appends host keys to known_hosts, unless they are there, hashed or not.
 
     Args:
         known: a name, such as `h1` or `[h1]:2222`, and its key with the type in front.
@@ -139,13 +139,13 @@ def introduce_script(known: Iterable[tuple[str, str]]) -> str:
 
 
 def read_known_hosts(found: str) -> list[str]:
-    """The keys in what `ssh-keygen -F` finds; those of authorities and revoked ones are not handed on."""
+    """Return the keys in what `ssh-keygen -F` finds; those of authorities and revoked ones are not handed on."""
     lines = [line.split() for line in found.splitlines() if not line.startswith(("#", "@"))]
     return [" ".join(words[1:3]) for words in lines if len(words) > 2]
 
 
 def fault_of(host: str, ended: CommandResult, limit_s: float, has_terminal: bool) -> str:
-    """Why a key could not be installed on a host.
+    """Return why a key could not be installed on a host.
 
     Args:
         host: the host.
@@ -233,7 +233,7 @@ def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, C
 
 
 def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> CommandResult:
-    """The same while ssh may ask on the terminal; its messages go there too."""
+    """Return the same while ssh may ask on the terminal; its messages go there too."""
     import subprocess  # costs some milliseconds, seldom needed
 
     ssh = ["ssh", *user_arguments(environ), "-x", "-T", "-o", "BatchMode=no", "-o", "ClearAllForwardings=yes"]
@@ -248,7 +248,7 @@ def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> Command
 
 
 def _has_terminal() -> bool:
-    """Whether ssh can ask the user: there is a terminal, and this process is in its foreground."""
+    """Return whether ssh can ask the user: there is a terminal, and this process is in its foreground."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:

@@ -69,7 +69,7 @@ def _say_who_is_late(hosts: Sequence[str], limit_s: float) -> None:
 
 
 def limit_from(environ: Mapping[str, str], variable: str = LIMIT_VARIABLE, default_s: float = LIMIT_S) -> float:
-    """A limit in seconds: that of a survey, or another one that has a variable; a positive number there holds."""
+    """Return a limit in seconds: the positive number in the variable, else the default."""
     with suppress(ValueError):
         if 0 < (limit_s := float(environ.get(variable, ""))) < math.inf:
             return limit_s
@@ -130,7 +130,7 @@ class SurveyCache:
         self._key = json.dumps([question.as_json(), list(ssh), stamp])
 
     def load(self, host: str) -> HostFacts | None:
-        """What a host has said lately; None if it has not, or the file is damaged."""
+        """Return the recent facts of a host; None if there are none, or the file is damaged."""
         with suppress(OSError, ValueError):
             if not fault_of(self._folder.resolve()) and (text := _read_young(self._path(host))):
                 return facts_from(host, json.loads(text), is_cached=True)
@@ -169,7 +169,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def stamp_of(question: HostQuestion) -> str:
-    """What answers depend on besides the question, as far as it can be seen from here at little cost.
+    """Return what answers depend on besides the question, as far as this machine can see it cheaply.
 
     Environments are mostly shared or copied, so a package that is installed here makes remembered answers doubtful
     everywhere. The cores count because this machine is asked too.
@@ -186,7 +186,7 @@ def stamp_of(question: HostQuestion) -> str:
 
 
 def _read_young(path: Path) -> str:
-    """The text of a file that is not too old and that nobody else can have written; empty otherwise."""
+    """Return the text of a file that is not too old and that nobody else can have written; empty otherwise."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         age_s = time.time() - status.st_mtime

@@ -45,7 +45,7 @@ def synchronise(hosts: Sequence[str], environment: PythonEnvironment, environ: M
 
 
 class _Synchronisation:
-    """What is known about the hosts so far.
+    """The state of a synchronisation.
 
     Args:
         environment: what is copied.
@@ -116,7 +116,7 @@ class _Synchronisation:
             pass
 
     def _with_reasons(self, failed: Mapping[copying.Copy, CommandResult]) -> dict[copying.Copy, CommandResult]:
-        """How copies failed, with what their hosts say about it where that got lost."""
+        """Return the failed copies, with what their hosts say if the reason got lost."""
         lost = [copy for copy, ended in failed.items() if copying.has_lost_reason(copy, ended)]
         words = ssh_words(self._environ)
         probes = {
@@ -149,7 +149,7 @@ class _Synchronisation:
 
 @contextmanager
 def _tokens(folders: Sequence[Path], token: str) -> Iterator[None]:
-    """An empty folder in each of the folders, as long as hosts look for it."""
+    """Keep an empty folder in each of the folders while hosts look for it."""
     made: list[Path] = []
     try:
         for folder in folders:

@@ -43,7 +43,7 @@ def usable_cores() -> tuple[Core, ...]:
 
 @cache  # a job asks often, and a name that has to be looked up may take a second
 def is_this_machine(host: str) -> bool:
-    """Whether a host, as the user wrote it, is a name or an IPv4 address that this machine has for itself.
+    """Return whether a host, as the user wrote it, is a name or an IPv4 address that this machine has for itself.
 
     Only a name that agrees with its own as far as the first dot is looked up: `n1.west` may be another machine than
     `n1`. An alias in /etc/hosts or ~/.ssh/config is not known; the answer of the host tells it instead.
@@ -57,7 +57,7 @@ def is_named(
     addresses_of: Callable[[str], Sequence[str]],
     is_own_address: Callable[[str], bool],
 ) -> bool:
-    """Whether a name is one of a machine.
+    """Return whether a name is one of a machine.
 
     Args:
         host: the name, or an IPv4 address.
@@ -74,7 +74,7 @@ def is_named(
 
 
 def short_name(host: str) -> str:
-    """What stands before the first dot, in lower case; all of an IPv4 address."""
+    """Return the part before the first dot, in lower case; all of an IPv4 address."""
     return host if _IPV4.fullmatch(host) else host.lower().partition(".")[0]
 
 
@@ -101,7 +101,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address is one of this machine: only then a socket can be bound to it."""
+    """Return whether an address is one of this machine: only then a socket can be bound to it."""
     import socket  # costs some milliseconds, needed only where hosts are given by address
 
     try:

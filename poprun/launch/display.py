@@ -23,7 +23,7 @@ class _Cell:
 
 
 def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -> str:
-    """The table as text, without a final newline.
+    """Return the table as text, without a final newline.
 
     The layout is that of the original: a label column of 11, then one cell ` n ` per replica, as wide as the
     widest index needs; everything is centred over its replicas, odd space to the right.
@@ -53,7 +53,7 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
 
 
 def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> list[range]:
-    """The replicas of each table: as many as fit, of whole instances where one fits."""
+    """Return the replicas of each table: as many as fit, of whole instances where one fits."""
     total, each = places[-1].replicas.stop, len(places[0].replicas)
     most = total if columns is None else max(1, (columns - _LABEL_WIDTH - 2) // (cell + 1))
     if each < most < total:
@@ -62,7 +62,7 @@ def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> 
 
 
 def _cut(cells: Sequence[_Cell], piece: range) -> list[_Cell]:
-    """What of the cells stands over these replicas."""
+    """Return the parts of the cells that stand over these replicas."""
     found, start = [], 0
     for each in cells:
         shared = range(max(start, piece.start), min(start + each.replicas, piece.stop))
@@ -91,7 +91,7 @@ def _host_of(place: InstancePlace) -> str:
 
 
 def _spans(places: Sequence[InstancePlace], part: Callable[[InstancePlace], str]) -> list[tuple[str, int]]:
-    """The hosts or domains in order, each with the number of its replicas."""
+    """Return the hosts or domains in order, each with the number of its replicas."""
     counts: dict[str, int] = {}
     for place in places:
         counts[part(place)] = counts.get(part(place), 0) + len(place.replicas)
@@ -116,7 +116,7 @@ def draw_placement(launch: Launch, columns: int | None = None) -> str:
 
 
 def describe_plan(launch: Launch, command: Sequence[str]) -> dict[str, object]:
-    """Everything that is decided, in values that JSON has."""
+    """Return all decisions in values that JSON has."""
     settings = launch.settings
     return {
         "num_instances": settings.num_instances,
@@ -145,7 +145,7 @@ def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
 
 
 def _ipus(launch: Launch, place: InstancePlace) -> range:
-    """The devices of an instance, counted over all replicas."""
+    """Return the devices of an instance, counted over all replicas."""
     each = launch.settings.ipus_per_replica
     return range(place.replicas.start * each, place.replicas.stop * each)
 

@@ -53,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Across:
-    """What a job on several hosts needs to know.
+    """The limits and the way to other hosts, for the supervisor of a job.
 
     Attributes:
         interface: our address that the other hosts reach; "" where there are none.

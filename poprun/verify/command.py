@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
-    """The spreads, and the runs without failures; nothing is started, and what is impossible refused.
+    """Return the spreads, and the runs without failures; nothing is started, and what is impossible refused.
 
     Raises:
         PopRunError: something is.
@@ -118,7 +118,7 @@ def available_memory() -> int | None:
 
 @contextmanager
 def folder_for(asked: VerifyRequest) -> Iterator[Path]:
-    """Where records go: a folder that is removed again, unless the user has named one."""
+    """Provide the folder of the records; unless the user has named it, it is removed again."""
     if asked.record_dir is not None:
         try:
             asked.record_dir.mkdir(parents=True)
@@ -191,7 +191,7 @@ class Verification:
         return self._outcomes[0]
 
     def _make(self, run: Run) -> None:
-        """One run, compared with the first one."""
+        """Make one run and compare it with the first one."""
         number = len(self._outcomes) + 1
         show(f"poprun verify: run {number} of {self._runs_in_all}, {run}", 2)
         if run.resumed_on is not None:
@@ -267,7 +267,7 @@ class Verification:
         return False
 
     def _name(self, number: int) -> str:
-        """What a run is called: as it is spread, or by its number where another one is spread alike."""
+        """Return the name of a run: its spread, or its number if another run is spread alike."""
         names = [str(each.run) for each in self._outcomes]
         return names[number] if names.count(names[number]) == 1 else f"run {number + 1}"
 

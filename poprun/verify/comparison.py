@@ -1,4 +1,4 @@
-"""Which step of two runs is the first that differs, and what of it. Pure."""
+"""The first difference between two runs. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunDifference:
 
 
 def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
-    """The first difference between two runs, those inside of the second one included; None: all is equal.
+    """Return the first difference between two runs, those inside of the second one included; None: all is equal.
 
     Args:
         one: the run with which the other one is compared.
@@ -64,7 +64,7 @@ def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED
 
 
 def earliest(first: Record, differences: Sequence[RunDifference | None]) -> int | None:
-    """Which of these differences from a run came first; None: there is none."""
+    """Return the number of the earliest difference; None if there is none."""
     places = list(first.steps)
 
     def order(number: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def earliest(first: Record, differences: Sequence[RunDifference | None]) -> int 
 
 
 def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
-    """The first difference between the instances of a run; None: they are equal."""
+    """Return the first difference between the instances of a run; None: they are equal."""
     for place, step in record.steps.items():
         for part in parts:
             found = _inside(step, place, part)
@@ -94,7 +94,7 @@ def first_of_metrics(one: Record, other: Record) -> RunDifference | None:
 
 
 def are_same(one: Record, other: Record, until: StepPlace) -> bool:
-    """Whether two runs of one kind were the same up to a step, also where their instances differ alike."""
+    """Return whether two runs of one kind were the same up to a step, also where their instances differ alike."""
 
     def digests(record: Record) -> dict[tuple[StepPlace, str, str], list[str]]:
         return {

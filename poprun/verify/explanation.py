@@ -33,7 +33,7 @@ _FIRST_START = "where the first variables come from: a generator without a seed,
 
 @dataclass(frozen=True)
 class Repeated:
-    """What came of repeating the runs that differ.
+    """The result of repeating the runs that differ.
 
     Attributes:
         records: of the first and of the second one; twice the same where instances of one run differ.
@@ -47,7 +47,7 @@ class Repeated:
 
 
 def explain(laboratory: Laboratory, first: RunOutcome, outcome: RunOutcome, names: tuple[str, str]) -> str:
-    """What differs between two runs, how much, and what to look at.
+    """Explain a difference between two runs: its place, its size, and where to look.
 
     Args:
         laboratory: repeats runs.
@@ -95,7 +95,7 @@ def _repetition(repeated: Repeated, names: tuple[str, str], difference: RunDiffe
 
 
 def _measure(difference: RunDifference, repeated: Repeated) -> tuple[list[tuple[str, Distance | str]], str]:
-    """How much differs, by name; and what there is to say about that."""
+    """Return how much differs, by name, and a note about it."""
     names = [(name, "") for name in difference.names]
     if repeated.note or difference.part in (STEPS, FINGERPRINT):
         return list(names), repeated.note
@@ -137,7 +137,7 @@ def _value(record: Record, difference: RunDifference, name: str, instance: int) 
 
 
 def describe_metrics(difference: RunDifference, one: Record, other: Record, run: str) -> str:
-    """Which metrics have other bits, and by how much; a note, because nothing is promised of them."""
+    """Describe metrics that have other bits; only a note, because nothing is promised of metrics."""
     where = name_place(difference.place, difference.place[0] > 0)
     found = [f"{name} by {_metric_distance(difference, one, other, name)}" for name in difference.names]
     return (
@@ -167,7 +167,7 @@ def _metric_distance(difference: RunDifference, one: Record, other: Record, name
 
 
 def _readable(record: Record) -> Record:
-    """The record with the paths of the program as the user writes them."""
+    """Return the record with the paths of the program as the user writes them."""
     return replace(record, questions=tuple(_from_here(question) for question in record.questions))
 
 
@@ -179,7 +179,7 @@ def _from_here(question: Question) -> Question:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known besides the difference itself.
+    """The circumstances of a difference.
 
     Attributes:
         one: the record of the first run.
@@ -193,7 +193,7 @@ class Evidence:
 
 
 def hints(difference: RunDifference, evidence: Evidence) -> list[str]:
-    """What to look at, the most telling first."""
+    """Return hints where to look, the most telling first."""
     return [
         *_of_processes(evidence),
         *_of_random(difference, evidence),
@@ -212,7 +212,7 @@ def _of_processes(evidence: Evidence) -> Iterator[str]:
 
 
 def differing_facts(processes: Sequence[RecordedProcess]) -> list[tuple[str, list[str]]]:
-    """What decides bits and is not the same for all of them; names that some do not know are left out."""
+    """Return the facts that decide bits and differ; names that some instances do not know are left out."""
     names = dict.fromkeys(name for process in processes for name in process.facts)
     found = []
     for name in names:

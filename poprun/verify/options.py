@@ -1,4 +1,4 @@
-"""What the words after `poprun verify` ask for. Pure."""
+"""The options of `poprun verify`. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ usage: poprun verify --num-replicas R [options] program ...
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What the user wants to know.
+    """The user's request to `poprun verify`.
 
     Attributes:
         line: the options of poprun for every run, and the program.
@@ -119,12 +119,12 @@ class VerifyRequest:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors of a number, in order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def describe_verify(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun verify --help`, for a page of so many columns."""
+    """Return the text of `poprun verify --help`, for a page of so many columns."""
     return "\n\n".join(
         [
             USAGE,
@@ -135,7 +135,7 @@ def describe_verify(columns: int = USUAL_COLUMNS) -> str:
 
 
 def read_words(words: Sequence[str]) -> VerifyRequest | None:
-    """What the user asks for; None for `--help`.
+    """Read the words after `poprun verify`; None for `--help`.
 
     Raises:
         UsageError: it cannot be understood, or is impossible.
@@ -166,7 +166,7 @@ def read_words(words: Sequence[str]) -> VerifyRequest | None:
 
 
 def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
-    """The line, with one replica for each instance of the largest spread where it does not say how many."""
+    """Return the line, with one replica for each instance of the largest spread where it does not say how many."""
     if not spreads or "num-replicas" in line.values:
         return line
     return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)

@@ -1,4 +1,4 @@
-"""What the instances of a run have recorded, put together."""
+"""The records of all instances of a run, put together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RecordedProcess:
 
     @classmethod
     def of(cls, line: JsonObject) -> RecordedProcess:
-        """What such a line of a record says."""
+        """Read the line of a process."""
         cpu = line["cpu"]
         facts = {
             **line["versions"],
@@ -74,7 +74,7 @@ class RecordedProcess:
 
 @dataclass
 class RecordedStep:
-    """What all instances have recorded of a step.
+    """The records of all instances of a step.
 
     Attributes:
         parts: the digests of each part.
@@ -91,7 +91,7 @@ class RecordedStep:
 
     @property
     def fingerprint(self) -> str:
-        """Of the variables after the step, as `strategies.fingerprint` computes it."""
+        """The fingerprint of the variables after the step, as `strategies.fingerprint` computes it."""
         return next(iter(self.parts.get(FINGERPRINT, {}).get("", {"": ()})))
 
 
@@ -108,7 +108,7 @@ class Values:
     places: Mapping[str, tuple[str, int, int]]
 
     def read(self, name: str) -> tuple[str, bytes]:
-        """The dtype and the bytes of an array."""
+        """Return the dtype and the bytes of an array."""
         dtype, offset, size = self.places[name]
         with self.path.open("rb") as file:
             file.seek(offset)
@@ -117,7 +117,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has recorded.
+    """The record of a run.
 
     Attributes:
         processes: its instances.
@@ -141,13 +141,13 @@ class Record:
         return list(self.steps.values())[-1].fingerprint if self.steps else ""
 
     def steps_until(self, place: StepPlace) -> int:
-        """How many steps a run makes that ends after this one; all where it has not made it."""
+        """Return the number of steps of a run that ends after this one; all steps if the run has not made it."""
         places = list(self.steps)
         return places.index(place) + 1 if place in self.steps else len(places)
 
 
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
-    """What a run has recorded.
+    """Read the record of a run.
 
     Args:
         folder: where.
@@ -164,12 +164,12 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """One for each process, in the order in which they ended."""
+    """Return one file for each process, in the order in which the processes ended."""
     return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
-    """What these lines say together, each with the number of its instance."""
+    """Put lines together, each with the number of its instance."""
     processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
@@ -229,13 +229,13 @@ def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: l
 
 
 def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
-    """Each line with the number that its process had at first."""
+    """Return each line with the number that its process had at first."""
     instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
     return [(instance, line) for line in lines]
 
 
 def _lines_of(path: Path) -> list[JsonObject]:
-    """All lines but the last one if it was not completed, because its instance was killed."""
+    """Read all lines, except for an incomplete last one of an instance that was killed."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

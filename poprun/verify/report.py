@@ -1,4 +1,4 @@
-"""What `poprun verify` shows. Pure."""
+"""The report of `poprun verify`. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ORDER = (BATCH, GRADIENTS, UPDATE)
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
         run: what was run.
@@ -51,7 +51,7 @@ class RunOutcome:
 
 
 def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> str:
-    """One row for each run, columns aligned, on a page of so many columns; None: as many as it takes."""
+    """Draw one row for each run with aligned columns; without `columns` as wide as needed."""
     has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
     rows = [_COLUMNS]
     for number, outcome in enumerate(outcomes, start=1):
@@ -87,7 +87,7 @@ def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
 
 
 def name_place(place: StepPlace, has_trainings: bool) -> str:
-    """A step in words; steps and trainings are counted from 0."""
+    """Name a step; steps and trainings are counted from 0."""
     training, step = place
     return f"step {step} of training {training}" if has_trainings else f"step {step}"
 
@@ -95,7 +95,7 @@ def name_place(place: StepPlace, has_trainings: bool) -> str:
 def describe_difference(
     difference: RunDifference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
 ) -> str:
-    """What differs first between two runs, and by how much.
+    """Describe the first difference between two runs.
 
     Args:
         difference: what it is.
@@ -140,14 +140,14 @@ def _cells(found: Distance | str) -> tuple[str, str]:
 
 
 def describe_units(ulps: int | None) -> str:
-    """How far numbers are from each other; None: one of them is none."""
+    """Write a distance in units in the last place; None: one of the values is not a number."""
     if ulps is None:
         return "not a number of units"
     return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
 
 
 def describe_success(outcomes: Sequence[RunOutcome]) -> str:
-    """The last words where all is equal."""
+    """Return the last words where all is equal."""
     first = outcomes[0].record
     steps = count(len(first.steps), "step")
     equal = f"equal: {len(outcomes)} runs of {steps} with the same bits in all batches, gradients and variables"

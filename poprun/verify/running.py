@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         record: what its instances recorded.
@@ -142,7 +142,7 @@ def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Laun
 
 
 def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
-    """The settings of a run: what the user asked for, as far as it has such instances and hosts.
+    """Return the settings of a run: what the user asked for, as far as it has such instances and hosts.
 
     Args:
         asked: by the user.
@@ -171,7 +171,7 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
 
 
 def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
-    """All hosts that the user names, otherwise this machine; a run takes as many of them as divide its instances."""
+    """Return the hosts that the user names, else this machine; a run takes a number that divides its instances."""
     named = {name: value for name, value in asked.line.values.items() if name in ("host", "hostfile")}
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
@@ -193,7 +193,7 @@ def as_workers(launch: Launch, sockets: str) -> Launch:
 
 @contextmanager
 def output_on_standard_error() -> Iterator[None]:
-    """What programs write goes to standard error, so that the report is alone on standard output."""
+    """Send the output of programs to standard error, so that the report is alone on standard output."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

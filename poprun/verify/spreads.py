@@ -1,4 +1,4 @@
-"""Which runs are made. Pure."""
+"""The choice of runs. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def how(self) -> str:
-        """What is special about it."""
+        """The circumstances of the run."""
         if self.faults:
             return f"{self.transport}, {'; '.join(self.faults)}"
         if self.resumed_on is not None:
@@ -52,7 +52,7 @@ class Run:
 
 
 def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple[int, ...]:
-    """At most MOST_SPREADS numbers of instances: one, the most that fit the machine, and some in between.
+    """Choose up to MOST_SPREADS numbers of instances: one, the most that fit the machine, some in between.
 
     Args:
         replicas: R, which has to be divisible by them.
@@ -70,7 +70,7 @@ def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple
 
 
 def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
-    """Those without failures; where they would be a single one, twice that: it shows whether it can be repeated."""
+    """Return the runs without failures; a single run is made twice, to see whether it can be repeated."""
     runs = [
         Run(instances, asked.replicas, transport)
         for number, transport in enumerate(asked.transports)
@@ -81,7 +81,7 @@ def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
 
 
 def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> Run | None:
-    """The run with a failure under shrink; None where none is wanted.
+    """Return the run with a failure under shrink; None where none is wanted.
 
     Args:
         asked: whether there is one, and which failure.
@@ -97,7 +97,7 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
 
 
 def can_shrink(run: Run) -> bool:
-    """Whether it could go on without an instance."""
+    """Return whether it could go on without an instance."""
     return run.instances > 1 and run.transport != GRPC
 
 

@@ -34,10 +34,10 @@ class OpenMPIHostfile(Scheduler):
 
 
 def hostfile_variable(environ: Mapping[str, str]) -> str | None:
-    """The variable that names the default hostfile; that of the newer Open MPI counts where both do."""
+    """Return the variable that names the default hostfile; that of the newer Open MPI counts where both do."""
     return next((name for name in VARIABLES if environ.get(name, NO_FILE) not in ("", NO_FILE)), None)
 
 
 def read_hosts(environ: Mapping[str, str], variable: str, read_text: ReadText) -> tuple[Host, ...]:
-    """The hosts in the file that a variable names."""
+    """Return the hosts in the file that a variable names."""
     return parse_hostfile(read_file(environ, variable, read_text), environ[variable])

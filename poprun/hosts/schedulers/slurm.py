@@ -61,7 +61,7 @@ class SlurmScheduler(Scheduler):
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """The names in a list such as `gpu[01-03,7],login`, in its order, to which the slots belong.
+    """Return the names in a list such as `gpu[01-03,7],login`, in its order, to which the slots belong.
 
     Not by ClusterShell's NodeSet, which sorts.
 
@@ -75,7 +75,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """The numbers in a list such as `2(x3),1`, one for each host.
+    """Return the numbers in a list such as `2(x3),1`, one for each host.
 
     Raises:
         UsageError: the list cannot be understood.
@@ -104,7 +104,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _parts(text: str) -> list[str]:
-    """The parts between the commas that are outside of brackets."""
+    """Return the parts between the commas that are outside of brackets."""
     part = r"(?:[^,\[\]]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", text):
         raise ValueError(text)
