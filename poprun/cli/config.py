@@ -37,7 +37,7 @@ def format_config(line: CommandLine) -> str:
     table: dict[str, object] = {
         option.name: _plain(line.values[option.name])
         for option in OPTIONS
-        if not option.concerns_one_call and option.name in line.values
+        if not option.once and option.name in line.values
     }
     if line.program:
         table[PROGRAM] = list(line.program)
@@ -177,7 +177,7 @@ def _plain(value: Value) -> object:
 
 
 def _find(key: str, path: str) -> Option:
-    settings = {option.name: option for option in OPTIONS if not option.concerns_one_call}
+    settings = {option.name: option for option in OPTIONS if not option.once}
     if key in settings:
         return settings[key]
     if any(option.name == key for option in OPTIONS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 NO_SERVER = "there is no V-IPU server, partitions are simulated"
 NO_SDK = "there is no Poplar SDK"
@@ -64,8 +64,8 @@ class Option:
         at_least: the smallest number that may follow; None: any.
         at_most: the largest number that may follow.
         if_bare: the value if no word follows that can be one; empty: a word has to follow.
-        is_rare: whether only `--help-all` shows the option.
-        concerns_one_call: whether a configuration file cannot have the option.
+        rare: whether only `--help-all` shows the option.
+        once: whether the option concerns one call of poprun, so that a configuration file cannot have it.
         without_effect: the reason why the option does nothing; empty if it always has an effect.
         deprecated: what to use instead; empty if the option is not deprecated.
         see: the place in docs/ that says more, such as `observability.md#metrics`.
@@ -81,8 +81,8 @@ class Option:
     at_least: int | None = 1
     at_most: int = 2**31 - 1
     if_bare: str = ""
-    is_rare: bool = False
-    concerns_one_call: bool = False
+    rare: bool = False
+    once: bool = False
     without_effect: str = ""
     deprecated: str = ""
     see: str = ""
@@ -94,6 +94,11 @@ class Option:
         return self.kind in (*kinds, OptionKind.ARGUMENTS, OptionKind.INSTANCE_ARGUMENTS)
 
     @property
+    def is_rare(self) -> bool:
+        """Whether `--help` leaves the option to `--help-all`."""
+        return self.rare or self.is_always_idle
+
+    @property
     def is_always_idle(self) -> bool:
         """Whether the option never has an effect, whatever the job is."""
         return bool(self.deprecated) or self.without_effect in ALWAYS
@@ -103,41 +108,18 @@ def option(
     default: _Default,
     kind: OptionKind,
     help: str,
-    section: str,
     *spellings: str,
+    section: str,
     shown: str | None = None,
-    choices: tuple[str, ...] = (),
-    at_least: int | None = 1,
-    at_most: int = 2**31 - 1,
-    if_bare: str = "",
-    is_rare: bool = False,
-    concerns_one_call: bool = False,
-    without_effect: str = "",
-    deprecated: str = "",
-    see: str = "",
+    **details: Any,
 ) -> _Default:
     """Declare an option as a field of a frozen dataclass, of which the option has its name.
 
     `default` is the value of the field if the option is not given, `shown` its text in `--help` where it does not
     follow from the value. All other arguments are attributes of `Option`.
     """
-    declared = Option(
-        name="",
-        kind=kind,
-        help=help,
-        section=section,
-        spellings=spellings,
-        choices=choices,
-        default=_written(default, kind) if shown is None else shown,
-        at_least=at_least,
-        at_most=at_most,
-        if_bare=if_bare,
-        is_rare=is_rare,
-        concerns_one_call=concerns_one_call,
-        without_effect=without_effect,
-        deprecated=deprecated,
-        see=see,
-    )
+    text = _written(default, kind) if shown is None else shown
+    declared = Option("", kind, help, section, spellings, default=text, **details)
     made: _Default = field(default=default, metadata={_DECLARATION: declared})
     return made
 

@@ -33,9 +33,7 @@ def test_export_import_export_gives_the_same_file(tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "option", [option for option in OPTIONS if not option.concerns_one_call], ids=lambda option: option.name
-)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.once], ids=lambda option: option.name)
 def test_each_option_alone_is_read_back(option):
     examples = {
         OptionKind.FLAG: (True, False),
@@ -65,7 +63,7 @@ def test_a_file_reads_like_the_command_line():
     )
 
 
-def test_defaults_and_what_concerns_one_call_are_not_written():
+def test_defaults_and_what_once_are_not_written():
     once = ["--dry-run", "--json", "--export-config", "f", "--overwrite-config", "yes", "--import-config", "g"]
     assert tomllib.loads(format_config(read_command_line([*once, "--version-format", "json", "p"]))) == {
         "program": ["p"]
