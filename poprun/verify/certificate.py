@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from poprun.cli.command_line import CommandLine
@@ -154,16 +154,12 @@ def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest
         )
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in certificate.options.items()}
     values = {**options, **asked.line.values, "num-replicas": certificate.replicas}
-    return VerifyRequest(
+    return replace(
+        asked,
         line=CommandLine(values, asked.line.program or certificate.program),
         spreads=asked.spreads or certificate.spreads,
         transports=certificate.transports if asked.transports == VerifyRequest.transports else asked.transports,
         steps=certificate.steps if asked.steps is None else asked.steps,
-        faults=asked.faults,
-        resumes=asked.resumes,
-        certificate=asked.certificate,
-        against=asked.against,
-        record_dir=asked.record_dir,
     )
 
 

@@ -96,7 +96,7 @@ def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
     cores = len(usable_cores()) * len(hosts)
     spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
     plain = plain_runs(asked, spreads)
-    if asked.faults and not any(can_shrink(run) for run in plain):
+    if asked.inject and not any(can_shrink(run) for run in plain):
         raise UsageError(
             "--inject needs a run of several instances over MPI, and there is none among "
             f"{', '.join(map(str, plain))}; name one with --spreads"
@@ -234,13 +234,13 @@ class Verification:
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
                 "(its step or run) can be verified: a program of plain popdist or JAX needs one"
             )
-        if self.asked.resumes and not first.record.checkpoints:
+        if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
                 "--resume needs a program that saves checkpoints, and it has made no strategies.Checkpoints; give it "
                 "the arguments with which it does (docs/checkpoints.md)"
             )
         steps = len(first.record.steps)
-        if self.asked.resumes and steps < FEWEST_STEPS_TO_RESUME:
+        if self.asked.resume and steps < FEWEST_STEPS_TO_RESUME:
             raise PopRunError(
                 f"--resume needs {FEWEST_STEPS_TO_RESUME} steps or more, to stop half-way, and the program made "
                 f"{steps}; have it make more"

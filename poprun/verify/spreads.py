@@ -88,11 +88,11 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
         plain: the other runs; there is one of several instances over MPI.
         steps: how many they made.
     """
-    if not asked.faults:
+    if not asked.inject:
         return None
     run = max((each for each in plain if can_shrink(each)), key=lambda each: each.instances)
     chosen = f"kill:instance={run.instances - 1},step={steps // 2}"
-    faults = (chosen,) if asked.faults == (SOME_FAULT,) else asked.faults
+    faults = (chosen,) if asked.inject == (SOME_FAULT,) else asked.inject
     return Run(run.instances, run.replicas, run.transport, faults)
 
 
@@ -103,7 +103,7 @@ def can_shrink(run: Run) -> bool:
 
 def run_to_resume(asked: VerifyRequest, plain: Sequence[Run]) -> Run | None:
     """The run that is stopped and resumed on fewer instances, if there is such a spread; None where none is wanted."""
-    if not asked.resumes:
+    if not asked.resume:
         return None
     spreads = sorted({run.instances for run in plain})
     return Run(spreads[-1], asked.replicas, asked.transports[0], resumed_on=spreads[max(0, len(spreads) - 2)])

@@ -38,8 +38,8 @@ def test_all_options_are_read():
         line=CommandLine({"num-replicas": 8, "host": ("a,b",)}, PROGRAM),
         spreads=(1, 2, 8),
         transports=("grpc", "mpi"),
-        faults=("kill:instance=1,step=3",),
-        resumes=True,
+        inject=("kill:instance=1,step=3",),
+        resume=True,
         certificate=Path("c.json"),
         record_dir=Path("records"),
     )
@@ -48,11 +48,11 @@ def test_all_options_are_read():
 @pytest.mark.parametrize("following", [(), ("--steps", "3")])
 def test_which_failure_is_injected_need_not_be_said(following):
     asked = read("--inject", *following)
-    assert (asked.faults, asked.line.program) == ((SOME_FAULT,), PROGRAM)
+    assert (asked.inject, asked.line.program) == ((SOME_FAULT,), PROGRAM)
 
 
 def test_a_failure_may_be_a_word_of_its_own():
-    assert read("--inject", "stop:instance=0").faults == ("stop:instance=0",)
+    assert read("--inject", "stop:instance=0").inject == ("stop:instance=0",)
 
 
 def test_without_replicas_there_is_one_for_each_instance_of_the_largest_spread():

@@ -56,17 +56,17 @@ def test_a_single_run_is_made_twice_unless_there_is_something_else_to_compare_wi
 def test_the_last_instance_of_the_widest_spread_is_killed_half_way():
     plain = [Run(1, 8), Run(4, 8), Run(8, 8, "grpc")]
     assert run_with_failure(asked(), plain, 10) is None
-    assert run_with_failure(asked(faults=("some",)), plain, 11) == Run(4, 8, faults=("kill:instance=3,step=5",))
+    assert run_with_failure(asked(inject=("some",)), plain, 11) == Run(4, 8, faults=("kill:instance=3,step=5",))
     named = ("stop:instance=0,step=1",)
-    assert run_with_failure(asked(faults=named), plain, 11) == Run(4, 8, faults=named)
+    assert run_with_failure(asked(inject=named), plain, 11) == Run(4, 8, faults=named)
 
 
 def test_a_run_is_resumed_on_the_next_smaller_spread():
     assert run_to_resume(asked(), [Run(1, 8)]) is None
-    resumed = run_to_resume(asked(resumes=True), [Run(1, 8), Run(2, 8), Run(8, 8)])
+    resumed = run_to_resume(asked(resume=True), [Run(1, 8), Run(2, 8), Run(8, 8)])
     assert resumed == Run(8, 8, resumed_on=2)
     assert str(resumed) == "8 x 1, 2 x 4 (mpi, stopped and resumed)"
-    assert run_to_resume(asked(resumes=True), [Run(2, 8), Run(2, 8)]) == Run(2, 8, resumed_on=2)
+    assert run_to_resume(asked(resume=True), [Run(2, 8), Run(2, 8)]) == Run(2, 8, resumed_on=2)
 
 
 class TestSettings:
