@@ -78,9 +78,6 @@ class DoctorReport:
 def main(words: Sequence[str]) -> int:
     """Run `poprun doctor`.
 
-    Args:
-        words: those after `doctor`.
-
     Returns:
         The exit status: 0 if a job can run, 1 if not.
 
@@ -279,7 +276,7 @@ def _folded(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _state(finding: Finding) -> str:
-    return "FAULT" if finding.is_fault else "hint" if finding.way_out else "ok"
+    return "FAULT" if finding.is_fault else "hint" if finding.is_advice else "ok"
 
 
 def _find_network(

@@ -13,8 +13,7 @@ from popdist.records.faults import KINDS, Fault, parse_fault
 from popdist.records.metric_words import RUN_VARIABLE, parse_words
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
-from poprun.cli.settings import LaunchSettings
-from poprun.cli.vipu import PARTITION_VARIABLE
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import UsageError
 
@@ -67,10 +66,6 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
     """Read the words after `poprun`.
 
     Boost.Program_options is the model: `--name value`, `--name=value`, unambiguous prefixes of long names.
-
-    Args:
-        words: what the user wrote.
-        options: all options that the command has.
 
     Raises:
         UsageError: an option is unknown or ambiguous, or its value is missing or wrong.

@@ -47,10 +47,6 @@ def format_config(line: CommandLine) -> str:
 def parse_config(text: str, path: str) -> CommandLine:
     """Read a configuration file as if its options had been written on a command line.
 
-    Args:
-        text: the contents.
-        path: for messages.
-
     Raises:
         UsageError: it is not TOML, a key is unknown, or a value is wrong.
     """

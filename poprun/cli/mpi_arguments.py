@@ -63,14 +63,7 @@ class JobArguments:
         own: Iterable[tuple[int, tuple[str, ...]]],
         num_instances: int,
     ) -> JobArguments:
-        """Read the options.
-
-        Args:
-            everywhere: words for mpirun as a whole.
-            common: words for each instance.
-            own: an instance and words for it alone, any number of times.
-            num_instances: the number of instances.
-        """
+        """Read the options."""
         words, special = everywhere + common, dict[int, tuple[str, ...]]()
         for index, more in own:
             words += more

@@ -35,13 +35,7 @@ def warn_of_output(mpi_args: Collection[str]) -> list[str]:
 
 
 def note_without_effect(given: Collection[str], settings: LaunchOptions, leaves_this_machine: bool) -> list[str]:
-    """Return one line for each reason why options that were given have no effect.
-
-    Args:
-        given: the names of the options.
-        settings: the values of all options.
-        leaves_this_machine: whether instances run on other hosts.
-    """
+    """Return one line for each reason why options that were given have no effect."""
     has_partition = settings.vipu_partition is not None
     is_offline = has_partition and settings.offline_mode
     lines = {

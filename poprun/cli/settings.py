@@ -14,9 +14,14 @@ from popdist.timeline.profiles.wanted import Wanted
 from poprun.cli.launch_options import LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
-from poprun.cli.vipu import LARGEST_DOMAIN_IPUS
 from poprun.cli.wording import count
 from poprun.errors import UsageError
+
+PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
+"""Names the partition if no option does, as for the original; instances find the name of theirs in it."""
+
+LARGEST_DOMAIN_IPUS = 64
+"""The most IPUs of one IPU-Link domain."""
 
 _POSITIVE = (
     *("num_replicas", "num_instances", "ipus_per_replica", "num_ilds"),

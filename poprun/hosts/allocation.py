@@ -78,13 +78,7 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
 
 
 def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
-    """Say which part of an allocation is used, and how to use more; empty if all is used.
-
-    Args:
-        allocation: what is reserved.
-        hosts: those that are used.
-        settings: how many instances and replicas there are.
-    """
+    """Say which part of an allocation is used, and how to use more; empty if all is used."""
     slots, instances = allocation.slots, settings.num_instances
     if slots is None or instances == slots:
         return ""

@@ -140,14 +140,7 @@ def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Folde
 
 
 def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, late: str) -> list[str]:
-    """Return a line for each reason why a host cannot get the environment.
-
-    Args:
-        host: the host.
-        claim: its answer.
-        ended: how the ssh ended.
-        late: what to say where it did not end in time.
-    """
+    """Return a line for each reason why a host cannot get the environment."""
     if claim is None:
         return [f"host {host}: {_complain(host, ended, late)}"]
     lines = [
@@ -233,13 +226,7 @@ def describe_copy(copy: Copy, ended: CommandResult) -> str:
 
 
 def release_script(folders: Sequence[Path], token: str, digests: Mapping[Path, str]) -> str:
-    """Return the shell program that takes the tokens away and notes what tar has copied.
-
-    Args:
-        folders: of this host.
-        token: as in `claim_script`.
-        digests: of what tar has copied completely.
-    """
+    """Return the shell program that takes the tokens away and notes what tar has copied."""
     lines = [f"rmdir {shlex.quote(str(folder / token))}" for folder in folders]
     lines += [f"echo {digest} >{shlex.quote(str(folder / MARKER))}" for folder, digest in digests.items()]
     return "\n".join([*lines, ""])

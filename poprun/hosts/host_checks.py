@@ -57,28 +57,18 @@ class Finding:
     is_fault: bool = False
 
     @property
+    def is_advice(self) -> bool:
+        """Whether the launch works, but probably not as it is meant."""
+        return bool(self.way_out) and not self.is_fault
+
+    @property
     def line(self) -> str:
         """Host, fact, way out."""
         return f"host {self.host}: {self.fact}" + (f"; {self.way_out}" if self.way_out else "")
 
 
-def faults_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
-    """Return one line for each reason why a launch cannot succeed: host, fact, way out."""
-    return [each.line for each in findings_of(facts, wanted) if each.is_fault]
-
-
-def warnings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[str]:
-    """Return one line for each thing that works but is probably not meant."""
-    return [each.line for each in findings_of(facts, wanted) if each.way_out and not each.is_fault]
-
-
 def findings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[Finding]:
-    """Run every check on every host, in the order of the hosts.
-
-    Args:
-        facts: as `poprun.hosts.survey.survey` returns them.
-        wanted: what the launch needs.
-    """
+    """Run every check on every host, in the order of the hosts."""
     found: list[Finding] = []
     for host, known in facts.items():
         if isinstance(known, HostFault):

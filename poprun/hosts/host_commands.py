@@ -64,12 +64,7 @@ class LateNotice:
 
 
 def shell_commands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, HostCommand]:
-    """Return the commands with which hosts run shell programs.
-
-    Args:
-        programs: for each host the text.
-        ssh: the words of ssh before the host.
-    """
+    """Return the commands with which hosts run shell programs."""
     return {host: HostCommand(tuple(remote_words(ssh, host, ["sh", "-s"])), text) for host, text in programs.items()}
 
 

@@ -49,13 +49,7 @@ class HostQuestion:
 
 
 def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> HostQuestion:
-    """Return the question for a program that this process is about to start everywhere.
-
-    Args:
-        program: its first word.
-        mpirun: as found here.
-        environ: with PATH and PYTHONPATH.
-    """
+    """Return the question for a program that this process is about to start everywhere."""
     return HostQuestion(
         program=program,
         directory=os.getcwd(),

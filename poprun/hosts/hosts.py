@@ -50,10 +50,6 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     One `name` or `name slots=N` a line; `#` begins a comment. A host on several lines has the slots of all of
     them, one for each line that does not say.
 
-    Args:
-        text: the contents.
-        path: for messages.
-
     Raises:
         UsageError: a line cannot be understood, or there is no host.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from popdist.instance import this_host
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.host_checks import HostNeeds, faults_of, warnings_of
+from poprun.hosts.host_checks import HostNeeds, findings_of
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
 from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
@@ -150,7 +150,8 @@ def _judge(facts: Mapping[str, HostFacts | HostFault], inspection: Inspection) -
     except PopRunError as error:
         faults.append(str(error))
     wanted = HostNeeds(here, inspection.question.program, inspection.instances, network)
-    faults += faults_of(asked, wanted)
+    findings = findings_of(asked, wanted)
+    faults += [each.line for each in findings if each.is_fault]
     if faults or network is None:
         raise PopRunError("\n".join(faults))
-    return Inspected(good, network, tuple(warnings_of(asked, wanted)))
+    return Inspected(good, network, tuple(each.line for each in findings if each.is_advice))

@@ -74,12 +74,6 @@ def this_environment() -> PythonEnvironment:
 def describe_environment(prefix: Path, python: Path, project: Path, library: Path) -> PythonEnvironment:
     """Tell apart what belongs to an environment and what it refers to.
 
-    Args:
-        prefix: its folder.
-        python: its interpreter.
-        project: the folder of the project's packages.
-        library: Python's own library.
-
     Raises:
         PopRunError: it belongs to the system.
     """

@@ -106,13 +106,7 @@ def last_line(complaint: str) -> str:
 
 
 def remote_words(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Return the words that run a command on a host.
-
-    Args:
-        ssh: the words of ssh before the host, or SRUN.
-        host: its name.
-        command: one for a shell there.
-    """
+    """Return the words that run a command on a host."""
     if ssh[0] == SRUN[0]:
         return [*ssh, f"--nodelist={host}", "sh", "-c", shlex.join(command)]
     return [*ssh, "--", host, shlex.join(command)]
@@ -124,10 +118,6 @@ def program_words(python: str, program: bytes) -> tuple[str, ...]:
     The program is the first part of standard input, and nothing else is run.
 
     The words have its length and digest, so text that somebody else has put there, or taken away, is refused.
-
-    Args:
-        python: the interpreter on that host.
-        program: the text, which comes through standard input.
     """
     import hashlib  # costs some milliseconds, needed only where hosts are asked
 

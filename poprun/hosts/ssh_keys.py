@@ -145,14 +145,7 @@ def read_known_hosts(found: str) -> list[str]:
 
 
 def fault_of(host: str, ended: CommandResult, limit_s: float, has_terminal: bool) -> str:
-    """Return why a key could not be installed on a host.
-
-    Args:
-        host: the host.
-        ended: how its ssh ended.
-        limit_s: what it was given.
-        has_terminal: whether ssh could ask the user.
-    """
+    """Return why a key could not be installed on a host."""
     complaint = last_line(ended.err)
     if ended.status is None:
         return f"host {host}: did not answer within {limit_s:g} s ({LIMIT_VARIABLE}); see what `ssh {host}` waits for"

@@ -11,7 +11,6 @@ from popdist.instance import this_host
 from popdist.xla.threads import thread_pool_setting
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings
-from poprun.cli.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
@@ -21,6 +20,7 @@ from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.ipc.loopback import loopback_variables
 from poprun.launch.launch import Launch
+from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
 from poprun.launch.placement import place_instances
 from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
@@ -233,8 +233,7 @@ def _devices(settings: LaunchSettings) -> tuple[int, ...]:
     if name is None or not settings.uses_partition:
         return ()
     described = parse_device_map(_read(name, "device map"), name) if name.endswith(FILE_SUFFIX) else None
-    demand = Demand(settings.num_replicas, settings.ipus_per_replica, settings.num_instances)
-    return device_ids(fit_partition(described, name, demand, settings.update_partition), settings.num_instances)
+    return device_ids(fit_partition(described, name, settings), settings.num_instances)
 
 
 def _read(path: str, what: str) -> str:

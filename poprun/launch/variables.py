@@ -17,8 +17,7 @@ from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARI
 from popdist.timeline.profiles.wanted import TORCH, Wanted
 from popdist.xla.sums import VARIABLE as FLAGS_VARIABLE
 from popdist.xla.sums import is_measured, right_sums_setting
-from poprun.cli.settings import LaunchSettings
-from poprun.cli.vipu import PARTITION_VARIABLE
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
 
@@ -44,14 +43,7 @@ class InstanceVariables:
 def instance_variables(
     settings: LaunchSettings, places: Sequence[InstancePlace], extra: Mapping[str, str], forwarded: Sequence[str]
 ) -> tuple[InstanceVariables, ...]:
-    """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all.
-
-    Args:
-        settings: the user's wishes.
-        places: where each instance runs.
-        extra: variables that poprun sets besides POPDIST_*, unless an instance's `-x` does.
-        forwarded: variables of the user that are forwarded by name.
-    """
+    """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all."""
     common, arguments = job_variables(settings), settings.mpi
     found = []
     for place, of_instance in zip(places, arguments.instances, strict=True):
@@ -103,13 +95,7 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
 
 
 def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are.
-
-    Args:
-        settings: what the user asked for.
-        pool: the setting of XLA's thread pool.
-        environ: the user's environment.
-    """
+    """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are."""
     # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
     if settings.profile is not None and Wanted.parse(settings.profile).profiler == TORCH:
@@ -126,10 +112,6 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
 
     Nothing where the program is not of poprun's own Python environment, because XLA ends a process at flags that it
     does not know, and where the user exports flags with `-x`.
-
-    Args:
-        settings: what the user asked for.
-        environ: the user's environment.
     """
     program = shutil.which(settings.program[0], path=environ.get("PATH"))
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent

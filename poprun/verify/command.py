@@ -50,9 +50,6 @@ _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after 
 def main(words: Sequence[str]) -> int:
     """Run `poprun verify`.
 
-    Args:
-        words: those after `verify`.
-
     Returns:
         The exit status: 0 if all runs are equal, 1 if not, 128 + n after signal n.
 

@@ -45,13 +45,7 @@ class RunDifference:
 
 
 def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
-    """Return the first difference between two runs, those inside of the second one included; None: all is equal.
-
-    Args:
-        one: the run with which the other one is compared.
-        other: that one.
-        parts: those that are compared.
-    """
+    """Return the first difference between two runs, those inside of the second one included; None: all is equal."""
     for place in {**one.steps, **other.steps}:
         mine, theirs = one.steps.get(place), other.steps.get(place)
         if mine is None or theirs is None:

@@ -47,14 +47,7 @@ class Repeated:
 
 
 def explain(laboratory: Laboratory, first: RunOutcome, outcome: RunOutcome, names: tuple[str, str]) -> str:
-    """Explain a difference between two runs: its place, its size, and where to look.
-
-    Args:
-        laboratory: repeats runs.
-        first: the run with which others are compared.
-        outcome: one that differs.
-        names: of the two runs.
-    """
+    """Explain a difference between two runs: its place, its size, and where to look."""
     difference = outcome.difference
     assert difference is not None
     one = outcome if difference.is_inside else first

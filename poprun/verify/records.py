@@ -149,10 +149,6 @@ class Record:
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
     """Read the record of a run.
 
-    Args:
-        folder: where.
-        but: files to leave out.
-
     Raises:
         PopRunError: a file cannot be read.
     """
