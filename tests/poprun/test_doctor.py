@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from recorded_hosts import NETWORK, host
+from recorded_hosts import NETWORK, VERSIONS, host
 
 from popdist.instance import this_host
 from poprun.doctor import (
@@ -18,6 +18,7 @@ from poprun.doctor import (
     check_load,
     check_measurements,
     check_mtu,
+    check_sums,
     draw_table,
     main,
     read_words,
@@ -232,3 +233,38 @@ def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capfd, monkeypat
     said = capfd.readouterr().out
     assert "ssh: Could not resolve hostname no-such: Name or service not known" in said
     assert "check the spelling in --host" in said
+
+
+def says(jaxlib: str, **environ: str) -> Finding:
+    (finding,) = check_sums({"h0": host(0, versions=VERSIONS | {"jaxlib": jaxlib})}, environ)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "fact"),
+    [
+        ("0.10.1", "jaxlib 0.10.1 adds up right"),
+        ("0.11.0", "jaxlib 0.11.0 adds up wrongly by itself; strategies keep sums from YNNPACK"),
+        ("0.13.0", "jaxlib 0.13.0 is newer than those that were looked at; strategies keep sums from YNNPACK"),
+    ],
+)
+@pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}])
+def test_nothing_is_to_be_done_where_strategies_see_to_it(jaxlib, fact, environ):
+    assert says(jaxlib, **environ) == Finding("sums", "h0", fact)
+
+
+def test_flags_that_ask_for_wrong_sums_are_a_fault():
+    finding = says("0.10.2", XLA_FLAGS="--xla_cpu_experimental_ynn_fusion_type=+reduce")
+    assert finding.is_fault
+    assert "XLA_FLAGS asks for it" in finding.fact
+    assert finding.way_out.startswith("take reduce out of it")
+
+
+def test_a_user_who_allows_wrong_sums_gets_a_hint():
+    finding = says("0.10.2", POPDIST_ALLOW_WRONG_SUMS="1")
+    assert finding.fact == "jaxlib 0.10.2 adds up wrongly on CPUs, and POPDIST_ALLOW_WRONG_SUMS is 1"
+    assert (finding.way_out, finding.is_fault) == ("take that out of the environment", False)
+
+
+def test_hosts_without_jaxlib_have_no_sums():
+    assert list(check_sums({"h0": host(0, versions=VERSIONS | {"jaxlib": ""})}, {})) == []

@@ -148,9 +148,7 @@ def test_a_machine_that_is_named_twice_is_refused():
 def test_few_open_files_are_only_worth_a_warning():
     facts = {"h0": host(0), "h1": host(1, open_files=64)}
     assert faults_of(facts, wanted()) == []
-    assert advice_of(facts, wanted()) == [
-        "host h1: 64 open files, 384 would be safe; raise the limit: `ulimit -n 384`"
-    ]
+    assert advice_of(facts, wanted()) == ["host h1: 64 open files, 384 would be safe; raise the limit: `ulimit -n 384`"]
 
 
 def test_every_fault_of_every_host_is_one_line():
