@@ -10,7 +10,7 @@ from functools import cached_property
 from popdist.environments.environment import nearest_multiples
 from popdist.records.faults import parse_fault
 from popdist.records.metric_words import parse_words
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.profiles import WantedProfile
 from poprun.cli.launch_options import LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
@@ -160,7 +160,7 @@ class LaunchSettings(LaunchOptions):
         if self.profile is None:
             return
         try:
-            Wanted.parse(self.profile)
+            WantedProfile.parse(self.profile)
         except ValueError as error:
             raise UsageError(f"--profile {error}") from None
         if self.timeline is None:

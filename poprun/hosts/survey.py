@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from popdist.records.private_folders import fault_of, fault_of_file, make_private
+from popdist.records.private_files import fault_of, fault_of_file, make_private
 from poprun.cli.log import Log, level_from
 from poprun.hosts.host_checks import COPY_IT
 from poprun.hosts.host_commands import CommandResult, HostCommand, LateNotice, run_commands

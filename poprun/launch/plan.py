@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from popdist.instance import this_host
-from popdist.xla.threads import thread_pool_setting
+from popdist.xla import thread_pool_setting
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError

@@ -14,9 +14,8 @@ from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
 from popdist.records.metric_words import RUN_VARIABLE, parse_words
 from popdist.records.metric_words import VARIABLE as METRICS_VARIABLE
 from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
-from popdist.timeline.profiles.wanted import TORCH, Wanted
-from popdist.xla.sums import VARIABLE as FLAGS_VARIABLE
-from popdist.xla.sums import is_measured, right_sums_setting
+from popdist.timeline.profiles import TORCH, WantedProfile
+from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
@@ -98,7 +97,7 @@ def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: 
     """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are."""
     # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
-    if settings.profile is not None and Wanted.parse(settings.profile).profiler == TORCH:
+    if settings.profile is not None and WantedProfile.parse(settings.profile).profiler == TORCH:
         defaults["KINETO_LOG_LEVEL"] = _SILENT  # it says on standard error that it begins, and that it ends
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
