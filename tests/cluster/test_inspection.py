@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.complete]
 INSPECT = """
 import json, os, sys
 from dataclasses import asdict, replace
-from poprun.hosts.before_launch import Inspection, inspect_hosts
+from poprun.hosts.inspection import Inspection, inspect_hosts
 from poprun.errors import PopRunError
 from poprun.hosts.host_facts import question_about
 
@@ -213,7 +213,7 @@ def test_without_checks_the_network_follows_from_names_and_ssh_aliases(fresh):
     config = fresh.shared / "aliases"
     config.write_text("Host far\n  HostName 10.77.0.12\n")
     program = (
-        "import os, sys\nfrom poprun.hosts.before_launch import *\nprint(guess_network(sys.argv[1:], None, os.environ))"
+        "import os, sys\nfrom poprun.hosts.inspection import *\nprint(guess_network(sys.argv[1:], None, os.environ))"
     )
     done = fresh.python("h0", program, "h0", "h1", "far", POPRUN_SSH_ARGS=f"-F {config}")
     assert done.stdout == "Network(cidr='10.77.0.0/24', address='10.77.0.10', interface='eth0')\n", done.stderr

@@ -9,42 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import count, name_nearest
 from poprun.errors import UsageError
 
-PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
-"""The partition where no option names one, as for the original; instances find there which one they run on."""
-
-LARGEST_DOMAIN_IPUS = 64
-"""What one IPU-Link domain holds."""
-
 FILE_SUFFIX = ".toml"
-"""What the name of a device map ends with; any other word is the name of a partition that fits."""
+"""The end of the name of a device map; any other word is the name of a partition that fits."""
 
 _KEYS = ("ipus", "devices")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a job needs of its partition.
-
-    Attributes:
-        replicas: of all instances.
-        ipus_per_replica: devices that one replica spans.
-        instances: how many there are; replicas are divided evenly.
-    """
-
-    replicas: int
-    ipus_per_replica: int
-    instances: int
-
-    @property
-    def ipus(self) -> int:
-        """The devices of all replicas."""
-        return self.replicas * self.ipus_per_replica
-
-    def __str__(self) -> str:
-        return f"{count(self.ipus, 'IPU')} ({count(self.replicas, 'replica')} x {self.ipus_per_replica})"
 
 
 @dataclass(frozen=True)
@@ -75,7 +47,7 @@ class Partition:
 
 
 def parse_device_map(text: str, path: str) -> Partition:
-    """The partition in a device map, a TOML file.
+    """Return the partition in a device map, a TOML file.
 
     Its keys are `ipus`, the size, and optionally `devices`, the id of each instance's device in order.
 
@@ -94,42 +66,43 @@ def parse_device_map(text: str, path: str) -> Partition:
     return Partition(path, _read_size(table, path), _read_devices(table, path))
 
 
-def fit_partition(partition: Partition | None, name: str, demand: Demand, may_change: bool) -> Partition:
-    """The partition that a job runs on.
+def fit_partition(partition: Partition | None, name: str, settings: LaunchSettings) -> Partition:
+    """Return the partition that a job runs on.
 
     Args:
-        partition: what a device map describes; None: a partition is created.
-        name: of the partition that is created.
-        demand: what the job needs.
-        may_change: whether the size of the partition may be changed.
+        partition: the partition in a device map; None: a partition is created.
+        name: the name of the partition that is created.
+        settings: replicas, instances, and whether the size of the partition may be changed.
 
     Raises:
         UsageError: what is needed is not a power of two, or the partition has another size or other instances.
     """
-    if not _is_power_of_two(demand.ipus):
-        below = 1 << (demand.ipus.bit_length() - 1)
+    ipus, instances = settings.num_ipus, settings.num_instances
+    demand = f"{count(ipus, 'IPU')} ({count(settings.num_replicas, 'replica')} x {settings.ipus_per_replica})"
+    if not _is_power_of_two(ipus):
+        below = 1 << (ipus.bit_length() - 1)
         raise UsageError(
             f"the job needs {demand}, a partition has a power of two: "
             f"use {below} or {2 * below} (--num-replicas, --ipus-per-replica), or name no partition "
             f"(--vipu-partition, {PARTITION_VARIABLE})"
         )
     if partition is None:
-        return Partition(name, demand.ipus)
-    if partition.ipus != demand.ipus and not may_change:
+        return Partition(name, ipus)
+    if partition.ipus != ipus and not settings.update_partition:
         raise UsageError(
             f"partition {partition.name} has {count(partition.ipus, 'IPU')}, the job needs {demand}; "
             "use as many, or --update-partition yes"
         )
-    if partition.devices and len(partition.devices) != demand.instances:
+    if partition.devices and len(partition.devices) != instances:
         raise UsageError(
             f"partition {partition.name} lists {count(len(partition.devices), 'device')}, the job has "
-            f"{count(demand.instances, 'instance')}; list one for each, or none"
+            f"{count(instances, 'instance')}; list one for each, or none"
         )
-    return Partition(partition.name, demand.ipus, partition.devices)
+    return Partition(partition.name, ipus, partition.devices)
 
 
 def device_ids(partition: Partition, instances: int) -> tuple[int, ...]:
-    """The device of each instance: neighbours among the devices of the right size.
+    """Return the device of each instance: neighbours among the devices of the right size.
 
     4 instances on 16 IPUs get 24 to 27, because 16 devices of one IPU and 8 of two come first.
     """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from poprun.hosts.ssh import remote_words
 from poprun.ipc.processes import die_with_parent, send, start
@@ -19,7 +19,7 @@ _LOOK_S = 0.005
 
 
 @dataclass(frozen=True)
-class Errand:
+class HostCommand:
     """A command that runs here; for another host it is an ssh.
 
     Attributes:
@@ -34,8 +34,8 @@ class Errand:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an errand ended.
+class CommandResult:
+    """The result of a command.
 
     Attributes:
         status: its exit status, or that of the feeder if only this one failed; None: it was killed after the limit.
@@ -51,8 +51,8 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """What happens while errands take long.
+class LateNotice:
+    """A notice about commands that take long.
 
     Attributes:
         after_s: from the start.
@@ -60,26 +60,21 @@ class Notice:
     """
 
     after_s: float
-    tell: Callable[[list[Any]], None]
+    tell: Callable[[list[str]], None]
 
 
-def shell_errands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, Errand]:
-    """The errands with which hosts run shell programs.
-
-    Args:
-        programs: for each host the text.
-        ssh: the words of ssh before the host.
-    """
-    return {host: Errand(tuple(remote_words(ssh, host, ["sh", "-s"])), text) for host, text in programs.items()}
+def shell_commands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, HostCommand]:
+    """Return the commands with which hosts run shell programs."""
+    return {host: HostCommand(tuple(remote_words(ssh, host, ["sh", "-s"])), text) for host, text in programs.items()}
 
 
-def run_errands(
-    errands: Mapping[Name, Errand], environ: Mapping[str, str], limit_s: float, notice: Notice | None = None
-) -> Iterator[tuple[Name, Ended]]:
+def run_commands(
+    commands: Mapping[Name, HostCommand], environ: Mapping[str, str], limit_s: float, notice: LateNotice | None = None
+) -> Iterator[tuple[Name, CommandResult]]:
     """Run them all and yield each when it has ended; none of them outlives the iteration.
 
     Args:
-        errands: each under a name of its own.
+        commands: each under a name of its own.
         environ: their environment.
         limit_s: after which those that still run are killed.
         notice: what is done before that about those that are late.
@@ -87,14 +82,14 @@ def run_errands(
     began_s = time.monotonic()
     running: dict[Name, _Running] = {}
     try:
-        for name, errand in errands.items():
-            running[name] = _Running(errand, dict(environ))
+        for name, command in commands.items():
+            running[name] = _Running(command, dict(environ))
         while running:
             is_over = time.monotonic() - began_s > limit_s
             for name in [name for name, each in running.items() if is_over or each.has_ended()]:
                 yield name, running.pop(name).conclude(time.monotonic() - began_s)
             if notice is not None and running and time.monotonic() - began_s > notice.after_s:
-                notice.tell(list(running))
+                notice.tell([str(name) for name in running])
                 notice = None
             time.sleep(_LOOK_S if running else 0)
     finally:
@@ -103,17 +98,17 @@ def run_errands(
 
 
 class _Running:
-    """The processes of one errand: the command, and the feeder if there is one."""
+    """The processes of one command: its own, and the feeder if there is one."""
 
-    def __init__(self, errand: Errand, environ: dict[str, str]) -> None:
+    def __init__(self, command: HostCommand, environ: dict[str, str]) -> None:
         self._out, self._err, self._statuses = os.memfd_create("out"), os.memfd_create("err"), dict[int, int]()
-        reading, writing = os.pipe() if errand.feeder else (os.memfd_create("in"), -1)
+        reading, writing = os.pipe() if command.feeder else (os.memfd_create("in"), -1)
         if writing < 0:
-            os.write(reading, errand.text.encode(errors="surrogateescape"))
+            os.write(reading, command.text.encode(errors="surrogateescape"))
             os.lseek(reading, 0, os.SEEK_SET)
-        self._pids = [self._start(errand.words, environ, reading, self._out)]
+        self._pids = [self._start(command.words, environ, reading, self._out)]
         if writing >= 0:
-            self._pids.append(self._start(errand.feeder, environ, os.open(os.devnull, os.O_RDONLY), writing))
+            self._pids.append(self._start(command.feeder, environ, os.open(os.devnull, os.O_RDONLY), writing))
             os.close(writing)
 
     def _start(self, words: tuple[str, ...], environ: dict[str, str], source: int, target: int) -> int:
@@ -128,7 +123,7 @@ class _Running:
         return pid
 
     def has_ended(self) -> bool:
-        """Whether the command has; the feeder of one that has ended cannot go on for long, nobody reads it."""
+        """Return whether the command has; the feeder of one that has ended cannot go on for long, nobody reads it."""
         for pid in self._pids:
             if pid not in self._statuses:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -136,8 +131,8 @@ class _Running:
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
         return len(self._statuses) == len(self._pids)
 
-    def conclude(self, seconds: float) -> Ended:
-        """What there is to say; what still runs is killed first."""
+    def conclude(self, seconds: float) -> CommandResult:
+        """Return the result; processes that still run are killed first."""
         is_complete = self.has_ended()
         for pid in self._pids:
             if pid not in self._statuses:
@@ -147,7 +142,7 @@ class _Running:
                     os.waitpid(pid, 0)
         failed = [self._statuses[pid] for pid in self._pids if self._statuses.get(pid)]
         status = next(iter(failed), 0) if is_complete else None
-        return Ended(status, _take(self._out), _take(self._err), seconds)
+        return CommandResult(status, _take(self._out), _take(self._err), seconds)
 
 
 def _take(descriptor: int) -> str:

@@ -1,4 +1,4 @@
-"""What makes up this Python environment on disk, and what it refers to outside of itself."""
+"""This Python environment on disk, and the paths outside of it to which it refers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class PythonEnvironment:
-    """What a program needs to find the same Python packages on another host.
+    """The folders with which a program finds the same Python packages on another host.
 
     Attributes:
         trees: copied.
@@ -62,7 +62,7 @@ class PythonEnvironment:
 
 
 def this_environment() -> PythonEnvironment:
-    """The environment that runs this process, and the project's packages if they are installed elsewhere.
+    """Return the environment that runs this process, and the project's packages if they are installed elsewhere.
 
     Raises:
         PopRunError: it belongs to the system.
@@ -73,12 +73,6 @@ def this_environment() -> PythonEnvironment:
 
 def describe_environment(prefix: Path, python: Path, project: Path, library: Path) -> PythonEnvironment:
     """Tell apart what belongs to an environment and what it refers to.
-
-    Args:
-        prefix: its folder.
-        python: its interpreter.
-        project: the folder of the project's packages.
-        library: Python's own library.
 
     Raises:
         PopRunError: it belongs to the system.
@@ -97,7 +91,7 @@ def describe_environment(prefix: Path, python: Path, project: Path, library: Pat
 
 
 def digest_tree(folder: Path) -> str:
-    """A digest of the names, sizes, times and links in a folder; what is not copied does not count."""
+    """Return a digest of the names, sizes, times and links in a folder, without files that are not copied."""
     digest = hashlib.sha256()
     for path, state in sorted(_walk(str(folder))):
         target = os.readlink(folder / path) if os.path.islink(folder / path) else ""
@@ -106,7 +100,7 @@ def digest_tree(folder: Path) -> str:
 
 
 def _leave(path: Path, prefix: Path) -> Path | None:
-    """The first path outside of an environment to which a link in it leads; None if it does not leave it."""
+    """Return the first path outside of an environment to which a link in it leads; None if it does not leave it."""
     for _ in range(40):  # as many links as Linux follows
         if not path.is_relative_to(prefix):
             return path

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.cli.vipu import Demand, Partition, device_ids, fit_partition, parse_device_map
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
+from poprun.launch.partition import Partition, device_ids, fit_partition, parse_device_map
 
 
 def test_the_public_sample():
@@ -57,29 +58,34 @@ class TestDeviceMap:
             parse_device_map(text, "m.toml")
 
 
+def need(replicas, per_replica, instances, **options):
+    numbers = {"num_replicas": replicas, "ipus_per_replica": per_replica, "num_instances": instances}
+    return LaunchSettings(("p",), **numbers, **options)
+
+
 class TestFit:
     def test_a_partition_that_is_only_named_is_created_with_the_size_that_is_needed(self):
-        assert fit_partition(None, "p", Demand(4, 4, 2), may_change=False) == Partition("p", 16)
+        assert fit_partition(None, "p", need(4, 4, 2)) == Partition("p", 16)
 
     def test_a_partition_of_the_right_size_is_taken_as_it_is(self):
         partition = Partition("p", 16, (5, 6))
-        assert fit_partition(partition, "p", Demand(16, 1, 2), may_change=False) == partition
+        assert fit_partition(partition, "p", need(16, 1, 2)) == partition
 
     @pytest.mark.parametrize("ipus", [8, 32])
     def test_another_size_is_refused_unless_it_may_be_changed(self, ipus):
         with pytest.raises(
             UsageError, match=rf"has {ipus} IPUs, the job needs 16 IPUs \(4 replicas x 4\); use as many"
         ):
-            fit_partition(Partition("p", ipus), "p", Demand(4, 4, 1), may_change=False)
-        assert fit_partition(Partition("p", ipus), "p", Demand(4, 4, 1), may_change=True) == Partition("p", 16)
+            fit_partition(Partition("p", ipus), "p", need(4, 4, 1))
+        assert fit_partition(Partition("p", ipus), "p", need(4, 4, 1, update_partition=True)) == Partition("p", 16)
 
     @pytest.mark.parametrize(
         ("replicas", "per_replica", "nearest"), [(6, 1, "4 or 8"), (3, 4, "8 or 16"), (5, 5, "16 or 32")]
     )
     def test_a_need_that_is_no_power_of_two_is_refused(self, replicas, per_replica, nearest):
         with pytest.raises(UsageError, match=f"a partition has a power of two: use {nearest} "):
-            fit_partition(None, "p", Demand(replicas, per_replica, 1), may_change=True)
+            fit_partition(None, "p", need(replicas, per_replica, 1, update_partition=True))
 
     def test_listed_devices_are_as_many_as_the_instances(self):
         with pytest.raises(UsageError, match="lists 2 devices, the job has 4 instances"):
-            fit_partition(Partition("p", 4, (0, 1)), "p", Demand(4, 1, 4), may_change=True)
+            fit_partition(Partition("p", 4, (0, 1)), "p", need(4, 1, 4, update_partition=True))

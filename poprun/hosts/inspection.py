@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 from popdist.instance import this_host
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.host_checks import Wanted, faults_of, warnings_of
-from poprun.hosts.host_facts import Fault, HostFacts, Question
-from poprun.hosts.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+from poprun.hosts.host_checks import HostNeeds, findings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
+from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
-from poprun.hosts.survey import limit_from, survey
-from poprun.hosts.survey_cache import SurveyCache, cache_folder, stamp_of
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.survey import SurveyCache, cache_folder, limit_from, stamp_of, survey
+from poprun.hosts.this_machine import is_this_machine, look_up
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What a launch may rely on.
+    """The facts on which a launch may rely.
 
     Attributes:
         facts: of every host, in the order of the hosts.
@@ -28,13 +27,13 @@ class Inspected:
     """
 
     facts: Mapping[str, HostFacts]
-    network: Network
+    network: HostNetwork
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is to be checked.
+    """The hosts to check, and their purpose.
 
     Attributes:
         instances: for each host, as the user wrote it, how many instances it gets.
@@ -44,7 +43,7 @@ class Inspection:
     """
 
     instances: Mapping[str, int]
-    question: Question
+    question: HostQuestion
     host_subnet: str | None = None
     shell: tuple[str, ...] = ()
 
@@ -77,8 +76,8 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
     return inspected
 
 
-def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> Network:
-    """The network over which hosts talk, from what they say about themselves.
+def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> HostNetwork:
+    """Return the network over which hosts talk, from what they say about themselves.
 
     Raises:
         PopRunError: see `poprun.hosts.interfaces.choose_network`.
@@ -87,8 +86,8 @@ def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: s
     return choose_network(here.interfaces, others, host_subnet, source_address)
 
 
-def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> Network:
-    """The network over which hosts talk, from what their names stand for here; for a launch without checks.
+def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> HostNetwork:
+    """Return the network over which hosts talk, from what their names stand for here; for a launch without checks.
 
     Raises:
         PopRunError: see `poprun.hosts.interfaces.choose_network`.
@@ -103,7 +102,7 @@ def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mappin
 
 
 def with_this_machine(hosts: Sequence[str]) -> list[str]:
-    """The hosts, and this machine, which the others are compared with."""
+    """Return the hosts, and this machine, which the others are compared with."""
     return list(hosts) if any(map(is_this_machine, hosts)) else [*hosts, this_host()]
 
 
@@ -111,15 +110,15 @@ LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name anothe
 """What to do about hosts that cannot connect to each other: Open MPI uses ports as the kernel gives them out."""
 
 
-def addresses_in(network: Network, facts: Mapping[str, HostFacts]) -> dict[str, str]:
-    """For each host that has one its address in a network."""
+def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:
+    """Return the address in a network of each host that has one."""
     found = {host: network.address_among(each.addresses) for host, each in facts.items()}
     return {host: address for host, address in found.items() if address}
 
 
 def _check_connections(
-    facts: Mapping[str, HostFacts | Fault],
-    network: Network,
+    facts: Mapping[str, HostFacts | HostFault],
+    network: HostNetwork,
     inspection: Inspection,
     ssh: Sequence[str],
     limit_s: float,
@@ -136,9 +135,9 @@ def _check_connections(
         raise PopRunError("\n".join(f"host {each.target}: {each.fact}; {LET_PASS}" for each in blocked))
 
 
-def _judge(facts: Mapping[str, HostFacts | Fault], inspection: Inspection) -> Inspected:
+def _judge(facts: Mapping[str, HostFacts | HostFault], inspection: Inspection) -> Inspected:
     here = next(each for host, each in facts.items() if is_this_machine(host))
-    if isinstance(here, Fault):
+    if isinstance(here, HostFault):
         raise PopRunError(f"host {here.host}: {here.fact}; {here.way_out}")
     asked = {host: facts[host] for host in inspection.instances}
     good = {host: each for host, each in asked.items() if isinstance(each, HostFacts)}
@@ -150,8 +149,9 @@ def _judge(facts: Mapping[str, HostFacts | Fault], inspection: Inspection) -> In
         raise
     except PopRunError as error:
         faults.append(str(error))
-    wanted = Wanted(here, inspection.question.program, inspection.instances, network)
-    faults += faults_of(asked, wanted)
+    wanted = HostNeeds(here, inspection.question.program, inspection.instances, network)
+    findings = findings_of(asked, wanted)
+    faults += [each.line for each in findings if each.is_fault]
     if faults or network is None:
         raise PopRunError("\n".join(faults))
-    return Inspected(good, network, tuple(warnings_of(asked, wanted)))
+    return Inspected(good, network, tuple(each.line for each in findings if each.is_advice))
