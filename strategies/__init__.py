@@ -1,9 +1,18 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
+import gc
 from importlib import import_module
 from types import ModuleType
 
-import strategies.loading_jax  # noqa: F401  # before all others
+try:  # JAX and optax make 100,000 objects that all stay: looking for garbage meanwhile takes a fifth of this import
+    _collects_garbage = gc.isenabled()
+    gc.disable()
+    import jax  # noqa: F401
+    import optax  # noqa: F401
+finally:
+    if _collects_garbage:
+        gc.enable()
+
 from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoints import Checkpoints
@@ -42,18 +51,15 @@ from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.popdist_strategy import PopDistStrategy
 from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
-from strategies.programs.recomputation import recomputation_checkpoint
+from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.signposts import put_up_signposts
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.trainer import Trainer, TrainState
 from strategies.updates.clipping import clip_by_global_norm
 from strategies.updates.optimizers import MapGradientOptimizer
-
-put_up_signposts()
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -125,5 +131,6 @@ __all__ = [
     "pipeline_stage",
     "pipelining_ops",
     "recomputation_checkpoint",
+    "recomputing",
     "within_replica_ops",
 ]

@@ -90,9 +90,6 @@ class Trainer:
         """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
         return self._options.own_part is not None
 
-    def share_notice(self) -> None:
-        """Nothing is left to do: `notice` has travelled with the gradients."""
-
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._states.whole(state)

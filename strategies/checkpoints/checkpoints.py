@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from collectives.instruments import CHECKPOINT
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training
-from strategies.checkpoints.own_loop import Loop
+from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values
 from strategies.checkpoints.sealed_folders import shown
@@ -288,7 +288,8 @@ class Checkpoints:
             SystemExit: 128 + the number of the signal, on all instances, once the state is saved.
         """
         self.extra = self.extra if extra is None else dict(extra)
-        self._trainer.share_notice()
+        if isinstance(self._trainer, OwnLoop):  # the gradients of a Trainer's step have carried the notice
+            self._trainer.share_notice()
         if self._trainer.notice.is_agreed:
             self._leave(state, metrics)
         before = state.step - 1 if self._seen is None else self._seen

@@ -33,9 +33,6 @@ class Loop(Protocol):
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
 
-    def share_notice(self) -> None:
-        """Have all instances know what one of them was told before the last step."""
-
 
 class OwnLoop:
     """Stands for the `Trainer` in `Checkpoints` where the program makes its steps itself.

@@ -42,7 +42,6 @@ class Options(TypedDict, total=False):
     gradient_transfer_dtype: DTypeLike | None
     stochastic_rounding: bool
     recompute: str | Policy
-    compile_ahead: bool
     model_state_aggregation: Tree
     trainable: Filter
     pipeline: Pipeline | None
@@ -110,8 +109,6 @@ class StepOptions:
         stochastic_rounding: of the sum of a 16-bit variable and its change.
         recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
-        compile_ahead: changes nothing any more: programs of a replica are the same however many of them an instance
-            drives, so nothing is compiled after the loss of an instance.
         model_state_aggregation: how replicas agree on the model state after each step, as a word for all of it, or a
             pytree of words that begins as the model state does: "mean", over all replicas in their order; "first",
             what replica 0 has; "per_replica", to each replica its own, which is lost with an instance; "sum": replicas
@@ -145,7 +142,6 @@ class StepOptions:
     gradient_transfer_dtype: DTypeLike | None = None
     stochastic_rounding: bool = False
     recompute: str | Policy = "none"
-    compile_ahead: bool = False
     model_state_aggregation: Tree = None
     trainable: Filter = None
     pipeline: Pipeline | None = None
@@ -175,7 +171,6 @@ class StepOptions:
         require_switches(
             check_numerics=self.check_numerics,
             stochastic_rounding=self.stochastic_rounding,
-            compile_ahead=self.compile_ahead,
         )
         require_switches_or_none(
             replicated_optimizer_state_sharding=self.replicated_optimizer_state_sharding,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -72,10 +72,6 @@ class GradientPlan:
     shards: Shards | None = None
     tail: int = 0
     title: str = "gradients"
-
-    def with_tail(self, tail: int) -> GradientPlan:
-        """The same plan, with so many values behind."""
-        return replace(self, tail=tail)
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:

@@ -231,6 +231,3 @@ class Trainer:
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._training.whole(state)
-
-    def share_notice(self) -> None:
-        """Nothing is left to do: `notice` has travelled with the gradients."""

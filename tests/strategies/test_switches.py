@@ -67,7 +67,6 @@ def test_of_plans(name):
     [
         "check_numerics",
         "stochastic_rounding",
-        "compile_ahead",
         "replicated_optimizer_state_sharding",
         "offload_optimizer_state",
     ],
