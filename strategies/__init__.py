@@ -14,11 +14,11 @@ finally:
         gc.enable()
 
 from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
-from strategies.checkpoints.best import Best
+from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
-from strategies.comparing.fingerprints import fingerprint
+from strategies.comparing.digest import fingerprint
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset, Masked, Position
 from strategies.data.grain_source import GrainSource
@@ -39,9 +39,9 @@ from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.gradients.outcome import Outcome
-from strategies.horovod_strategy import IPUHorovodStrategy
+from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
+from strategies.job_strategies import IPUHorovodStrategy, PopDistStrategy
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.multi_worker import IPUMultiWorkerStrategy
@@ -49,7 +49,6 @@ from strategies.per_replica import PerReplica
 from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.popdist_strategy import PopDistStrategy
 from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
 from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
@@ -58,7 +57,7 @@ from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.trainer import Trainer, TrainState
-from strategies.updates.clipping import clip_by_global_norm
+from strategies.updates.arithmetic import clip_by_global_norm
 from strategies.updates.optimizers import MapGradientOptimizer
 
 

@@ -15,12 +15,12 @@ from strategies.data.datasets import DistributedDataset
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.horovod_strategy import IPUHorovodStrategy as _Horovod
 from strategies.ipu import IPUStrategy as _Alone
+from strategies.job_strategies import IPUHorovodStrategy as _Horovod
+from strategies.job_strategies import PopDistStrategy as _Job
 from strategies.multi_worker import ClusterResolver
 from strategies.multi_worker import IPUMultiWorkerStrategy as _Workers
 from strategies.per_replica import PerReplica
-from strategies.popdist_strategy import PopDistStrategy as _Job
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Data, Function, Tree
 

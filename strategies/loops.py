@@ -27,7 +27,7 @@ from strategies.programs.feed_program import (
     is_traced,
     tracing,
 )
-from strategies.programs.float64 import refuse_float64
+from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.roles import Function, Tree
 
 PROGRAMS_KEPT = 64

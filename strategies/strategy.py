@@ -33,9 +33,8 @@ from strategies.importing import when_imported
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
-from strategies.programs.float64 import refuse_cut_integers, refuse_float64
-from strategies.programs.held_state import NOTHING_HELD, HeldState
-from strategies.programs.program import Program
+from strategies.programs.program import NOTHING_HELD, HeldState, Program
+from strategies.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
 from strategies.replicas.devices import borrow
 from strategies.replicas.gathering import concatenated
 from strategies.replicas.membership import Membership

@@ -17,8 +17,7 @@ from strategies.memory.plan import MemoryPlan
 from strategies.option_names import require_known_options
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.metrics import Metrics, tell_evaluation
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, Notice, tell_evaluation
 from strategies.step.options import Options, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy

@@ -20,17 +20,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from collectives.instruments import CHECKPOINT
-from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training
+from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, Training
 from strategies.checkpoints.own_loop import Loop, OwnLoop
-from strategies.checkpoints.packing import Packing
-from strategies.checkpoints.plain_values import plain_metrics, plain_values
 from strategies.checkpoints.sealed_folders import shown
+from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
 from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.gradients.arguments import are_used_up, check_state
-from strategies.host_arrays import HostArray
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder
+from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder
 from strategies.checkpoints.sealed_folders import TRAINING, fault_of, shown
 from strategies.errors import CheckpointError
 from strategies.roles import Tree, Variables

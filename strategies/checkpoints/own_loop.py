@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.step.notice import Notice
+from strategies.step.metrics import Notice
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from strategies.errors import DivergenceError
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Variables
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +146,18 @@ def flip_bit(variables: Any) -> Any:
 
 def _rotated(number: int) -> int:
     return (number << 1 | number >> 63) % (1 << 64)
+
+
+# ---- fingerprints
+
+
+def fingerprint(variables: Variables) -> str:
+    """The SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
+
+    Args:
+        variables: a pytree of arrays.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(variables):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

@@ -22,10 +22,9 @@ from strategies.gradients.accumulation import (
     is_float,
     mapped,
 )
-from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
 from strategies.gradients.encoding import encode
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.gradients.outcome import Outcome
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas

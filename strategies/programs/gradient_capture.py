@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from strategies.programs.jaxpr import Equation, Graph, Group, cut, every_equation
-from strategies.programs.right_sums import use_right_sums
 from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.programs.xla_pitfalls import use_right_sums
 from strategies.roles import Function
 
 _MARK = "capture_upstream_gradients of "

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from strategies.programs.dependencies import behind, is_true
 from strategies.programs.feed_program import current_program
 from strategies.programs.jaxpr import Equation, Graph, Group, cut
 from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.programs.xla_pitfalls import behind, is_true
 
 Tree = TypeVar("Tree")
 Policy = Callable[..., Any]

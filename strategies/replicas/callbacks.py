@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from strategies.programs.dependencies import behind, is_true
 from strategies.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
+from strategies.programs.xla_pitfalls import behind, is_true
 from strategies.replicas.collective_equations import EQUATION
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})

@@ -20,11 +20,14 @@ from collectives.instruments import COMPILE, Instruments
 from popdist.xla import thread_pool_setting, thread_pool_size
 from popdist.xla.threads import VARIABLE as POOL_VARIABLE
 from strategies.config.configured import in_force
-from strategies.programs.address_space import warn_of_little_address_space
 from strategies.programs.compilation import use_executable_cache
-from strategies.programs.float64 import refuse_cut_integers
 from strategies.programs.program import Program
-from strategies.programs.right_sums import insist_on_right_sums, use_right_sums
+from strategies.programs.xla_pitfalls import (
+    insist_on_right_sums,
+    refuse_cut_integers,
+    use_right_sums,
+    warn_of_little_address_space,
+)
 from strategies.replicas.callbacks import in_order
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NoReturn, Protocol, TypeVar, final
+from typing import ClassVar, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -40,12 +40,14 @@ class Membership(ABC):
         instance: which replicas this process drives, as the instances are numbered now.
         communicator: connects those that are left.
         adds_in_order: whether sums over replicas have the same bits however these are spread.
+        members: the instances in words, plural, for messages.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
     adds_in_order: ClassVar[bool] = True
+    members: ClassVar[str] = "these instances"
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
@@ -57,16 +59,15 @@ class Membership(ABC):
         """Connect with the other instances; called once, before all else."""
 
     @property
-    @abstractmethod
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them; where some are lost it may be another one later."""
+        return self.instance.is_leader
 
     @property
-    @abstractmethod
     def can_carry_on(self) -> bool:
         """Whether the job goes on where an instance is lost."""
+        return False
 
-    @abstractmethod
     def join_survivors(self) -> tuple[Instance, Communicator]:
         """Connect with the instances that are left; a collective call of theirs.
 
@@ -76,6 +77,10 @@ class Membership(ABC):
         Raises:
             LifeCycleError: the job cannot go on.
         """
+        raise LifeCycleError(
+            f"{self.members} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure "
+            "shrink, which can"
+        )
 
     @final
     def carry_on(self) -> None:
@@ -94,20 +99,6 @@ class Membership(ABC):
                 f"out, or start the job with --ipus-per-replica {wanted}"
             )
         return replace(instance, ipus_per_replica=wanted)
-
-
-def refuse_to_carry_on(kind: str) -> NoReturn:
-    """What `Membership.join_survivors` does where nobody can go on.
-
-    Args:
-        kind: of the instances, in words, plural.
-
-    Raises:
-        LifeCycleError: always.
-    """
-    raise LifeCycleError(
-        f"{kind} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure shrink, which can"
-    )
 
 
 @dataclass

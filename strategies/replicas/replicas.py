@@ -22,9 +22,8 @@ from strategies.axes import Axis, parts_along
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
-from strategies.programs.float64 import refuse_cut_integers
-from strategies.programs.held_state import HeldState
-from strategies.programs.program import Program
+from strategies.programs.program import HeldState, Program
+from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
 from strategies.replicas.membership import Membership, Place, meet, surviving, warn_where_none_goes_on

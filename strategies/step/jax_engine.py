@@ -23,8 +23,8 @@ from strategies.gradients.replica_program import LossFunction, ReplicaProgram, R
 from strategies.gradients.trainable import Trainable
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
-from strategies.programs.float64 import refuse_cut_integers
 from strategies.programs.recomputation import recomputing
+from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards

@@ -9,7 +9,7 @@ from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.replicas import Replicas
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
-from strategies.step.notice import Notice
+from strategies.step.metrics import Notice
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.step.states import States

@@ -22,8 +22,7 @@ from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
 from strategies.replicas.replicas import Replicas
 from strategies.step.engine import Prepared, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
-from strategies.step.metrics import Metrics, metrics_of, tell_end
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, Notice, metrics_of, tell_end
 from strategies.step.options import StepOptions
 from strategies.step.step_record import Recorder
 from strategies.train_state import TrainState

@@ -29,7 +29,7 @@ from popdist.instance import this_host
 from popdist.records import recording
 from popdist.records.private_folders import make_private
 from popdist.records.recording import Recording, questions
-from strategies.comparing.fingerprints import fingerprint
+from strategies.comparing.digest import fingerprint
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas

@@ -24,8 +24,7 @@ from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, metrics_of, tell_end
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, Notice, metrics_of, tell_end
 from strategies.step.step_record import Recorder
 from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import GradientPlan, Parameter

@@ -13,8 +13,7 @@ from strategies.memory.plan import MemoryPlan
 from strategies.option_names import require_known_options
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, tell_evaluation
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, Notice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy

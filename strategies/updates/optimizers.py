@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from strategies.gradients.accumulation import MapGradient
-from strategies.programs.products import with_rounded_products
+from strategies.programs.xla_pitfalls import with_rounded_products
 
 
 @dataclass(frozen=True)

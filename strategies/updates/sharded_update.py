@@ -17,13 +17,13 @@ from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
 from strategies.gradients.encoding import flatten
 from strategies.gradients.replica_program import loss_of
-from strategies.programs.elementwise import first_across_elements, operations
+from strategies.programs.dataflow import first_across_elements, operations
 from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
-from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
+from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
 from strategies.updates.update import Update, UpdateSettings
 

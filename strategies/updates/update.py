@@ -17,9 +17,9 @@ from strategies.gradients.accumulation import AccumulationDtype, accumulator_dty
 from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
-from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
+from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
 
 HOST_MEMORY = "pinned_host"

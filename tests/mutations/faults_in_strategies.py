@@ -65,7 +65,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="products of an update are contracted with the sums that they go into",
-        path="strategies/programs/products.py",
+        path="strategies/programs/xla_pitfalls.py",
         old="results = [_rounded(results[0], zero)]",
         new="results = [results[0]]",
         caught_by=("tests/strategies/test_products.py::test_no_product_is_contracted_with_a_sum",),

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from strategies.programs.address_space import ROOM_BYTES, describe_lack
+from strategies.programs.xla_pitfalls import ROOM_BYTES, describe_lack
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import resource
 import strategies
-from strategies.programs.address_space import ROOM_BYTES, _used_bytes
+from strategies.programs.xla_pitfalls import ROOM_BYTES, _used_bytes
 resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + ROOM_BYTES - (300 << 20), resource.RLIM_INFINITY))
 strategy = strategies.IPUStrategy()
 """

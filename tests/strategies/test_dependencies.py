@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.programs.dependencies import behind, is_true
+from strategies.programs.xla_pitfalls import behind, is_true
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.programs.float64 import refuse_float64
+from strategies.programs.xla_pitfalls import refuse_float64
 
 
 @pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])

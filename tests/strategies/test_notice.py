@@ -1,6 +1,6 @@
 """Word that reaches all instances at the same step."""
 
-from strategies.step.notice import Notice
+from strategies.step.metrics import Notice
 
 
 def test_nothing_is_given_before_anyone_gives_it():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from strategies.checkpoints.packing import Packing
+from strategies.checkpoints.serialization import Packing
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

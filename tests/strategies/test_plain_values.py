@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import Metrics
-from strategies.checkpoints.plain_values import plain_metrics, plain_values
+from strategies.checkpoints.serialization import plain_metrics, plain_values
 
 
 def test_values_of_json_stay_what_they_are():

@@ -10,7 +10,7 @@ from tiers import first_of
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
 from strategies.gradients.replica_program import control_words
-from strategies.programs.rounding import round_stochastically
+from strategies.updates.arithmetic import round_stochastically
 from strategies.updates.update import UpdateSettings, WholeUpdate
 
 RNG = np.random.default_rng(3)

@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 
 import strategies
-from strategies.programs.products import with_rounded_products
+from strategies.programs.xla_pitfalls import with_rounded_products
 
 ROWS = np.random.default_rng(2).standard_normal((4, 65_537)).astype(np.float32)
 

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.programs.rounding import add_stochastically, round_stochastically
+from strategies.updates.arithmetic import add_stochastically, round_stochastically
 
 DTYPES = {"bfloat16": (ml_dtypes.bfloat16, 16), "float16": (np.float16, 13)}
 

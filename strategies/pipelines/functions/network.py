@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.outcome import Outcome
+from strategies.gradients.arguments import Outcome
 from strategies.pipelines.functions.captures import Captures
 from strategies.pipelines.functions.closures import tracers_in
 from strategies.pipelines.functions.inference import Inference

@@ -1,4 +1,4 @@
-"""Stochastic rounding: updates that are smaller than the distance between two numbers count on the average."""
+"""Arithmetic of updates: stochastic rounding, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+
+# ---- stochastic rounding
 
 _FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # of float32's fraction that the dtype does not have
 _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -48,3 +51,28 @@ def add_stochastically(variables: Any, changes: Any, bits_of: Callable[[int, jax
         else:
             changed.append((leaf + change).astype(leaf.dtype))
     return jax.tree.unflatten(structure, changed)
+
+
+# ---- clipping, for whole and for sharded optimizer state
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scales gradients down where the norm of all of them together is larger than `max_norm`.
+
+    Like `optax.clip_by_global_norm` as the first of a chain, with the same bits whether or not optimizer state is
+    sharded: `Trainer` gives it the norm of the mean gradients, of which a replica sees only a part.
+
+    Args:
+        max_norm: above 0.
+
+    Raises:
+        ValueError: if `max_norm` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it is above 0")
+
+    def update(updates: Any, state: Any, params: Any = None, *, gradient_norm: jax.Array, **_: Any) -> tuple[Any, Any]:
+        factor = jnp.where(gradient_norm < max_norm, 1.0, max_norm / gradient_norm)
+        return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
