@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from strategies.numbers import at_least
-from strategies.replicas.collective_equations import Exchange, Gather, Kind, Reduce, without_gradient
+from strategies.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
 from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
@@ -35,7 +35,7 @@ def replication_index() -> jax.Array:
 
 def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """The sum over the replicas of a group; its gradient is the sum of their gradients."""
-    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("sum"), x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("sum"), x)
 
 
 def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
@@ -43,7 +43,7 @@ def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthog
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
     """
-    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("mean"), x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("mean"), x)
 
 
 def replication_normalise(x: Tree) -> Tree:
@@ -80,7 +80,7 @@ def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bo
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
     """
-    return jax.tree.map(_Group(replica_group_size, orthogonal).gather, x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).gather, x)
 
 
 def all_to_all(
@@ -105,7 +105,7 @@ def all_to_all(
     Raises:
         ValueError: if there is no such dimension, or it cannot be divided by k.
     """
-    group = _Group(replica_group_size, orthogonal)
+    group = _ReplicaGroup(replica_group_size, orthogonal)
     return jax.tree.map(lambda leaf: group.exchange(leaf, split_dimension, concat_dimension), x)
 
 
@@ -129,7 +129,7 @@ def reduce_scatter(
     Raises:
         ValueError: for another op, or for arrays of another rank.
     """
-    group = _Group(replica_group_size, orthogonal)
+    group = _ReplicaGroup(replica_group_size, orthogonal)
     name_of_op = parse_op(op)
     for leaf in jax.tree.leaves(x):
         if jnp.ndim(leaf) != 1:
@@ -137,7 +137,7 @@ def reduce_scatter(
     return jax.tree.map(lambda leaf: group.reduce_scatter(leaf, name_of_op), x)
 
 
-class _Group:
+class _ReplicaGroup:
     """The group of the replica whose program is being traced."""
 
     def __init__(self, size: int | None, is_orthogonal: bool) -> None:
@@ -166,7 +166,7 @@ class _Group:
                 f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; it must "
                 "be a multiple of their number"
             )
-        return self._collect(Exchange(split, concat), x)
+        return self._collect(BlockExchange(split, concat), x)
 
     def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
         """This replica's part of the reduction of vectors."""
@@ -196,7 +196,7 @@ class _Group:
             return reduce_in_order(op, [gathered[member] for member in range(self._size)])
         return collect(Reduce(op), self._groups, index, value, name)
 
-    def _collect(self, kind: Kind, x: Tree) -> jax.Array:
+    def _collect(self, kind: CollectiveKind, x: Tree) -> jax.Array:
         context = self._context
         name, index = context.next_name(), context.replica_id_in_sync_group
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)

@@ -17,7 +17,7 @@ from strategies.strategy import Strategy
 
 
 @final
-class Single(Membership):
+class SingleProcess(Membership):
     """One process, with all replicas; nobody else takes part.
 
     Args:
@@ -78,7 +78,7 @@ class IPUStrategy(Strategy):
             num_replicas, ipus_per_replica = replicas_of_process(in_force(), named)
             self._divisible = in_force().selection if named is None and ipus_per_replica == 1 else None
         positive("num_replicas", num_replicas)
-        super().__init__(Single(num_replicas, ipus_per_replica or 1, attached))
+        super().__init__(SingleProcess(num_replicas, ipus_per_replica or 1, attached))
 
     def for_stages(self, stages: int) -> IPUStrategy:
         """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""

@@ -15,7 +15,7 @@ from strategies.strategy import Strategy
 
 
 @final
-class Job(Membership):
+class MpiJob(Membership):
     """The instances that a launcher started, connected by MPI; one alone without a launcher."""
 
     def join(self) -> tuple[Instance, Communicator]:
@@ -54,7 +54,7 @@ class PopDistStrategy(Strategy):
     """
 
     def __init__(self, add_ipu_cross_replica_reductions: bool = True, ipus_per_replica: int | None = None) -> None:
-        membership = Job(ipus_per_replica)
+        membership = MpiJob(ipus_per_replica)
         super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)
 
 
@@ -62,7 +62,7 @@ class PopDistStrategy(Strategy):
 
 
 @final
-class Horovod(Membership):
+class HorovodJob(Membership):
     """The instances of the job, connected by Horovod; who is lost ends the job of all."""
 
     adds_in_order: ClassVar[bool] = False
@@ -96,5 +96,5 @@ class IPUHorovodStrategy(Strategy):
     """
 
     def __init__(self, variables_on_host: bool = False, ipus_per_replica: int | None = None) -> None:
-        membership = Horovod(ipus_per_replica)
+        membership = HorovodJob(ipus_per_replica)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)

@@ -32,7 +32,7 @@ class ClusterResolver(Protocol):
 
 
 @final
-class Workers(Membership):
+class WorkerCluster(Membership):
     """The workers of a cluster, connected by a ring over gRPC; who is lost ends the job of all.
 
     Args:
@@ -93,7 +93,7 @@ class IPUMultiWorkerStrategy(Strategy):
         if num_local_replicas is None:
             num_local_replicas = replicas_of_instance(in_force(), ipus_per_replica) or 1
         positive("num_local_replicas", num_local_replicas)
-        membership = Workers(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
+        membership = WorkerCluster(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 

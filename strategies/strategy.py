@@ -18,7 +18,7 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
-from strategies.axes import Axis
+from strategies.argument_checks import Axis
 from strategies.config.configured import in_force
 from strategies.config.ipu_config import IPUConfig
 from strategies.data.casts import DTypes
@@ -27,13 +27,13 @@ from strategies.data.input_context import InputContext
 from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
-from strategies.extended import Extended
+from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
 from strategies.importing import when_imported
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
-from strategies.programs.program import NOTHING_HELD, HeldState, Program
+from strategies.programs.program import NOTHING_HELD, DeviceProgram, HeldState
 from strategies.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
 from strategies.replicas.devices import borrow
 from strategies.replicas.gathering import concatenated
@@ -173,9 +173,9 @@ class Strategy(ABC):
         self._replicas.on_chief(function)
 
     @property
-    def extended(self) -> Extended:
+    def extended(self) -> StrategyExtended:
         """The role of this instance, with the original's names; the chief writes files."""
-        return Extended(self.is_chief, self.is_chief, self.reduce)
+        return StrategyExtended(self.is_chief, self.is_chief, self.reduce)
 
     @property
     def variables_on_host(self) -> bool:
@@ -385,7 +385,7 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _compiled(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
+    def _compiled(self, program: DeviceProgram, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
         """Compile the program for each local replica."""
         return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
@@ -413,7 +413,7 @@ class Strategy(ABC):
             raise reducer.last_error
         return results
 
-    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[Program, HeldState]:
+    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
         """Return the compiled function, and the variables that it has besides its arguments."""
         key = function, names
         found = self._replicas.programs.get(key)

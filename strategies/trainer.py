@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Unpack
 
+from strategies.argument_checks import require_known_options
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
@@ -14,11 +15,10 @@ from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
-from strategies.option_names import require_known_options
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.metrics import Metrics, Notice, tell_evaluation
-from strategies.step.options import Options, configured
+from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.step.options import TrainerOptions, configured
 from strategies.step.parts import StepParts
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -65,12 +65,12 @@ class Trainer:
         seed: int = 0,
         check_numerics: bool | None = None,
         digest_every: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[TrainerOptions],
     ) -> None:
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
         self._strategy = strategy
-        require_known_options(Trainer, options, Options.__annotations__)
+        require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from collectives.instruments import CHECKPOINT
-from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, Training
+from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, SavedTraining
 from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
 from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
@@ -255,7 +255,9 @@ class Checkpoints:
             self.last_step, self._owns_folder, self._is_due = state.step, True, False
             position = None if self._dataset is None else self._dataset.position()
             replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
-            training = Training(state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own)
+            training = SavedTraining(
+                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own
+            )
             self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
     def after_step(
@@ -359,7 +361,7 @@ class Checkpoints:
             np.copyto(copy, leaf.gather(name) if isinstance(leaf, PartOfArray) else borrow(leaf))
         return packing
 
-    def _write(self, folder: CheckpointFolder, training: Training, flat: Mapping[str, np.ndarray]) -> None:
+    def _write(self, folder: CheckpointFolder, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         """In its thread. Metrics come first: steps before a checkpoint are not made again, so nobody tells of them."""
         for sinks in tuple(self._strategy.replicas.sinks):
             sinks.wait()
@@ -374,7 +376,9 @@ class Checkpoints:
 
     # ---- restoring
 
-    def _read(self, arrays: Mapping[str, Any], other_replicas: bool = False) -> tuple[Training | None, dict[str, Any]]:
+    def _read(
+        self, arrays: Mapping[str, Any], other_replicas: bool = False
+    ) -> tuple[SavedTraining | None, dict[str, Any]]:
         """What instance 0 finds, on all instances; of the arrays the others have those of the state."""
         found, fault = None, ""
         if self._folder is not None:
@@ -391,7 +395,7 @@ class Checkpoints:
         values = found[1] if found else {}
         if found and found[0].replicas != self._strategy.num_replicas_in_sync:
             values = {name: array for name, array in values.items() if not name.startswith(RESIDUALS)}
-        return training and Training.from_json(training), {
+        return training and SavedTraining.from_json(training), {
             name: values[name] if name in values else _room(leaf) for name, leaf in arrays.items()
         }
 
@@ -402,7 +406,7 @@ class Checkpoints:
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
         return _like(leaf, self._strategy.broadcast({name: array})[name])
 
-    def _mismatch(self, training: Training, arrays: Mapping[str, Any], other_replicas: bool) -> str:
+    def _mismatch(self, training: SavedTraining, arrays: Mapping[str, Any], other_replicas: bool) -> str:
         """Why the checkpoint cannot be the beginning of this training; empty if it can."""
         assert self._folder is not None
         what = f"the checkpoint of step {training.step} in {self._folder.path}"

@@ -19,8 +19,8 @@ from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.encoding import flatten
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
-from strategies.programs.program import Program
-from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
+from strategies.programs.program import DeviceProgram
+from strategies.programs.segments import Part, ProgramSegment, SegmentAction, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
 
@@ -34,7 +34,7 @@ GradientFunction = Callable[..., Sequence[jax.Array]]
 
 
 @final
-class GradientPlan(ReplicaPlan):
+class JaxGradientPlan(ReplicaPlan):
     """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
 
     With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
@@ -118,7 +118,7 @@ class GradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: none."""
         return ()
 
-    def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[Segment]:
+    def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[ProgramSegment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
         JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
@@ -145,7 +145,7 @@ class GradientPlan(ReplicaPlan):
         """Carry out the actions with shapes instead of arrays."""
         found: dict[int, Any] = {}
 
-        def compute(action: Action, given: list[Any]) -> Sequence[Any]:
+        def compute(action: SegmentAction, given: list[Any]) -> Sequence[Any]:
             number = action.segment
             found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
             made = jax.tree.leaves(found[number].out_info)
@@ -169,7 +169,7 @@ class GradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: on the first device of each."""
         return GradientPrograms(grid.column(0), self, allocate, failed)
 
-    def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
+    def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
         first_buffer = len(segment.inputs) + len(segment.takes)
 
         def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
@@ -197,7 +197,7 @@ class GradientPrograms(ReplicaGradients):
     def __init__(
         self,
         devices: ReplicaDevices,
-        plan: GradientPlan,
+        plan: JaxGradientPlan,
         allocate: Allocate,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -207,7 +207,7 @@ class GradientPrograms(ReplicaGradients):
         self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = plan.buckets(self._memory)
         self._parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]  # in each bucket
-        self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
+        self._runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -248,7 +248,7 @@ class GradientPrograms(ReplicaGradients):
                 self._end()
             yield bucket, contributions
 
-    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+    def _finished(self, run: _ReplicaGradientRun, number: int) -> Sequence[jax.Array]:
         """The buffers of a segment, when a replica has computed it."""
         if not self._begun:
             return run.wait(number)
@@ -284,7 +284,7 @@ class GradientPrograms(ReplicaGradients):
         return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
 
 
-class _Run:
+class _ReplicaGradientRun:
     """The computations of one local replica.
 
     Attributes:
@@ -294,7 +294,7 @@ class _Run:
         kept: for the next step.
     """
 
-    def __init__(self, devices: ReplicaDevices, plan: GradientPlan, position: int) -> None:
+    def __init__(self, devices: ReplicaDevices, plan: JaxGradientPlan, position: int) -> None:
         self._devices = devices
         self._plan = plan
         self._position = position
@@ -352,12 +352,12 @@ class _Run:
             for finished in self.finished:
                 finished.set()
 
-    def _carry_out(self) -> Iterator[tuple[Action, Sequence[jax.Array]]]:
+    def _carry_out(self) -> Iterator[tuple[SegmentAction, Sequence[jax.Array]]]:
         """Each action with its results, when it is dispatched."""
         arguments, self._arguments = self._arguments, ()
         return carry_out(self._plan.actions, self._plan.segments, [arguments], self._compute)
 
-    def _compute(self, action: Action, given: list[jax.Array]) -> Sequence[jax.Array]:
+    def _compute(self, action: SegmentAction, given: list[jax.Array]) -> Sequence[jax.Array]:
         number, count = action.segment, len(self.buffers[action.segment])
         results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
         self.buffers[number] = results[:count]
@@ -366,11 +366,11 @@ class _Run:
         return results
 
 
-def _uncut(function: GradientFunction, shapes: Sequence[Any], results: int) -> Segment:
+def _uncut(function: GradientFunction, shapes: Sequence[Any], results: int) -> ProgramSegment:
     """All of it as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(structure, values))
 
-    return Segment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))
+    return ProgramSegment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.exchange.transfer import GradientTransfer, Int8Layout
 from strategies.gradients.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
@@ -175,7 +175,7 @@ class ReplicaProgram:
         seed: int,
         accumulation: Accumulation,
         precision: Precision,
-        transfer: Transfer,
+        transfer: GradientTransfer,
         check_numerics: bool,
     ) -> None:
         self._replicas = replicas

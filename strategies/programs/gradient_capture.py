@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from strategies.programs.jaxpr import Equation, Graph, Group, cut, every_equation
-from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
+from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
 from strategies.programs.xla_pitfalls import use_right_sums
 from strategies.roles import Function
 
@@ -153,10 +153,10 @@ def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequenc
     ends = [*(number for mark in marks for number in (mark, mark + 1)), len(tags)]
     groups = [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
-    segments = cut(graph, [*map(Group, groups), Group((), results)])
+    segments = cut(graph, [*map(EquationGroup, groups), EquationGroup((), results)])
     tag_of = {place: tags[own[0]] for place, own in enumerate(groups) if len(own) == 1 and own[0] in marks}
 
-    def compute(action: Action, given: list[Any]) -> Sequence[Any]:
+    def compute(action: SegmentAction, given: list[Any]) -> Sequence[Any]:
         made = segments[action.segment].function(*given)
         tag = tag_of.get(action.segment)
         return made if tag is None or not made else [_captured(made[0], handles[tag])]

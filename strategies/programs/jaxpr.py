@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from strategies.programs.segments import Part, Segment
+from strategies.programs.segments import Part, ProgramSegment
 
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn
@@ -278,7 +278,7 @@ def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
 
 
 @dataclass(frozen=True)
-class Group:
+class EquationGroup:
     """Which equations of a graph make a segment.
 
     Attributes:
@@ -291,8 +291,8 @@ class Group:
 
 
 def cut(
-    graph: Graph, groups: Sequence[Group], is_repeated: Callable[[Equation], bool] = lambda equation: False
-) -> list[Segment]:
+    graph: Graph, groups: Sequence[EquationGroup], is_repeated: Callable[[Equation], bool] = lambda equation: False
+) -> list[ProgramSegment]:
     """Cut a function into segments, which run in the order of the groups.
 
     What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
@@ -326,7 +326,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 
 
 def _look_back(
-    graph: Graph, home: Mapping[int, int], place: int, group: Group, is_repeated: Callable[[Equation], bool]
+    graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
     """What a segment needs of earlier ones: equations to repeat, and intermediates."""
     repeated: set[int] = set()
@@ -353,11 +353,11 @@ def _look_back(
 
 def _segment(
     graph: Graph,
-    group: Group,
+    group: EquationGroup,
     repeated: Collection[int],
     handed_on: tuple[Sequence[Variable], Sequence[Variable]],
     order: Mapping[Variable, int],
-) -> Segment:
+) -> ProgramSegment:
     takes, gives = handed_on
     equations = [graph.equations[number] for number in sorted({*group.equations, *repeated})]
     results = list(group.parts.values())
@@ -366,7 +366,7 @@ def _segment(
     constants = [constant for constant in graph.constants if constant in read]
     reads = [*(graph.arguments[number] for number in inputs), *takes]
     jaxpr = _program(graph.closed.jaxpr, reads, equations, [*results, *gives], constants)
-    return Segment(
+    return ProgramSegment(
         partial(jax.core.eval_jaxpr, jaxpr, [graph.constants[constant] for constant in constants]),
         tuple(inputs),
         tuple(order[atom] for atom in takes),

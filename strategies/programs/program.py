@@ -43,7 +43,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
 
 
-class Program:
+class DeviceProgram:
     """A function that is compiled once for each device and shapes of arguments, and may run in several threads at once.
 
     It is traced where it is compiled, and not where it runs.

@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from strategies.programs.feed_program import current_program
-from strategies.programs.jaxpr import Equation, Graph, Group, cut
-from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut
+from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
 from strategies.programs.xla_pitfalls import behind, is_true
+from strategies.roles import Function
 
 Tree = TypeVar("Tree")
 Policy = Callable[..., Any]
@@ -39,7 +40,7 @@ def recomputation_checkpoint(tree: Tree) -> Tree:
     return marked
 
 
-def recomputing(loss_fn: Callable[..., Any], recompute: str | Policy) -> Callable[..., Any]:
+def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
     """A loss function with the same values and gradients that keeps less for its backward pass.
 
     Between blocks it keeps what one of them hands to others. Within a block it keeps nothing, or what the policy says,
@@ -134,9 +135,9 @@ def _is_call(equation: Equation) -> bool:
 def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Any]) -> list[Any]:
     constants = graph.lift_constants()  # which may be differentiated
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
-    segments = cut(graph, [*(Group(block.equations) for block in blocks), Group((), results)])
+    segments = cut(graph, [*(EquationGroup(block.equations) for block in blocks), EquationGroup((), results)])
 
-    def compute(action: Action, given: list[Any]) -> Sequence[Any]:
+    def compute(action: SegmentAction, given: list[Any]) -> Sequence[Any]:
         segment = segments[action.segment]
         if segment.parts:
             return segment.function(*given)

@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ProgramSegment:
     """A part of a program: `function(*inputs, *intermediates) -> (*parts, *intermediates)`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Action:
+class SegmentAction:
     """One thing to be done in a step. Whether it is of the forward or the backward pass is the segment's matter.
 
     Attributes:
@@ -60,16 +60,18 @@ class Action:
         return f"segment {self.segment} of micro-batch {self.micro_batch}"
 
 
-Compute = Callable[[Action, list[Any]], Sequence[Any]]
+Compute = Callable[[SegmentAction, list[Any]], Sequence[Any]]
 """(An action, what its segment reads) -> what the segment makes, its intermediates last."""
 
 
-def in_turn(segments: int, micro_batches: int = 1) -> tuple[Action, ...]:
+def in_turn(segments: int, micro_batches: int = 1) -> tuple[SegmentAction, ...]:
     """All segments one after another, for one micro-batch after another."""
-    return tuple(Action(segment, number) for number in range(micro_batches) for segment in range(segments))
+    return tuple(SegmentAction(segment, number) for number in range(micro_batches) for segment in range(segments))
 
 
-def refuse_impossible(actions: Sequence[Action], segments: Sequence[Segment], micro_batches: int = 1) -> None:
+def refuse_impossible(
+    actions: Sequence[SegmentAction], segments: Sequence[ProgramSegment], micro_batches: int = 1
+) -> None:
     """Check a list before anything runs.
 
     Raises:
@@ -94,8 +96,11 @@ def refuse_impossible(actions: Sequence[Action], segments: Sequence[Segment], mi
 
 
 def carry_out(
-    actions: Sequence[Action], segments: Sequence[Segment], arguments: Sequence[Sequence[Any]], compute: Compute
-) -> Iterator[tuple[Action, Sequence[Any]]]:
+    actions: Sequence[SegmentAction],
+    segments: Sequence[ProgramSegment],
+    arguments: Sequence[Sequence[Any]],
+    compute: Compute,
+) -> Iterator[tuple[SegmentAction, Sequence[Any]]]:
     """Each action when it is computed, with what its segment has made; the next one is begun when that is asked for.
 
     An intermediate is let go when it was taken for the last time.

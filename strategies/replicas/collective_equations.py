@@ -26,7 +26,7 @@ EQUATION = "cross_replica_collective"
 """The name of the equations' primitive."""
 
 
-class Kind(ABC):
+class CollectiveKind(ABC):
     """What the replicas of a group make of their values; an immutable value.
 
     Attributes:
@@ -50,12 +50,12 @@ class Kind(ABC):
         """The cotangent of this replica's value, from those of what all got."""
 
     @abstractmethod
-    def batched(self) -> tuple[Kind, int]:
+    def batched(self) -> tuple[CollectiveKind, int]:
         """The same for values that have one more axis in front, and where the results have that axis."""
 
 
 @dataclass(frozen=True)
-class Reduce(Kind):
+class Reduce(CollectiveKind):
     """The reduction on every replica; `op` is one of `collectives.reduction.OPERATIONS`."""
 
     op: str
@@ -67,11 +67,11 @@ class Reduce(Kind):
         return self.op in ("sum", "mean")
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return shape
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         out = np.empty_like(values[0])
         Reduction(self.op, out.dtype).reduce([value.reshape(-1) for value in values], out.reshape(-1), len(values))
         return [out] * len(values)
@@ -80,21 +80,21 @@ class Reduce(Kind):
         """The same reduction."""
         return collective(index, cotangent)
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
         return self, 0
 
 
 @dataclass(frozen=True)
-class Gather(Kind):
+class Gather(CollectiveKind):
     """The values of all, along a new first axis, on every replica."""
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return (size, *shape)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return [np.stack(values)] * len(values)
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -104,37 +104,37 @@ class Gather(Kind):
         own: jax.Array = jax.lax.dynamic_index_in_dim(total, rank, keepdims=False)
         return own
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
         return self, 1
 
 
 @dataclass(frozen=True)
-class Exchange(Kind):
+class BlockExchange(CollectiveKind):
     """The blocks along `split` that all have for a replica, one behind the other along `concat`."""
 
     split: int
     concat: int
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         found = list(shape)
         found[self.split] //= size
         found[self.concat] *= size
         return tuple(found)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         blocks = zip(*(np.split(value, len(values), self.split) for value in values), strict=True)
         return [np.concatenate(mine, self.concat) for mine in blocks]
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
         """The blocks go back."""
-        return replace(collective, kind=Exchange(self.concat, self.split))(index, cotangent)
+        return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
-        return Exchange(self.split + 1, self.concat + 1), 0
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
+        return BlockExchange(self.split + 1, self.concat + 1), 0
 
 
 CarryOut = Callable[["Collective", int, np.ndarray], np.ndarray]
@@ -154,7 +154,7 @@ class Collective:
     """
 
     name: str
-    kind: Kind
+    kind: CollectiveKind
     groups: ReplicaGroups
     total: int
     carry_out: CarryOut = field(repr=False)

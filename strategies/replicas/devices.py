@@ -21,7 +21,7 @@ from popdist.xla import thread_pool_setting, thread_pool_size
 from popdist.xla.threads import VARIABLE as POOL_VARIABLE
 from strategies.config.configured import in_force
 from strategies.programs.compilation import use_executable_cache
-from strategies.programs.program import Program
+from strategies.programs.program import DeviceProgram
 from strategies.programs.xla_pitfalls import (
     insist_on_right_sums,
     refuse_cut_integers,
@@ -89,14 +89,14 @@ class ReplicaDevices:
 
     # ---- programs
 
-    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> Program:
+    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> DeviceProgram:
         """The program of one replica, to be run by all of them.
 
         Args:
             function: what a replica computes.
             donated: the arguments whose memory the results may take over.
         """
-        return Program(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
+        return DeviceProgram(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
     def begin(
         self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None

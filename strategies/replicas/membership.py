@@ -102,7 +102,7 @@ class Membership(ABC):
 
 
 @dataclass
-class Place:
+class InstanceProgress:
     """How far an instance has come in what all of them do one after another.
 
     Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
@@ -132,14 +132,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SurvivorMeeting:
     """What instances know of each other that have met after a loss.
 
     Attributes:
         is_late: whether others have done what this one is about to do.
         newest: the rank of one that has done most.
-        passes: for each rank its `Place.passes`, int64.
-        batches: for each rank its `Place.batches`, int64.
+        passes: for each rank its `InstanceProgress.passes`, int64.
+        batches: for each rank its `InstanceProgress.batches`, int64.
     """
 
     is_late: bool
@@ -148,7 +148,7 @@ class Meeting:
     batches: np.ndarray
 
 
-class Members(Protocol):
+class SurvivingMembers(Protocol):
     """Who takes part, as those know it who do something together: a strategy."""
 
     @property
@@ -156,7 +156,7 @@ class Members(Protocol):
         """Of these instances, for messages."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> InstanceProgress:
         """How far this instance has come."""
 
     @property
@@ -172,7 +172,7 @@ class Members(Protocol):
 
 
 def surviving(
-    members: Members,
+    members: SurvivingMembers,
     attempt: Callable[[], T],
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
@@ -201,7 +201,9 @@ def surviving(
     return done
 
 
-def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
+def repeated(
+    members: SurvivingMembers, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]
+) -> T:
     """Do again, with the instances that are left, what has failed half-way.
 
     Args:
@@ -226,7 +228,7 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
     raise loss
 
 
-def warn_of_loss(members: Members, reason: str | None) -> None:
+def warn_of_loss(members: SurvivingMembers, reason: str | None) -> None:
     """Say why the others could not go on without an instance, where the job was started to go on.
 
     Args:
@@ -239,7 +241,7 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
         )
 
 
-def warn_where_none_goes_on(members: Members) -> None:
+def warn_where_none_goes_on(members: SurvivingMembers) -> None:
     """Say, on one instance, that the job ends with the first one that is lost though it was started to go on.
 
     Args:
@@ -270,10 +272,10 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
     return None
 
 
-def meet(members: Members) -> Meeting:
+def meet(members: SurvivingMembers) -> SurvivorMeeting:
     """Find out who has done what, and hand it to those who are late; a collective call.
 
-    Those who are late take it, with the same call as `Place.share` of the others, once this returns.
+    Those who are late take it, with the same call as `InstanceProgress.share` of the others, once this returns.
 
     Args:
         members: the instances.
@@ -284,4 +286,4 @@ def meet(members: Members) -> Meeting:
     newest, is_late = int(done.argmax()), bool(place.done < done.max())
     if place.share is not None and done.min() < done.max() and not is_late:
         place.share(newest)
-    return Meeting(is_late, newest, passes, batches)
+    return SurvivorMeeting(is_late, newest, passes, batches)

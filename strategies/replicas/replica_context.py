@@ -20,14 +20,14 @@ from collectives.reduction import normalise_op
 from popdist.instance import replica_block
 from strategies.errors import DeviceError, EndOfDataError, FeedError
 from strategies.programs.feed_program import FeedProgram, Replication, tracing
-from strategies.replicas.collective_equations import Collective, Kind, OfReplica, Reduce, without_gradient
+from strategies.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replica_groups import ReplicaGroups
 from strategies.roles import Tree
 
 
-class Ends(Protocol):
+class ProgramEndListener(Protocol):
     """What wants to know when the program has ended that used it, such as an outfeed."""
 
     def end_program(self) -> None:
@@ -152,7 +152,7 @@ def replica_context(context: ReplicaContext) -> Iterator[None]:
 
 
 @dataclass
-class _Meeting:
+class _CollectiveCall:
     """The local replicas in one cross-replica call.
 
     Attributes:
@@ -197,15 +197,15 @@ class CrossReplicaReducer:
         self._is_identity = is_identity
         self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
         self._lock = threading.Lock()
-        self._meetings: dict[str, _Meeting] = {}
-        self._outfeeds: WeakSet[Ends] = WeakSet()
+        self._meetings: dict[str, _CollectiveCall] = {}
+        self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
 
     def begin(self) -> None:
         """A program is about to run; what is left of one that has failed half-way is dropped."""
         self.end()
         self.last_error = None
 
-    def meets(self, outfeed: Ends) -> None:
+    def meets(self, outfeed: ProgramEndListener) -> None:
         """Note that a replica of the running program enqueues an outfeed; from any thread."""
         if outfeed not in self._outfeeds:
             with self._lock:
@@ -258,7 +258,9 @@ class CrossReplicaReducer:
         """Reduce one array over all replicas, unless reductions are left out; see `collect`."""
         return value if self._is_identity else self.collect(Reduce(op), ReplicaGroups(), index, value, name)
 
-    def collect(self, kind: Kind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+    def collect(
+        self, kind: CollectiveKind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str
+    ) -> jax.Array:
         """What a replica gets of a collective within its group; called while its program is traced.
 
         A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
@@ -298,7 +300,7 @@ class CrossReplicaReducer:
         with self._lock:
             if self.last_error is not None and self._has_failed:
                 raise self.last_error
-            meeting = self._meetings.setdefault(collective.name, _Meeting())
+            meeting = self._meetings.setdefault(collective.name, _CollectiveCall())
             meeting.contributions[replica] = np.asarray(value, order="C")
             is_last = len(meeting.contributions) == len(self._devices.replicas)
             if is_last:

@@ -18,15 +18,15 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
-from strategies.axes import Axis, parts_along
+from strategies.argument_checks import Axis, parts_along
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
-from strategies.programs.program import HeldState, Program
+from strategies.programs.program import DeviceProgram, HeldState
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
-from strategies.replicas.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
+from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.roles import Batch, Tree
 from strategies.sinks.opening import asked_sinks
@@ -72,7 +72,7 @@ class Replicas:
         self.kind = kind
         self._membership = membership
         self.first_index = membership.instance.index
-        self.place = Place()
+        self.place = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self.faults = _injector_among(self.instruments)
@@ -98,7 +98,9 @@ class Replicas:
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[Any, tuple[Program, HeldState, list[Callable[[], bool]]]] = {}  # last: are constants so?
+        self.programs: dict[
+            Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]
+        ] = {}  # last: are constants so?
         self._program_numbers = itertools.count()
 
     # ---- who is there

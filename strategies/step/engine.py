@@ -19,7 +19,7 @@ Contributions = Sequence[Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedStep:
     """A step for batches of some shapes.
 
     Attributes:
@@ -41,11 +41,11 @@ class StepEngine(ABC):
     """Computes gradients on the local replicas, bucket by bucket."""
 
     @abstractmethod
-    def prepare(self, state: TrainState, batch: Any) -> Prepared:
+    def prepare(self, state: TrainState, batch: Any) -> PreparedStep:
         """What is needed for a step with such a batch; a collective call where it is the first one of its shapes."""
 
     @abstractmethod
-    def begin(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def begin(self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray) -> None:
         """Begin to compute gradients; does not wait for them.
 
         Args:
@@ -56,7 +56,7 @@ class StepEngine(ABC):
         """
 
     @abstractmethod
-    def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
+    def collect(self, step: PreparedStep) -> Iterator[tuple[Bucket, Contributions]]:
         """Each bucket when it is ready."""
 
     @abstractmethod

@@ -18,13 +18,13 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.engine import Prepared
+from strategies.step.engine import PreparedStep
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.metrics import Metrics, tell_end
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Executions:
     """
 
     def __init__(
-        self, replicas: Replicas, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
+        self, replicas: Replicas, engine: JaxEngine, update: VariableUpdate, single: SingleStep, may_fuse: bool
     ) -> None:
         self._replicas = replicas
         self._engine = engine
@@ -109,7 +109,7 @@ class Executions:
         self._single.take_over(metrics)
         return state, metrics
 
-    def _made(self, step: Prepared, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    def _made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         program = step.program
         key = id(program), len(batches)
         if key not in self._programs:

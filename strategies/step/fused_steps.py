@@ -16,7 +16,7 @@ import numpy as np
 
 from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words, with_loss
 from strategies.programs.program import jit
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 
 class FusedSteps:
@@ -29,7 +29,7 @@ class FusedSteps:
         update: of the variables.
     """
 
-    def __init__(self, program: ReplicaProgram, update: Update) -> None:
+    def __init__(self, program: ReplicaProgram, update: VariableUpdate) -> None:
         self._program = program
         self._update = update
         self._run = jit(self._steps, donate_argnums=(0, 1))

@@ -23,10 +23,10 @@ from strategies.gradients.replica_program import ReplicaProgram, with_loss
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
-from strategies.step.engine import Prepared
+from strategies.step.engine import PreparedStep
 from strategies.step.metrics import Metrics
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
 
@@ -66,13 +66,13 @@ class InOneProgram:
         executables: the folder where compiled programs are kept, or None.
     """
 
-    update: Update
+    update: VariableUpdate
     seed: int
     executables: Path | None = None
     _tried: dict[int, _Tried] = field(default_factory=dict)
 
     def found(
-        self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray, in_parts: MakeStep
+        self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
         """What makes such a step; None where it is to be made in parts.
 
@@ -120,7 +120,7 @@ class StepProgram:
         executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, program: ReplicaProgram, update: Update, executables: Path | None) -> None:
+    def __init__(self, program: ReplicaProgram, update: VariableUpdate, executables: Path | None) -> None:
         self._program = program
         self._update = update
         self._jitted = jit(self._step, donate_argnums=(0, 2))

@@ -16,7 +16,7 @@ from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
 from strategies.gradients.arguments import check_takes_state
 from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
-from strategies.gradients.gradient_programs import GradientPlan
+from strategies.gradients.gradient_programs import JaxGradientPlan
 from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
@@ -28,10 +28,10 @@ from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
+from strategies.step.engine import Contributions, PreparedStep, StepEngine, control_of
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
 
@@ -68,7 +68,7 @@ class JaxEngine(StepEngine):
         replicas: Replicas,
         loss_fn: LossFunction,
         options: StepOptions,
-        update: Update,
+        update: VariableUpdate,
         is_recorded: bool,
         others: Sequence[Callable[..., Any]] = (),
     ) -> None:
@@ -88,12 +88,12 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         self._devices = self._replicas.devices
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
-        self._steps: dict[Any, Prepared] = {}
+        self._steps: dict[Any, PreparedStep] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
-    def begin(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def begin(self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray) -> None:
         """See `StepEngine`."""
         self._begin(step.gradients, state, batch, control)
 
@@ -111,7 +111,7 @@ class JaxEngine(StepEngine):
         rule = self._options.rule_of(model_state)
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
-    def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
+    def collect(self, step: PreparedStep) -> Iterator[tuple[Bucket, Contributions]]:
         """See `StepEngine`."""
         return step.gradients.collect()
 
@@ -122,7 +122,7 @@ class JaxEngine(StepEngine):
 
     # ---- preparing
 
-    def prepare(self, state: TrainState, batch: Any) -> Prepared:
+    def prepare(self, state: TrainState, batch: Any) -> PreparedStep:
         """See `StepEngine`."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
@@ -172,7 +172,7 @@ class JaxEngine(StepEngine):
             self._options.shapes_of_replica(state.model_state),
         )
 
-    def _prepared(self, state: TrainState, batch: Any) -> Prepared:
+    def _prepared(self, state: TrainState, batch: Any) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
         key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
@@ -193,7 +193,7 @@ class JaxEngine(StepEngine):
             means = quantised.views(exchange.of_payload)
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
-        return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
+        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
 
     def _kept(self, key: Any) -> _Plan | None:
         """A plan that was made before, if all instances have it; a collective call where some have been lost.
@@ -232,13 +232,13 @@ class JaxEngine(StepEngine):
     def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
         return None if program.quantised else self._update.mean_shards
 
-    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> GradientPlan:
+    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
         own, shared = self._divided(shapes.model_state)
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
         of_state = len(program.results) - program.num_gradients
-        return GradientPlan(
+        return JaxGradientPlan(
             self._devices,
             program,
             arguments,

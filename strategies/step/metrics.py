@@ -131,7 +131,7 @@ def _of_step(names: tuple[str, ...], tails: jax.Array, number: int) -> dict[str,
 # ---- to all instances at the same step
 
 
-class Notice:
+class StepNotice:
     """A flag that is given to any instance and taken note of by all at the end of the same step.
 
     `Trainer` sends it along with the metrics, so it costs no message of its own. What is given while a step is

@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from strategies.config.configured import Effects
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod, MapGradient
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
@@ -27,7 +27,7 @@ from strategies.switches import require_switches, require_switches_or_none
 from strategies.updates.update import UpdateSettings
 
 
-class Options(TypedDict, total=False):
+class TrainerOptions(TypedDict, total=False):
     """What `Trainer` takes by name; see `StepOptions`."""
 
     gradient_accumulation_count: int
@@ -44,10 +44,10 @@ class Options(TypedDict, total=False):
     recompute: str | Policy
     model_state_aggregation: Tree
     trainable: Filter
-    pipeline: Pipeline | None
+    pipeline: PipelinePlanner | None
 
 
-class Pipeline(Protocol):
+class PipelinePlanner(Protocol):
     """How a replica is cut into stages; `strategies.Pipelining`."""
 
     @property
@@ -144,7 +144,7 @@ class StepOptions:
     recompute: str | Policy = "none"
     model_state_aggregation: Tree = None
     trainable: Filter = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePlanner | None = None
 
     def __post_init__(self) -> None:
         self._require_switches()
@@ -214,9 +214,9 @@ class StepOptions:
         return Precision(float_dtype("compute_dtype", self.compute_dtype), self.scaling is not None)
 
     @cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> GradientTransfer:
         """In which dtype gradients travel."""
-        return Transfer.parse(self.gradient_transfer_dtype)
+        return GradientTransfer.parse(self.gradient_transfer_dtype)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
         """How replicas agree on such a model state.
@@ -297,7 +297,7 @@ class StepOptions:
 
 
 def configured(
-    seed: int, check_numerics: bool | None, digest_every: int, options: Options, effects: Effects
+    seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, effects: Effects
 ) -> StepOptions:
     """The options of a step, of which those that are left out are as the configuration in force says.
 
@@ -312,7 +312,7 @@ def configured(
     Raises:
         ValueError: see `StepOptions`.
     """
-    usual = Options(
+    usual = TrainerOptions(
         stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
     )
     usual.update(options)

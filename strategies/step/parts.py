@@ -9,13 +9,13 @@ from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.replicas import Replicas
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
-from strategies.step.metrics import Notice
+from strategies.step.metrics import StepNotice
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
-from strategies.step.states import States
+from strategies.step.states import TrainStates
 from strategies.step.step_record import recorder_for
 from strategies.updates.gathered_update import update_for
-from strategies.updates.optimizers import AnyOptimizer, MapGradientOptimizer, Optimizer
+from strategies.updates.optimizers import AnyOptimizer, MapGradientOptimizer, StepOptimizer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepParts:
         executions: makes several.
     """
 
-    states: States
+    states: TrainStates
     single: SingleStep
     executions: Executions
 
@@ -39,7 +39,7 @@ class StepParts:
         loss_fn: LossFunction,
         optimizer: AnyOptimizer,
         options: StepOptions,
-        notice: Notice,
+        notice: StepNotice,
     ) -> StepParts:
         """Those that compute with JAX.
 
@@ -54,16 +54,16 @@ class StepParts:
             TypeError: if the loss function or the optimizer is none.
         """
         check_loss_function(loss_fn)
-        if not isinstance(optimizer, Optimizer):
+        if not isinstance(optimizer, StepOptimizer):
             check_optimizer(optimizer)
         update = update_for(replicas, optimizer, options.of_update)
         recorder = recorder_for(replicas, options)
         others = [
             options.map_gradient,
-            None if isinstance(optimizer, Optimizer | MapGradientOptimizer) else optimizer.update,
+            None if isinstance(optimizer, StepOptimizer | MapGradientOptimizer) else optimizer.update,
         ]
         traced = [one for one in others if one is not None]
         engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
         single = SingleStep(replicas, engine, update, options, notice, recorder)
         executions = Executions(replicas, engine, update, single, options.may_fuse)
-        return cls(States(replicas, loss_fn, options, update, single), single, executions)
+        return cls(TrainStates(replicas, loss_fn, options, update, single), single, executions)

@@ -18,15 +18,15 @@ from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.replica_program import with_loss
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
-from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
+from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas
-from strategies.step.engine import Prepared, StepEngine, control_of
+from strategies.step.engine import PreparedStep, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
-from strategies.step.metrics import Metrics, Notice, metrics_of, tell_end
+from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.options import StepOptions
-from strategies.step.step_record import Recorder
+from strategies.step.step_record import StepWatcher
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 
 class SingleStep:
@@ -48,10 +48,10 @@ class SingleStep:
         self,
         replicas: Replicas,
         engine: StepEngine,
-        update: Update,
+        update: VariableUpdate,
         options: StepOptions,
-        notice: Notice,
-        recorder: Recorder,
+        notice: StepNotice,
+        recorder: StepWatcher,
     ) -> None:
         self.metrics: Metrics | None = None
         self._replicas = replicas
@@ -127,7 +127,9 @@ class SingleStep:
         assert self.metrics is not None
         return after, self.metrics
 
-    def _in_one_program(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> StepProgram | None:
+    def _in_one_program(
+        self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray
+    ) -> StepProgram | None:
         def in_parts(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             return self._in_parts(step, state, batch, control)
 
@@ -141,7 +143,7 @@ class SingleStep:
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
     def _in_parts(
-        self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray
+        self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray
     ) -> tuple[TrainState, Metrics]:
         """Gradients, their means, and the update, one after another."""
         instruments = self._replicas.instruments
@@ -178,7 +180,7 @@ class SingleStep:
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
 
-    def _kept(self, step: Prepared, state: TrainState) -> tuple[Any, Any]:
+    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Any, Any]:
         """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
@@ -194,7 +196,7 @@ class SingleStep:
             new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
         return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
-    def meet(self) -> Meeting:
+    def meet(self) -> SurvivorMeeting:
         """After a loss, on all instances that are left; see `membership.meet`."""
         self._engine.claim_replicas()
         return meet(self._replicas)

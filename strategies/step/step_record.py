@@ -63,7 +63,7 @@ _CONFIG = (
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
-class Recorder(Protocol):
+class StepWatcher(Protocol):
     """What a Trainer tells of its steps."""
 
     @property
@@ -94,13 +94,13 @@ class NoRecorder:
     is_on = False
 
     def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
 
 
-def recorder_for(replicas: Replicas, options: StepOptions) -> Recorder:
+def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
     """What records the steps of one Trainer, if the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
     return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
@@ -141,7 +141,7 @@ class StepRecorder:
         self._took_s = 0.0
 
     def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
         began_s = time.perf_counter()
         if state.step <= self._step:
             self._training = self._file.next_training()
@@ -178,7 +178,7 @@ class StepRecorder:
         self._took_s = time.perf_counter() - began_s
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
         jax.block_until_ready(state.variables)  # which is the program's time
         began_s = time.perf_counter()
         step = self._line["step"]

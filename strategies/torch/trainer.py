@@ -7,13 +7,13 @@ from typing import Unpack
 
 import torch
 
+from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.memory.plan import MemoryPlan
-from strategies.option_names import require_known_options
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, Notice, tell_evaluation
+from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
@@ -75,7 +75,7 @@ class Trainer:
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
         self._strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding

@@ -52,7 +52,7 @@ class Known:
     loss: jax.Array
 
 
-class Optimizer(ABC):
+class StepOptimizer(ABC):
     """Makes new variables of mean gradients; traceable, and without a state of its own."""
 
     @property
@@ -91,7 +91,7 @@ class Optimizer(ABC):
 
 
 @final
-class OptaxOptimizer(Optimizer):
+class OptaxOptimizer(StepOptimizer):
     """A gradient transformation of optax.
 
     One that takes extra arguments gets `value`, the mean loss, `grad`, the mean gradients, and `gradient_norm`. One
@@ -105,15 +105,15 @@ class OptaxOptimizer(Optimizer):
 
     @property
     def needs_whole(self) -> bool:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         return self._needs_whole
 
     def init(self, variables: Any) -> Any:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         return self._transformation.init(variables)
 
     def check(self, gradients: Any, variables: Any) -> None:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         state = jax.eval_shape(self._transformation.init, variables)
         number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         self._extra(_of_fast(gradients), state, variables, Known(number, number))
@@ -121,7 +121,7 @@ class OptaxOptimizer(Optimizer):
     def apply(
         self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         gradients = _of_fast(gradients)
         extra = self._extra(gradients, optimizer_state, variables, known)
         update = arithmetic.rounded(self._transformation.update)
@@ -245,9 +245,9 @@ def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
     return lambda gradient, variable: second(first(gradient, variable), variable)
 
 
-AnyOptimizer: TypeAlias = Optimizer | optax.GradientTransformation | MapGradientOptimizer
+AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGradientOptimizer
 
 
-def as_optimizer(optimizer: AnyOptimizer) -> Optimizer:
+def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
     """An optimizer of either kind."""
-    return optimizer if isinstance(optimizer, Optimizer) else OptaxOptimizer(optimizer)
+    return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

@@ -25,7 +25,7 @@ from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
-from strategies.updates.update import Update, UpdateSettings
+from strategies.updates.update import UpdateSettings, VariableUpdate
 
 
 class AcrossElementsError(StrategyError):
@@ -33,14 +33,14 @@ class AcrossElementsError(StrategyError):
 
 
 @final
-class ShardedUpdate(Update):
+class ShardedStateUpdate(VariableUpdate):
     """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
 
     Args:
-        replicas: see `Update`.
+        replicas: see `VariableUpdate`.
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
             and variables; what it needs to know of all of them is in `Known`.
-        settings: see `Update`.
+        settings: see `VariableUpdate`.
 
     Raises:
         AcrossElementsError: from `init` if the optimizer looks across elements.
@@ -63,12 +63,12 @@ class ShardedUpdate(Update):
 
     @property
     def is_sharded(self) -> bool:
-        """See `Update`: yes."""
+        """See `VariableUpdate`: yes."""
         return True
 
     @property
     def mean_shards(self) -> Shards | None:
-        """See `Update`; whole where the optimizer needs the norm of all of them."""
+        """See `VariableUpdate`; whole where the optimizer needs the norm of all of them."""
         return self._shards if self._takes_parts else None
 
     def init(self, variables: Any) -> Any:
@@ -80,17 +80,17 @@ class ShardedUpdate(Update):
         return self._optimizer.init(self._take(variables, first))
 
     def init_shapes(self, variables: Any) -> Any:
-        """See `Update`: this instance's part."""
+        """See `VariableUpdate`: this instance's part."""
         self._look_at(variables)
         return jax.eval_shape(self._begun, variables, self._first)
 
     def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
-        """See `Update`: what computes this instance's parts."""
+        """See `VariableUpdate`: what computes this instance's parts."""
         divide = jit(self._divided, donate_argnums=(1,))
         return {"update of parts": divide.lower(variables, optimizer_state, means, control, self._first)}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
-        """See `Update`: this instance's part."""
+        """See `VariableUpdate`: this instance's part."""
         self._look_at(variables)
 
         def cut(optimizer_state: Any, first: jax.Array) -> Any:
@@ -101,7 +101,7 @@ class ShardedUpdate(Update):
         return self._placed(self._compiled(cut), optimizer_state, self._first)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
-        """See `Update`; a collective call."""
+        """See `VariableUpdate`; a collective call."""
         buffers, small, optimizer_state, self._reading = self._divide(
             variables, self.on_device(optimizer_state), means, control, self._first
         )
@@ -120,7 +120,7 @@ class ShardedUpdate(Update):
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
 
     def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         closed: core.ClosedJaxpr = self._of_whole
         return closed
 
@@ -145,7 +145,7 @@ class ShardedUpdate(Update):
     def traced(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
-        """See `Update`: where this instance drives all replicas."""
+        """See `VariableUpdate`: where this instance drives all replicas."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, jnp.int32(0))
         return jax.tree.map(self._shards.join, shards, variables), optimizer_state, jnp.zeros(())
 
@@ -208,7 +208,7 @@ class ShardedUpdate(Update):
     # ---- the whole state
 
     def whole(self, optimizer_state: Any) -> Any:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes, self._is_cut)
 
     def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Any:

@@ -49,14 +49,14 @@ class UpdateSettings:
     min_elements: int = 32
 
 
-class Update(ABC):
+class VariableUpdate(ABC):
     """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
 
     The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
 
     Args:
         replicas: whose variables are updated.
-        optimizer: an optax gradient transformation, or an `Optimizer`.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
         settings: see there.
     """
 
@@ -213,8 +213,8 @@ class Update(ABC):
 
 
 @final
-class WholeUpdate(Update):
-    """The whole optimizer state on every instance; see `Update`."""
+class WholeStateUpdate(VariableUpdate):
+    """The whole optimizer state on every instance; see `VariableUpdate`."""
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
@@ -223,40 +223,40 @@ class WholeUpdate(Update):
 
     @property
     def is_sharded(self) -> bool:
-        """See `Update`: no."""
+        """See `VariableUpdate`: no."""
         return False
 
     @property
     def mean_shards(self) -> Shards | None:
-        """See `Update`: it takes them whole."""
+        """See `VariableUpdate`: it takes them whole."""
         return None
 
     def init(self, variables: Any) -> Any:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self._optimizer.init), variables)
 
     def init_shapes(self, variables: Any) -> Any:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         return jax.eval_shape(self._optimizer.init, variables)
 
     def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         return {"update": self._jitted.lower(variables, optimizer_state, means, control)}
 
     def adopt(self, variables: Any, optimizer_state: Any) -> Any:
-        """See `Update`: all of it."""
+        """See `VariableUpdate`: all of it."""
         return self._placed(lambda: optimizer_state)
 
     def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         variables, optimizer_state, self._reading = self._program(
             variables, self.on_device(optimizer_state), means, control
         )
         return variables, self.offloaded(optimizer_state)
 
     def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, control)
         closed: core.ClosedJaxpr = traced.jaxpr
         return closed
@@ -264,7 +264,7 @@ class WholeUpdate(Update):
     def traced(
         self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
-        """See `Update`."""
+        """See `VariableUpdate`."""
         gradients, norm = self._gradients(variables, means, control)
         arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
         known = Known(norm, loss_of(control))
@@ -272,5 +272,5 @@ class WholeUpdate(Update):
         return variables, optimizer_state, jnp.zeros(())
 
     def whole(self, optimizer_state: Any) -> Any:
-        """See `Update`: it is whole."""
+        """See `VariableUpdate`: it is whole."""
         return optimizer_state

@@ -13,7 +13,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from strategies import CheckpointError, Position  # noqa: E402
 from strategies.checkpoints import checkpoint_folder as module  # noqa: E402
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, _reason  # noqa: E402
+from strategies.checkpoints.checkpoint_folder import CheckpointFolder, SavedTraining, _reason  # noqa: E402
 from strategies.checkpoints.sealed_folders import fault_of  # noqa: E402
 from strategies.checkpoints.serialization import Packing  # noqa: E402
 
@@ -23,7 +23,7 @@ PACKING = Packing.of(ARRAYS)
 
 
 def training(step=10, position=POSITION):
-    return Training(step, replicas=2, seed=5, position=position, packing=PACKING)
+    return SavedTraining(step, replicas=2, seed=5, position=position, packing=PACKING)
 
 
 def flat():
@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_not_begun(folder, monkeypatch):
 
 @pytest.mark.parametrize("position", [None, POSITION])
 def test_a_training_survives_json(position):
-    assert Training.from_json(training(position=position).to_json()) == training(position=position)
+    assert SavedTraining.from_json(training(position=position).to_json()) == training(position=position)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_training_survives_json(position):
 )
 def test_other_texts_are_no_training(text):
     with pytest.raises(ValueError):  # noqa: PT011  several messages, of Python and of ours
-        Training.from_json(text)
+        SavedTraining.from_json(text)
 
 
 class SaverWhoseThreadsStay:

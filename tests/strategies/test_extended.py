@@ -7,7 +7,7 @@ from losing import Lost
 from surviving_instances import run_instances
 
 import strategies
-from strategies.extended import Extended
+from strategies.extended import StrategyExtended
 from strategies.replicas.membership import surviving
 
 
@@ -18,7 +18,9 @@ def role(strategy):
 
 def test_every_instance_runs_the_program_and_makes_its_variables_whoever_writes_files():
     for writes in (False, True):
-        extended = Extended(should_checkpoint=writes, should_save_summary=writes, _reduce=lambda op, value: value)
+        extended = StrategyExtended(
+            should_checkpoint=writes, should_save_summary=writes, _reduce=lambda op, value: value
+        )
         assert (extended.experimental_between_graph, extended.experimental_should_init) == (True, True)
 
 

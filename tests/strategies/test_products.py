@@ -110,7 +110,7 @@ OPTIMIZERS = {
     ],
 )
 def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
-    """As `ShardedUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
+    """As `ShardedStateUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 
-from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
+from strategies.programs.segments import Part, ProgramSegment, SegmentAction, carry_out, in_turn, refuse_impossible
 
 
 def segment(takes=(), gives=(), inputs=(0,), parts=1):
-    return Segment(lambda *values: values, inputs, takes, gives, tuple(map(Part, range(parts))))
+    return ProgramSegment(lambda *values: values, inputs, takes, gives, tuple(map(Part, range(parts))))
 
 
 CHAIN = [segment(gives=(0, 1)), segment(takes=(1,), gives=(2,)), segment(takes=(0, 2), inputs=())]
@@ -27,8 +27,8 @@ def test_segments_in_turn_are_one_micro_batch_after_another():
 
 ORDERS = {
     "in turn": in_turn(3, 2),
-    "micro-batches side by side": [Action(place, number) for place in range(3) for number in range(2)],
-    "one ahead": [Action(*pair) for pair in [(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]],
+    "micro-batches side by side": [SegmentAction(place, number) for place in range(3) for number in range(2)],
+    "one ahead": [SegmentAction(*pair) for pair in [(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]],
 }
 
 
@@ -45,9 +45,9 @@ def test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch(action
     done = [action for action, _ in carry_out(actions, CHAIN, [["x of 0"], ["x of 1"]], compute)]
     assert done == list(actions)
     for number in range(2):
-        assert seen[Action(0, number)] == [f"x of {number}"]
-        assert seen[Action(1, number)] == [f"x of {number}", f"0b of {number}"]
-        assert seen[Action(2, number)] == [f"0a of {number}", f"1a of {number}"]
+        assert seen[SegmentAction(0, number)] == [f"x of {number}"]
+        assert seen[SegmentAction(1, number)] == [f"x of {number}", f"0b of {number}"]
+        assert seen[SegmentAction(2, number)] == [f"0a of {number}", f"1a of {number}"]
 
 
 def test_the_next_segment_begins_when_the_last_ones_results_are_taken():
@@ -85,11 +85,11 @@ def test_residuals_are_let_go_when_they_were_taken_for_the_last_time():
     ("actions", "message"),
     [
         (in_turn(2), "the list has segment 2 of micro-batch 0 0 times, for 3 segments and 1 micro-batches"),
-        ((*in_turn(3), Action(1, 0)), "the list has segment 1 of micro-batch 0 2 times"),
+        ((*in_turn(3), SegmentAction(1, 0)), "the list has segment 1 of micro-batch 0 2 times"),
         (in_turn(3, 2), "the list has segment 0 of micro-batch 1 1 times, for 3 segments and 1 micro-batches"),
         (in_turn(4), "the list has segment 3 of micro-batch 0 1 times"),
         (
-            [Action(0, 0), Action(2, 0), Action(1, 0)],
+            [SegmentAction(0, 0), SegmentAction(2, 0), SegmentAction(1, 0)],
             "segment 2 of micro-batch 0 takes what segment 1 gives; it must come behind it",
         ),
     ],
@@ -100,6 +100,13 @@ def test_impossible_lists_are_refused(actions, message):
 
 
 def test_another_micro_batchs_residuals_do_not_do():
-    actions = [Action(0, 0), Action(1, 1), Action(0, 1), Action(1, 0), Action(2, 0), Action(2, 1)]
+    actions = [
+        SegmentAction(0, 0),
+        SegmentAction(1, 1),
+        SegmentAction(0, 1),
+        SegmentAction(1, 0),
+        SegmentAction(2, 0),
+        SegmentAction(2, 1),
+    ]
     with pytest.raises(ValueError, match="segment 1 of micro-batch 1 takes what segment 0 gives"):
         refuse_impossible(actions, CHAIN, 2)

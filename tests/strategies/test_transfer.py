@@ -13,7 +13,7 @@ from test_ring_traffic import allowed, sent_by_each_rank
 
 import collectives
 import strategies
-from strategies.exchange.transfer import BLOCK, Int8Layout, Int8Reduction, Transfer
+from strategies.exchange.transfer import BLOCK, GradientTransfer, Int8Layout, Int8Reduction
 from strategies.gradients.encoding import encode
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
@@ -60,28 +60,28 @@ def add_up(layout, payloads):
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
 def test_a_dtype_may_be_a_name_or_a_dtype_of_numpy_or_jax(name):
     assert (
-        Transfer.parse(name)
-        == Transfer.parse(jnp.dtype(name))
-        == Transfer.parse(getattr(jnp, name))
-        == Transfer(jnp.dtype(name))
+        GradientTransfer.parse(name)
+        == GradientTransfer.parse(jnp.dtype(name))
+        == GradientTransfer.parse(getattr(jnp, name))
+        == GradientTransfer(jnp.dtype(name))
     )
-    assert Transfer.parse(name).is_quantised == (name == "int8")
+    assert GradientTransfer.parse(name).is_quantised == (name == "int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "uint8", "half precision", np.float64, bool, 16, ()])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match="gradients travel as 'float16', 'bfloat16', 'int8', or with None") as caught:
-        Transfer.parse(dtype)
+        GradientTransfer.parse(dtype)
     assert repr(dtype) in str(caught.value)
 
 
 def test_a_gradient_is_never_widened():
-    assert Transfer.parse(None).dtype_of(np.float32) == np.float32
-    assert Transfer.parse("float16").dtype_of(np.float64) == np.float16
-    assert Transfer.parse("bfloat16").dtype_of(jnp.bfloat16) == ml_dtypes.bfloat16
-    assert Transfer.parse("bfloat16").dtype_of(np.float16) == np.float16
+    assert GradientTransfer.parse(None).dtype_of(np.float32) == np.float32
+    assert GradientTransfer.parse("float16").dtype_of(np.float64) == np.float16
+    assert GradientTransfer.parse("bfloat16").dtype_of(jnp.bfloat16) == ml_dtypes.bfloat16
+    assert GradientTransfer.parse("bfloat16").dtype_of(np.float16) == np.float16
     with pytest.raises(ValueError, match="Int8Layout"):
-        Transfer.parse("int8").dtype_of(np.float32)
+        GradientTransfer.parse("int8").dtype_of(np.float32)
 
 
 # ---- one replica

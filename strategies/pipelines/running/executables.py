@@ -10,9 +10,9 @@ from jax.extend import core
 
 from strategies.comparing.program_text import lines_of
 from strategies.programs.jaxpr import every_equation
-from strategies.programs.program import Program
+from strategies.programs.program import DeviceProgram
 
-Compile = Callable[[Callable[..., Any], Sequence[int]], Program]
+Compile = Callable[[Callable[..., Any], Sequence[int]], DeviceProgram]
 """(Function, which arguments are donated) -> the program of it."""
 
 
@@ -25,7 +25,7 @@ class Executables:
 
     def __init__(self, compile_program: Compile) -> None:
         self._compile = compile_program
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, DeviceProgram] = {}
 
     def __len__(self) -> int:
         """How many programs there are."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from strategies.pipelines.running.stages import Staged, StagePrograms
 from strategies.pipelines.timetable import Action, Kind, Places
-from strategies.programs.segments import Segment
+from strategies.programs.segments import ProgramSegment
 from strategies.updates.update import HOST_MEMORY
 
 
@@ -171,7 +171,7 @@ class ReplicaRun:
                 kept, residuals = self._offloaded(segment, kept, device), on_host(residuals, device)
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
-    def _offloaded(self, segment: Segment, kept: Sequence[Any], device: jax.Device) -> list[Any]:
+    def _offloaded(self, segment: ProgramSegment, kept: Sequence[Any], device: jax.Device) -> list[Any]:
         """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
         stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
         return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]

@@ -22,8 +22,8 @@ from jax.extend import core
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient, accumulated, mapped
 from strategies.pipelines.running.executables import Executables
 from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
-from strategies.programs.segments import Part, Segment
+from strategies.programs.jaxpr import Equation, EquationGroup, Graph, Variable, cut, variables
+from strategies.programs.segments import Part, ProgramSegment
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Staged:
         loss: the number of the result that is differentiated; None where nothing is learned.
     """
 
-    stages: tuple[tuple[Segment, ...], ...]
+    stages: tuple[tuple[ProgramSegment, ...], ...]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     weights: tuple[int, ...] = ()
     varying: frozenset[int] = frozenset()
@@ -47,7 +47,7 @@ class Staged:
     loss: int | None = None
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[ProgramSegment, ...]:
         """Those of all stages, in their order."""
         return tuple(segment for stage in self.stages for segment in stage)
 
@@ -217,7 +217,7 @@ class StagePrograms:
             found.append(results[[part.result for part in parts].index(self._staged.loss or 0)])
         return found
 
-    def _cut(self) -> list[Segment]:
+    def _cut(self) -> list[ProgramSegment]:
         """The three passes; and what hands over the results of the forward pass."""
         graph = Graph.of(self.closed)
         segment = self.segment
@@ -231,13 +231,13 @@ class StagePrograms:
         again = _movements(graph) | self._lasting(graph)
         repeated = {id(graph.equations[number]) for number in again - handed}
         groups = [
-            Group(set(range(len(graph.equations))) - backward),
-            Group(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
-            Group(
+            EquationGroup(set(range(len(graph.equations))) - backward),
+            EquationGroup(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
+            EquationGroup(
                 backward - of_inputs,
                 {Part(number): atom for number, atom in enumerate(graph.results[results + len(self.steep) :])},
             ),
-            Group((), outputs),
+            EquationGroup((), outputs),
         ]
         return cut(graph, groups, lambda equation: id(equation) in repeated)
 
@@ -296,7 +296,7 @@ class StagePrograms:
         return found
 
     @property
-    def _passes(self) -> tuple[Segment, Segment, Segment]:
+    def _passes(self) -> tuple[ProgramSegment, ProgramSegment, ProgramSegment]:
         return self._forward, self._inputs, self._weights
 
     # ---- running
@@ -404,7 +404,7 @@ class _Handed:
         return self.constant if self.place is None else values[self.place]
 
 
-def _forwarded(outputs: Segment) -> list[_Handed]:
+def _forwarded(outputs: ProgramSegment) -> list[_Handed]:
     """What a segment without equations hands on."""
     every = [_Handed(place=place) for place in outputs.inputs] + [_Handed(number=number) for number in outputs.takes]
     return [one if isinstance(one, _Handed) else _Handed(constant=one) for one in outputs.function(*every)]
