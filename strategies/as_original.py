@@ -6,7 +6,6 @@ Names of devices and options that only its hardware has are accepted, and change
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from jax.typing import ArrayLike
 
@@ -127,7 +126,7 @@ def while_loop(
     return loops.while_loop(condition, body, inputs, infeed_queue, maximum_iterations)
 
 
-def replication_index(name: str | None = None) -> Any:
+def replication_index(name: str | None = None) -> Tree:
     """Return the index of the replica whose program is being traced, an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 

@@ -14,7 +14,6 @@ Semantics: the original's `cross_replica_ops`, `all_to_all_op`, `reduce_scatter_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from strategies.replicas.collective_equations import BlockExchange, CollectiveKi
 from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 from strategies.switches import require_switches
 
 
@@ -54,7 +53,7 @@ def replication_normalise(x: Tree) -> Tree:
     """
     total = get_replica_context().num_replicas_in_sync
 
-    def normalise(leaf: Any) -> jax.Array:
+    def normalise(leaf: Leaf) -> jax.Array:
         array = jnp.asarray(leaf)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
@@ -147,7 +146,7 @@ class _ReplicaGroup:
         self._total = self._context.num_replicas_in_sync
         self._size = len(self._groups.members(self._total)[0])
 
-    def reducer(self, op: str) -> Callable[[Any], jax.Array]:
+    def reducer(self, op: str) -> Callable[[Tree], jax.Array]:
         """Gives the reduction over the group."""
         return lambda x: self._collect(Reduce(op), x)
 

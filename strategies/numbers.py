@@ -1,7 +1,8 @@
 """Whole numbers that users give."""
 
 import operator
-from typing import Any
+
+from strategies.roles import Tree
 
 
 def positive(name: str, value: object) -> int:
@@ -19,7 +20,7 @@ def at_least(minimum: int, name: str, value: object) -> int:
     return number
 
 
-def integer(value: Any) -> int | None:
+def integer(value: Tree) -> int | None:
     """`value` as an int, whichever library's integer it is; None for anything else, truth values too."""
     try:
         return None if isinstance(value, bool) else operator.index(value)

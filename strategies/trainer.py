@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Unpack
+from typing import Unpack
 
 from strategies.argument_checks import require_known_options
 from strategies.config.configured import in_force
@@ -246,5 +246,5 @@ class Trainer:
         self, task: Task, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
     ) -> Generator[Told, None, None]:
         """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
-        batches: Any = dataset
+        batches: Batch = dataset
         return self._evaluator.told(task, state, batches)

@@ -32,6 +32,7 @@ from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.shards import PartOfArray
+from strategies.roles import Leaf
 from strategies.step.step_record import checkpoint_folder
 from strategies.switches import require_switches
 from strategies.train_state import TrainState
@@ -377,7 +378,7 @@ class Checkpoints:
     # ---- restoring
 
     def _read(
-        self, arrays: Mapping[str, Any], other_replicas: bool = False
+        self, arrays: Mapping[str, Leaf], other_replicas: bool = False
     ) -> tuple[SavedTraining | None, dict[str, Any]]:
         """What instance 0 finds, on all instances; of the arrays the others have those of the state."""
         found, fault = None, ""
@@ -399,14 +400,14 @@ class Checkpoints:
             name: values[name] if name in values else _room(leaf) for name, leaf in arrays.items()
         }
 
-    def _received(self, name: str, leaf: Any, array: Any) -> Any:
+    def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
         """What this instance is to have in place of `leaf`, of an array that instance 0 has read; a collective call."""
         if _is_on_host(leaf):  # JAX would take 32 of its 64 bits
             received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
         return _like(leaf, self._strategy.broadcast({name: array})[name])
 
-    def _mismatch(self, training: SavedTraining, arrays: Mapping[str, Any], other_replicas: bool) -> str:
+    def _mismatch(self, training: SavedTraining, arrays: Mapping[str, Leaf], other_replicas: bool) -> str:
         """Why the checkpoint cannot be the beginning of this training; empty if it can."""
         assert self._folder is not None
         what = f"the checkpoint of step {training.step} in {self._folder.path}"
@@ -461,17 +462,17 @@ def _stand_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def _is_on_host(leaf: Any) -> bool:
+def _is_on_host(leaf: Leaf) -> bool:
     """Whether it is memory in which a training goes on, or a part of an array there."""
     return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
 
 
-def _room(leaf: Any) -> Any:
+def _room(leaf: Leaf) -> Any:
     """An array of that shape and dtype, to be filled."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
-def _like(leaf: Any, array: jax.Array) -> Any:
+def _like(leaf: Leaf, array: jax.Array) -> Any:
     """What this instance has of an array, as of `leaf`, and where that lies."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)
@@ -487,7 +488,7 @@ def _named_arrays(state: TrainState) -> dict[str, Any]:
 def _with_arrays(state: TrainState, arrays: Mapping[str, jax.Array], step: int) -> TrainState:
     """A state like this one, with other arrays and another step."""
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: Any, leaf: Leaf) -> Any:
         array = arrays[jax.tree_util.keystr(path)]
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 

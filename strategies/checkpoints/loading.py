@@ -152,7 +152,7 @@ def _keys(checkpoint: Path, name: str) -> list[Any]:
     return ["", *keys[::-1]]
 
 
-def _with_lists(tree: Any) -> Any:
+def _with_lists(tree: Tree) -> Any:
     if not isinstance(tree, dict):
         return tree
     values = {key: _with_lists(value) for key, value in tree.items()}

@@ -10,6 +10,8 @@ from typing import Any, final
 
 import numpy as np
 
+from strategies.roles import Leaf, Tree
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -22,7 +24,7 @@ class Packing:
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Any]) -> Packing:
+    def of(cls, arrays: Mapping[str, Leaf]) -> Packing:
         """That of these arrays."""
         return cls(tuple((name, str(array.dtype), tuple(array.shape)) for name, array in arrays.items()))
 
@@ -99,7 +101,7 @@ def plain_metrics(metrics: Any) -> dict[str, float]:
         raise TypeError(f"metrics is {metrics!r}; it is a dictionary of numbers, such as a step returns") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Tree) -> Any:
     """For JSON: scalars of arrays as numbers, mappings as dictionaries."""
     if isinstance(value, Mapping):
         return dict(value)

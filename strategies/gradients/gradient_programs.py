@@ -23,6 +23,7 @@ from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment, SegmentAction, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
+from strategies.roles import Function, Tree, Variables
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class JaxGradientPlan(ReplicaPlan):
         self,
         devices: ReplicaDevices,
         function: GradientFunction,
-        shapes: Sequence[Any],
+        shapes: Sequence[Tree],
         gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
         tail: int,
@@ -77,7 +78,7 @@ class JaxGradientPlan(ReplicaPlan):
     ) -> None:
         self._leaving = Leaving(tuple(gradients), shards, whole)
         self._shapes = jax.tree.leaves(shapes)
-        self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
+        self._executables: dict[jax.Device, list[Function]] = {}
         results = TAIL + 1 + len(gradients) + kept
         self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
         self.actions = in_turn(len(self.segments))
@@ -106,7 +107,7 @@ class JaxGradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: micro-batches are added inside of the program."""
         return 0
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, Tree]:
         """See `ReplicaPlan`: of the segments."""
         compiled = self.compiled(grid.column(0).device_of(0))
         count = len(compiled)
@@ -118,7 +119,7 @@ class JaxGradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: none."""
         return ()
 
-    def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[ProgramSegment]:
+    def _cut(self, function: GradientFunction, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
         JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
@@ -130,7 +131,7 @@ class JaxGradientPlan(ReplicaPlan):
         early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
-    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def compiled(self, device: jax.Device) -> list[Function]:
         """The executables of the segments on a device; compiled when they are asked for first."""
         if device not in self._executables:
             self._executables[device] = self._compile(device)
@@ -141,11 +142,11 @@ class JaxGradientPlan(ReplicaPlan):
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
-    def _compile(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def _compile(self, device: jax.Device) -> list[Function]:
         """Carry out the actions with shapes instead of arrays."""
         found: dict[int, Any] = {}
 
-        def compute(action: SegmentAction, given: list[Any]) -> Sequence[Any]:
+        def compute(action: SegmentAction, given: list[Tree]) -> Sequence[Tree]:
             number = action.segment
             found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
             made = jax.tree.leaves(found[number].out_info)
@@ -220,7 +221,7 @@ class GradientPrograms(ReplicaGradients):
         """See `ReplicaGradients`."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
@@ -298,14 +299,14 @@ class _ReplicaGradientRun:
         self._devices = devices
         self._plan = plan
         self._position = position
-        self._arguments: Sequence[Any] = ()
-        self._executables: Sequence[Callable[..., Any]] = ()
+        self._arguments: Sequence[Tree] = ()
+        self._executables: Sequence[Function] = ()
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.segments]
         self.is_broken = True
         self.kept: list[jax.Array] = []
 
-    def prepare(self, arguments: Sequence[Any], executables: Sequence[Callable[..., Any]]) -> None:
+    def prepare(self, arguments: Sequence[Tree], executables: Sequence[Function]) -> None:
         """Take what is to be computed with.
 
         Args:
@@ -366,7 +367,7 @@ class _ReplicaGradientRun:
         return results
 
 
-def _uncut(function: GradientFunction, shapes: Sequence[Any], results: int) -> ProgramSegment:
+def _uncut(function: GradientFunction, shapes: Sequence[Tree], results: int) -> ProgramSegment:
     """All of it as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.extend import core
 
 from strategies.programs.jaxpr import Atom, Equation, Graph, body_of_call, every_equation
+from strategies.roles import Function, Leaf
 
 # ---- from arrays to the arrays that replace them
 
@@ -17,7 +17,7 @@ _SAME_VALUES = frozenset({"convert_element_type", "reshape", "copy", "broadcast_
 _SUMS = frozenset({"add", "add_any", "scatter-add"})
 
 
-def looks(function: Callable[..., Any], old: Sequence[Any], *others: Any) -> tuple[list[bool], list[bool]]:
+def looks(function: Function, old: Sequence[Leaf], *others: Leaf) -> tuple[list[bool], list[bool]]:
     """For each of some arrays whether a function changes it, and whether it only adds to it.
 
     Args:
@@ -30,7 +30,7 @@ def looks(function: Callable[..., Any], old: Sequence[Any], *others: Any) -> tup
     return [new is not before for before, new in pairs], [_adds(graph, before, new) for before, new in pairs]
 
 
-def depends_on(function: Callable[..., Any], old: Sequence[Any], matters: Sequence[bool], *others: Any) -> list[bool]:
+def depends_on(function: Function, old: Sequence[Leaf], matters: Sequence[bool], *others: Leaf) -> list[bool]:
     """Return for each result whether it depends on the old arrays that matter or on any of the others.
 
     Args:

@@ -7,9 +7,8 @@ differentiates functions and has no tape: a context differentiates a function, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.typing import ArrayLike
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
 from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
 from strategies.programs.xla_pitfalls import use_right_sums
-from strategies.roles import Function
+from strategies.roles import Function, Leaf
 
 _MARK = "capture_upstream_gradients of "
 
@@ -86,7 +85,7 @@ class GradientCaptureContext:
         """
         places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-        def differentiated(*arguments: Any) -> Any:
+        def differentiated(*arguments: Leaf) -> Leaf:
             shapes = shapes_by_tag(jax.make_jaxpr(function)(*arguments))
             handles = {tag: jnp.zeros(shape.shape, shape.dtype) for tag, shape in shapes.items()}
             of_all = jax.value_and_grad(with_handles(function), (0, *(1 + place for place in places)), has_aux)
@@ -100,7 +99,7 @@ class GradientCaptureContext:
         """As `jax.grad`; see `value_and_grad`."""
         both = self.value_and_grad(function, argnums, has_aux)
 
-        def differentiated(*arguments: Any) -> Any:
+        def differentiated(*arguments: Leaf) -> Leaf:
             value, gradients = both(*arguments)
             return (gradients, value[1]) if has_aux else gradients
 
@@ -131,14 +130,14 @@ def shapes_by_tag(closed: jax.extend.core.ClosedJaxpr) -> dict[str, jax.ShapeDty
     return found
 
 
-def with_handles(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_handles(function: Function) -> Function:
     """`(handles, *arguments) -> what the function returns`, where the gradient of a handle is that of a marked array.
 
     Handles are by tags, and of the shape and dtype of the marked arrays; what they contain is not read, and marks
     without a handle do nothing. Arguments and results are pytrees.
     """
 
-    def handled(handles: Mapping[str, jax.Array], *arguments: Any) -> Any:
+    def handled(handles: Mapping[str, jax.Array], *arguments: Leaf) -> Leaf:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(Graph.of(closed), handles, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -146,7 +145,7 @@ def with_handles(function: Callable[..., Any]) -> Callable[..., Any]:
     return handled
 
 
-def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequence[Any]) -> list[Any]:
+def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequence[Leaf]) -> list[Leaf]:
     constants = graph.lift_constants()  # which may be differentiated
     tags = [_tag_of(equation) for equation in graph.equations]
     marks = [number for number, tag in enumerate(tags) if tag in handles]
@@ -156,7 +155,7 @@ def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequenc
     segments = cut(graph, [*map(EquationGroup, groups), EquationGroup((), results)])
     tag_of = {place: tags[own[0]] for place, own in enumerate(groups) if len(own) == 1 and own[0] in marks}
 
-    def compute(action: SegmentAction, given: list[Any]) -> Sequence[Any]:
+    def compute(action: SegmentAction, given: list[Leaf]) -> Sequence[Leaf]:
         made = segments[action.segment].function(*given)
         tag = tag_of.get(action.segment)
         return made if tag is None or not made else [_captured(made[0], handles[tag])]

@@ -17,6 +17,7 @@ import jax
 from jax.extend import core
 
 from strategies.programs.segments import Part, ProgramSegment
+from strategies.roles import Leaf, Tree
 
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn
@@ -114,9 +115,9 @@ def is_read(jaxpr: core.Jaxpr, argument: Variable) -> bool:
 
 def evaluate(
     closed: core.ClosedJaxpr,
-    arguments: Sequence[Any],
+    arguments: Sequence[Leaf],
     results_of: Callable[[Equation, list[Any]], Sequence[Any]],
-) -> list[Any]:
+) -> list[Leaf]:
     """The results of a program whose equations are evaluated by a function.
 
     Args:
@@ -127,7 +128,7 @@ def evaluate(
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Leaf:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -136,7 +137,7 @@ def evaluate(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Any]) -> list[Any]:
+def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
     """What an equation makes of values, as JAX evaluates it in a program, with what surrounds it.
 
     Args:
@@ -147,14 +148,14 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Any]) -> list[Any
     takes = [Variable(atom.aval) for atom in equation.invars]  # an operand may come twice
     gives = [Variable(variable.aval) for variable in equation.outvars]
     one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
-    results: list[Any] = jax.core.eval_jaxpr(one, (), *given)
+    results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
     return results
 
 
 def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:
     """The equation with other programs in it, which take and return the same shapes."""
 
-    def changed(value: Any) -> Any:
+    def changed(value: Tree) -> Leaf:
         if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
             return tuple(map(changed, value))
         return change(value) if isinstance(value, core.ClosedJaxpr) else value
@@ -213,7 +214,7 @@ class Graph:
         graph.results = graph._inline(jaxpr, names)
         return graph
 
-    def _constants(self, constvars: Iterable[Variable], values: Iterable[Any]) -> dict[Any, Any]:
+    def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Leaf, Leaf]:
         names = {}
         for variable, value in zip(constvars, values, strict=True):
             names[variable] = Variable(variable.aval)
@@ -243,7 +244,7 @@ class Graph:
         self.producers.update(dict.fromkeys(equation.outvars, len(self.equations)))
         self.equations.append(equation)
 
-    def lift_constants(self) -> list[Any]:
+    def lift_constants(self) -> list[Leaf]:
         """Make the constants arguments, before the others; their values."""
         values = list(self.constants.values())
         self.arguments = [*self.constants, *self.arguments]

@@ -20,6 +20,7 @@ import jax
 from jax.extend import core
 
 from strategies.programs.compilation import compile_in_turn
+from strategies.roles import Function, Leaf, Tree
 
 _PASSES = "xla_disable_hlo_passes"
 _UNSEEN = nullcontext()
@@ -38,7 +39,7 @@ def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
     return {_PASSES: ",".join([*disabled, _LOOKS_AT_CORES])}
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Function, **options: Any) -> jax.stages.Wrapped:
     """`jax.jit`, with `compiler_options`."""
     return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
 
@@ -57,7 +58,7 @@ class DeviceProgram:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         executables: Path | None,
         donated: Sequence[int] = (),
         compiling: AbstractContextManager[None] = _UNSEEN,
@@ -65,10 +66,10 @@ class DeviceProgram:
         self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
         self._executables = executables
         self._compiling = compiling
-        self._traced: dict[Hashable, Any] = {}
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._traced: dict[Hashable, jax.stages.Traced] = {}
+        self._compiled: dict[Hashable, Function] = {}
 
-    def compiled(self, device: jax.Device, *arguments: Any) -> Callable[..., Any]:
+    def compiled(self, device: jax.Device, *arguments: Tree) -> Function:
         """The executable for a device and for arguments like these; traced once for all devices.
 
         Args:
@@ -84,27 +85,27 @@ class DeviceProgram:
                 found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
         return found
 
-    def equations(self, *arguments: Any) -> core.ClosedJaxpr:
+    def equations(self, *arguments: Tree) -> core.ClosedJaxpr:
         """What is compiled for arguments like these; see `compiled`."""
         closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
         return closed
 
-    def results(self, *arguments: Any) -> Any:
+    def results(self, *arguments: Tree) -> Tree:
         """The shapes and dtypes of what is returned for arguments like these; see `compiled`."""
         return self._trace(_key(arguments), arguments).out_info
 
-    def _trace(self, key: Hashable, arguments: Sequence[Any]) -> Any:
+    def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:
         if key not in self._traced:
             self._traced[key] = self._jitted.trace(*arguments)
         return self._traced[key]
 
 
-def _key(arguments: Sequence[Any]) -> Hashable:
+def _key(arguments: Sequence[Tree]) -> Hashable:
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple([_type(leaf) for leaf in leaves]), _settings()
 
 
-def _type(leaf: Any) -> Hashable:
+def _type(leaf: Leaf) -> Hashable:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, bool(leaf.weak_type)
     aval = jax.typeof(leaf)
@@ -131,7 +132,7 @@ class HeldState(Protocol):
     """Variables that a function reads, as of models of Keras; they are arguments and results of its program."""
 
     @property
-    def values(self) -> Sequence[Any]:
+    def values(self) -> Sequence[Leaf]:
         """The values of all variables, for a program."""
 
     @property
@@ -139,22 +140,22 @@ class HeldState(Protocol):
         """Whether these are still all variables."""
 
     @contextmanager
-    def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Mapping[int, Any]]]:
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
         """Give the variables these values while the function is traced; yield a function that returns the changes."""
 
-    def put(self, of_replicas: Sequence[Mapping[int, Any]]) -> None:
+    def put(self, of_replicas: Sequence[Mapping[int, Tree]]) -> None:
         """Assign what the local replicas have changed."""
 
 
 class _Nothing:
-    values: Sequence[Any] = ()
+    values: Sequence[Leaf] = ()
     is_current = True
 
     @contextmanager
-    def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Mapping[int, Any]]]:
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
         yield dict
 
-    def put(self, of_replicas: Sequence[Mapping[int, Any]]) -> None:
+    def put(self, of_replicas: Sequence[Mapping[int, Tree]]) -> None:
         pass
 
 

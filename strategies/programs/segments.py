@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strategies.roles import Leaf
+
 
 @dataclass(frozen=True)
 class Part:
@@ -37,7 +39,7 @@ class ProgramSegment:
         parts: what it finishes.
     """
 
-    function: Callable[..., Sequence[Any]]
+    function: Callable[..., Sequence[Leaf]]
     inputs: tuple[int, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
@@ -98,9 +100,9 @@ def refuse_impossible(
 def carry_out(
     actions: Sequence[SegmentAction],
     segments: Sequence[ProgramSegment],
-    arguments: Sequence[Sequence[Any]],
+    arguments: Sequence[Sequence[Leaf]],
     compute: Compute,
-) -> Iterator[tuple[SegmentAction, Sequence[Any]]]:
+) -> Iterator[tuple[SegmentAction, Sequence[Leaf]]]:
     """Each action when it is computed, with what its segment has made; the next one is begun when that is asked for.
 
     An intermediate is let go when it was taken for the last time.

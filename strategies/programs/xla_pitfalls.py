@@ -26,6 +26,7 @@ from popdist.xla import complain_of_sums, right_sums_setting
 from popdist.xla.sums import FUSIONS, adds_up_wrongly, is_measured, is_overruled
 from strategies.errors import DeviceError
 from strategies.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
+from strategies.roles import Batch, Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _used_bytes() -> int:
 # ---- lost precision
 
 
-def refuse_float64(value: Any, role: str = "input") -> Any:
+def refuse_float64(value: Tree, role: str = "input") -> Leaf:
     """The value, if JAX will not silently change its precision.
 
     Raises:
@@ -154,7 +155,7 @@ def refuse_float64(value: Any, role: str = "input") -> Any:
     return value
 
 
-def refuse_cut_integers(value: Any) -> Any:
+def refuse_cut_integers(value: Tree) -> Leaf:
     """The value, if JAX will not cut off integers.
 
     Raises:
@@ -211,7 +212,7 @@ _PRODUCTS = frozenset(
 )
 
 
-def with_rounded_products(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_rounded_products(function: Function) -> Function:
     """The same function, in which no product is contracted with the sum that it goes into; traceable.
 
     Args:
@@ -219,7 +220,7 @@ def with_rounded_products(function: Callable[..., Any]) -> Callable[..., Any]:
             is not differentiated.
     """
 
-    def rounded(*arguments: Any, **named: Any) -> Any:
+    def rounded(*arguments: Leaf, **named: Tree) -> Leaf:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **named)
         leaves = jax.tree.leaves((arguments, named))
         found = next(leaf for leaf in leaves if leaf.size)
@@ -230,10 +231,10 @@ def with_rounded_products(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
-def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
+def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], zero: jax.Array) -> list[Leaf]:
     summed = set(_summed(closed.jaxpr))
 
-    def results_of(equation: Equation, given: list[Any]) -> Sequence[Any]:
+    def results_of(equation: Equation, given: list[Leaf]) -> Sequence[Leaf]:
         results = _results(closed.jaxpr, equation, given, zero)
         if equation.primitive.name in _PRODUCTS and equation.outvars[0] in summed:
             results = [_rounded(results[0], zero)]
@@ -251,7 +252,7 @@ def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
     return variables(itertools.chain(*read, jaxpr.outvars))
 
 
-def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
     name, params = equation.primitive.name, equation.params
     if name in ("sqrt", "rsqrt"):
         root = _rounded(jax.lax.sqrt(given[0]), zero)
@@ -280,20 +281,20 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
 # ---- loops and branches
 
 
-def _closed(body: core.ClosedJaxpr, zero: jax.Array) -> Callable[..., list[Any]]:
+def _closed(body: core.ClosedJaxpr, zero: jax.Array) -> Callable[..., list[Leaf]]:
     return lambda *given: _evaluate(body, given, zero)
 
 
-def _chosen(branches: Sequence[Any], given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _chosen(branches: Sequence[Any], given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
     index, *operands = given
-    results: list[Any] = jax.lax.switch(index, [_closed(branch, zero) for branch in branches], *operands)
+    results: list[Leaf] = jax.lax.switch(index, [_closed(branch, zero) for branch in branches], *operands)
     return results
 
 
-def _repeated(params: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _repeated(params: Any, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
     of_condition, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     is_wanted, body = (_closed(params[name], zero) for name in ("cond_jaxpr", "body_jaxpr"))
-    results: list[Any] = jax.lax.while_loop(
+    results: list[Leaf] = jax.lax.while_loop(
         lambda state: is_wanted(*given[:of_condition], *state)[0],
         lambda state: body(*given[of_condition:of_body], *state),
         list(given[of_body:]),
@@ -301,7 +302,7 @@ def _repeated(params: Any, given: Sequence[Any], zero: jax.Array) -> Sequence[An
     return results
 
 
-def _scanned(equation: Equation, given: Sequence[Any], zero: jax.Array) -> Sequence[Any]:
+def _scanned(equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
     inner = equation.params["jaxpr"]
     body = _closed(inner, zero)
     # How many are carried, and how many cut into rows, is told by their shapes; the parameters for it have changed.
@@ -312,7 +313,7 @@ def _scanned(equation: Equation, given: Sequence[Any], zero: jax.Array) -> Seque
     last = len(given) - cut
     first = last - carried
 
-    def step(state: Any, rows: Any) -> tuple[list[Any], list[Any]]:
+    def step(state: Leaf, rows: Batch) -> tuple[list[Leaf], list[Leaf]]:
         results = body(*given[:first], *state, *rows)
         return results[:carried], results[carried:]
 

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from collectives.reduction import Reduction
 from strategies.programs.host_calls import effects_of_calls
 from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.roles import Leaf, Tree
 
 EQUATION = "cross_replica_collective"
 """The name of the equations' primitive."""
@@ -195,7 +196,7 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
     def refusing(index: jax.Array, value: jax.Array) -> jax.Array:
         return function(index, value)
 
-    def backward(_: None, gradient: jax.Array) -> Any:
+    def backward(_: None, gradient: jax.Array) -> Tree:
         raise TypeError(refusal)
 
     # By way of `refusing` itself, so that a derivative of the derivative finds it again.
@@ -206,11 +207,11 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
 _collective = core.Primitive(EQUATION)
 
 
-def _shape(index: Any, value: Any, *, collective: Collective) -> tuple[Any, frozenset[Any]]:
+def _shape(index: Leaf, value: Tree, *, collective: Collective) -> tuple[Tree, frozenset[Tree]]:
     return jax.core.ShapedArray(collective.shape(value.shape), value.dtype), effects_of_calls()
 
 
-def _derive(primals: Sequence[Any], tangents: Sequence[Any], *, collective: Collective) -> tuple[Any, Any]:
+def _derive(primals: Sequence[Tree], tangents: Sequence[Tree], *, collective: Collective) -> tuple[Tree, Tree]:
     index, value = primals
     result = collective(index, value)
     if isinstance(tangents[1], ad.Zero):
@@ -220,13 +221,13 @@ def _derive(primals: Sequence[Any], tangents: Sequence[Any], *, collective: Coll
     return result, replace(collective, name=f"{collective.name}/gradient")(index, tangents[1])
 
 
-def _transpose(cotangent: Any, index: Any, value: Any, *, collective: Collective) -> tuple[None, Any]:
+def _transpose(cotangent: Tree, index: Leaf, value: Tree, *, collective: Collective) -> tuple[None, Tree]:
     if isinstance(cotangent, ad.Zero):
         return None, ad.Zero(value.aval)
     return None, collective.kind.transpose(collective, index, cotangent)
 
 
-def _batch(arguments: Sequence[Any], axes: Sequence[int | None], *, collective: Collective) -> tuple[Any, int | None]:
+def _batch(arguments: Sequence[Tree], axes: Sequence[int | None], *, collective: Collective) -> tuple[Tree, int | None]:
     index, value = arguments
     of_index, of_value = axes
     if of_index is not None:  # as JAX hands it to both branches of a batched condition; it is the same all along
@@ -237,14 +238,14 @@ def _batch(arguments: Sequence[Any], axes: Sequence[int | None], *, collective: 
     return replace(collective, kind=kind)(index, jnp.moveaxis(value, of_value, 0)), axis
 
 
-def _lower(context: Any, index: Any, value: Any, *, collective: Collective) -> Any:
+def _lower(context: Any, index: Leaf, value: Tree, *, collective: Collective) -> Tree:
     """The call of Python that the compiled program makes.
 
     Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
     thread of XLA's pool (see `host_calls`).
     """
 
-    def come(index: Any, value: Any) -> tuple[np.ndarray]:
+    def come(index: Leaf, value: Tree) -> tuple[np.ndarray]:
         return (collective.carry_out(collective, int(index), np.asarray(value)),)
 
     results, _, _ = mlir.emit_python_callback(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from strategies.programs.xla_pitfalls import (
     warn_of_little_address_space,
 )
 from strategies.replicas.callbacks import in_order
+from strategies.roles import Function, Leaf, Tree
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class ReplicaDevices:
 
     # ---- programs
 
-    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> DeviceProgram:
+    def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
         """The program of one replica, to be run by all of them.
 
         Args:
@@ -134,7 +135,7 @@ class ReplicaDevices:
 
     # ---- values
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
 
         In several waves it stays on the host until its wave comes.
@@ -149,7 +150,7 @@ class ReplicaDevices:
             return jax.device_put(tree, self.devices[0])
         return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
 
-    def parts(self, tree: Any) -> list[Any]:
+    def parts(self, tree: Tree) -> list[Tree]:
         """A tree whose leaves have all local replicas along the first axis, cut without a copy into one for each."""
         if len(self.replicas) == 1:
             return [tree]
@@ -161,7 +162,7 @@ class ReplicaDevices:
     def _positions(self) -> range:
         return range(len(self.replicas))
 
-    def _cut(self, leaf: Any) -> Sequence[Any]:
+    def _cut(self, leaf: Leaf) -> Sequence[Tree]:
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
             shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             if len(shards) == len(self.replicas):
@@ -171,7 +172,7 @@ class ReplicaDevices:
         host = borrow(leaf)
         return [host[position * rows : (position + 1) * rows] for position in self._positions]
 
-    def replica_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """The shape of what one replica takes of a leaf that has all local replicas along its first axis.
 
         Raises:
@@ -186,7 +187,7 @@ class ReplicaDevices:
         shape = (leaf.shape[0] // local, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
-    def share(self, tree: Any) -> Sequence[Any]:
+    def share(self, tree: Tree) -> Sequence[Tree]:
         """A tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
         return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
@@ -248,7 +249,7 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     return np.asarray(array)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     """Whether a leaf of a tree is a typed random key, or an array of them."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import jax
@@ -24,7 +24,7 @@ from strategies.replicas.collective_equations import Collective, CollectiveKind,
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
@@ -90,7 +90,7 @@ class ReplicaContext:
         def reduce(name: str, index: jax.Array, leaf: jax.Array) -> jax.Array:
             return self.reducer.reduce(op, index, leaf, name)
 
-        def all_reduce(leaf: Any) -> jax.Array:
+        def all_reduce(leaf: Leaf) -> jax.Array:
             named: OfReplica = functools.partial(reduce, self.next_name())
             if op not in ("sum", "mean"):
                 named = without_gradient(named, f"all_reduce({op!r}) has no gradient; use 'sum' or 'mean'")

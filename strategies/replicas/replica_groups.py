@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.numbers import at_least
+from strategies.roles import Tree
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ReplicaGroups:
             )
         return self._divide(total_replicas)
 
-    def rank(self, replica: Any, total_replicas: int) -> Any:
+    def rank(self, replica: Any, total_replicas: int) -> Tree:
         """The place of a replica in its group; works for traced integers too."""
         members = self.members(total_replicas)
         return replica // len(members) if self.is_orthogonal else replica % len(members[0])

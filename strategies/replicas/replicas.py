@@ -28,7 +28,7 @@ from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
 from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
-from strategies.roles import Batch, Tree
+from strategies.roles import Batch, Leaf, Tree
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import Job
 
@@ -254,7 +254,7 @@ class Replicas:
         whole: Same = jax.tree.unflatten(structure, received)
         return whole
 
-    def _broadcast_leaf(self, name: str, leaf: Any, root: int) -> jax.Array:
+    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> jax.Array:
         array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
         self.communicator.broadcast(array, root, name=name)
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
@@ -271,7 +271,7 @@ class Replicas:
             reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
         return jax.tree.unflatten(structure, reduced)
 
-    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Any]:
+    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
         """For each leaf of a value the arrays of the local replicas, and the structure.
 
         Args:
@@ -306,12 +306,12 @@ class Replicas:
         return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
 
 
-def _host_array(leaf: Any) -> np.ndarray:
+def _host_array(leaf: Leaf) -> np.ndarray:
     refuse_masked(leaf)
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
-def as_jax_would(leaf: Any) -> np.ndarray:
+def as_jax_would(leaf: Leaf) -> np.ndarray:
     """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

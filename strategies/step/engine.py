@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from strategies.exchange.means import Bucket, Means
 from strategies.gradients.computation import ReplicaGradients
 from strategies.gradients.replica_program import ReplicaProgram, control_words
+from strategies.roles import Batch, Gradients
 from strategies.train_state import TrainState
 
 Contributions = Sequence[Sequence[np.ndarray]]
@@ -32,7 +32,7 @@ class PreparedStep:
 
     program: ReplicaProgram
     gradients: ReplicaGradients
-    means: Any
+    means: Gradients
     state_means: Sequence[np.ndarray]
     exchange: Means
 
@@ -41,11 +41,11 @@ class StepEngine(ABC):
     """Computes gradients on the local replicas, bucket by bucket."""
 
     @abstractmethod
-    def prepare(self, state: TrainState, batch: Any) -> PreparedStep:
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
         """What is needed for a step with such a batch; a collective call where it is the first one of its shapes."""
 
     @abstractmethod
-    def begin(self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def begin(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> None:
         """Begin to compute gradients; does not wait for them.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from strategies.comparing.agreement import insist_on_agreement, terms_of
-from strategies.comparing.exactness import Gradients, have_same_gradients, is_so_everywhere
+from strategies.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
 from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
 from strategies.gradients.arguments import check_takes_state
@@ -28,6 +28,7 @@ from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
+from strategies.roles import Batch, Function, Tree
 from strategies.step.engine import Contributions, PreparedStep, StepEngine, control_of
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
@@ -70,7 +71,7 @@ class JaxEngine(StepEngine):
         options: StepOptions,
         update: VariableUpdate,
         is_recorded: bool,
-        others: Sequence[Callable[..., Any]] = (),
+        others: Sequence[Function] = (),
     ) -> None:
         self._replicas = replicas
         self._functions = (loss_fn, *others)
@@ -93,18 +94,18 @@ class JaxEngine(StepEngine):
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
-    def begin(self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def begin(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> None:
         """See `StepEngine`."""
         self._begin(step.gradients, state, batch, control)
 
-    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Batch, control: np.ndarray) -> None:
         own, shared = self._divided(state.model_state)
         kept = self._devices.parts((state.residuals or [], own))
         parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
         of_replicas = [(rows, index, control, of_one) for rows, index, of_one in parts]
         gradients.dispatch(state.variables, of_replicas, shared)
 
-    def _divided(self, model_state: Any) -> tuple[list[Any], Any]:
+    def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
         """What replicas have of a model state for themselves, and the rest of it, with None for that."""
         if model_state is None:
             return [], None
@@ -115,14 +116,14 @@ class JaxEngine(StepEngine):
         """See `StepEngine`."""
         return step.gradients.collect()
 
-    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Any) -> Gradients:
+    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
         """The gradients of each local replica, by some programs."""
         self._begin(programs, state, batch, control_of(state))
         return programs.leaves()
 
     # ---- preparing
 
-    def prepare(self, state: TrainState, batch: Any) -> PreparedStep:
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
         """See `StepEngine`."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
@@ -150,7 +151,7 @@ class JaxEngine(StepEngine):
             self._reads = reads
         return found
 
-    def planned(self, state: TrainState, batch: Any) -> tuple[ReplicaProgram, ReplicaPlan]:
+    def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
         """What a replica computes, by programs that are not compiled yet; without a word to other instances.
 
         Gradients that would be streamed, which is found out by running, come all at the end.
@@ -163,7 +164,7 @@ class JaxEngine(StepEngine):
         plan = self._plan(self._shapes_of(state, batch))
         return plan.program, plan.gradients
 
-    def _shapes_of(self, state: TrainState, batch: Any) -> ReplicaShapes:
+    def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
         of_replica = self._devices.replica_shape
         return ReplicaShapes(
             _shapes(state.variables),
@@ -172,7 +173,7 @@ class JaxEngine(StepEngine):
             self._options.shapes_of_replica(state.model_state),
         )
 
-    def _prepared(self, state: TrainState, batch: Any) -> PreparedStep:
+    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
         key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
@@ -250,7 +251,7 @@ class JaxEngine(StepEngine):
             program.num_kept,
         )
 
-    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
+    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
         if is_cut or not self._replicas.streams_gradients:
@@ -282,7 +283,7 @@ class JaxEngine(StepEngine):
         """Whether there are others to agree with."""
         return self._replicas.communicator.size > 1 and not self._is_recorded
 
-    def _agree(self, state: TrainState, batch: Any, shapes: ReplicaShapes, plan: _Plan) -> None:
+    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
         dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
@@ -312,11 +313,11 @@ class JaxEngine(StepEngine):
         )
 
 
-def _key_of(tree: Any) -> tuple[Any, ...]:
+def _key_of(tree: Tree) -> tuple[Tree, ...]:
     """What is the same for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

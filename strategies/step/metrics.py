@@ -12,6 +12,7 @@ import numpy as np
 from collectives.instruments import is_seen
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch
 from strategies.sinks.row import Reading
 
 EVALUATION = "evaluation/"
@@ -75,7 +76,7 @@ def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: Loss
 
 
 def tell_end(
-    replicas: Replicas, batch: Any, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
+    replicas: Replicas, batch: Batch, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
 ) -> None:
     """Tell who looks, and sinks of metrics, that a step has ended well.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Tree
 from strategies.step.engine import PreparedStep, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
@@ -67,7 +67,7 @@ class SingleStep:
         """Whether every step is recorded."""
         return self._recorder.is_on
 
-    def make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def make(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `Trainer.step`; where instances are lost that had nothing alone, with those that are left."""
         check_state(state)
         local = len(self._replicas.local_replicas)
@@ -85,7 +85,7 @@ class SingleStep:
         self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
         return made
 
-    def _repeated(self, loss: BaseException, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _repeated(self, loss: BaseException, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step once more, on the batch of the replicas that this instance drives then."""
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
@@ -97,7 +97,7 @@ class SingleStep:
 
         return repeated(self._replicas, loss, lambda: self._attempt(state, batch), catch_up)
 
-    def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _attempt(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A step. Errors of collectives inside of the loss function are those that were raised there."""
         reducer = self._replicas.reducer
         reducer.begin()
@@ -110,7 +110,7 @@ class SingleStep:
         finally:
             reducer.end()
 
-    def _make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _make(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         every = self._options.digest_every
         if every and state.step and state.step % every == 0:
             state = self._compared(state)
@@ -128,9 +128,9 @@ class SingleStep:
         return after, self.metrics
 
     def _in_one_program(
-        self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
     ) -> StepProgram | None:
-        def in_parts(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        def in_parts(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return self._in_parts(step, state, batch, control)
 
         return self._in_one.found(step, state, batch, control, in_parts)
@@ -143,7 +143,7 @@ class SingleStep:
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
     def _in_parts(
-        self, step: PreparedStep, state: TrainState, batch: Any, control: np.ndarray
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
     ) -> tuple[TrainState, Metrics]:
         """Gradients, their means, and the update, one after another."""
         instruments = self._replicas.instruments
@@ -180,7 +180,7 @@ class SingleStep:
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
 
-    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Any, Any]:
+    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
         """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
@@ -271,7 +271,7 @@ class SingleStep:
         )
 
 
-def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Any]:
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
     """What replicas keep, with all of them along the first axis."""
     if len(kept) == 1:
         return list(kept[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
+
+from strategies.roles import Gradients, OptimizerState, Variables
 
 # ---- stochastic rounding
 
@@ -15,7 +17,7 @@ _FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # of float32's fraction that t
 _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
-def round_stochastically(values: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+def round_stochastically(values: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
     """One of the two neighbours in `dtype`, the nearer one with the greater probability, so that the mean is exact.
 
     Args:
@@ -34,7 +36,9 @@ def round_stochastically(values: jax.Array, dtype: Any, bits: jax.Array) -> jax.
     return jnp.where(is_ordinary, truncated, values).astype(dtype)
 
 
-def add_stochastically(variables: Any, changes: Any, bits_of: Callable[[int, jax.Array], jax.Array]) -> Any:
+def add_stochastically(
+    variables: Variables, changes: Gradients, bits_of: Callable[[int, jax.Array], jax.Array]
+) -> Variables:
     """`optax.apply_updates`, added in float32; variables of 16 bits are rounded stochastically.
 
     Args:
@@ -71,7 +75,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it is above 0")
 
-    def update(updates: Any, state: Any, params: Any = None, *, gradient_norm: jax.Array, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Gradients, state: OptimizerState, params: Variables = None, *, gradient_norm: jax.Array, **_: object
+    ) -> tuple[Gradients, OptimizerState]:
         factor = jnp.where(gradient_norm < max_norm, 1.0, max_norm / gradient_norm)
         return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), updates), state
 
