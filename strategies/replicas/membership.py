@@ -122,11 +122,7 @@ class InstanceProgress:
     share: Callable[[int], object] | None = None
 
     def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """One thing more is done, on all instances.
-
-        Args:
-            share: see above.
-        """
+        """One thing more is done, on all instances."""
         self.done += 1
         self.share = share
 

@@ -274,9 +274,6 @@ class Replicas:
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
         """For each leaf of a value the arrays of the local replicas, and the structure.
 
-        Args:
-            value: see `Strategy.reduce`.
-
         Raises:
             ValueError: the replicas' trees differ, or the value cannot be dealt out.
         """

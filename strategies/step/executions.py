@@ -62,12 +62,6 @@ class Executions:
         Where one instance drives all replicas and the same steps in one program have the same bits, which is tried out
         the first time, `steps_per_execution` of them run without returning to Python; the log says if not. Otherwise
         instances meet once in every step.
-
-        Args:
-            state: see `Trainer.run`.
-            dataset: see there.
-            steps_per_execution: see there.
-            after_execution: see there.
         """
         positive("steps_per_execution", steps_per_execution)
         if isinstance(dataset, DistributedDataset):

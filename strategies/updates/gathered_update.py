@@ -130,13 +130,7 @@ class GatheredStateUpdate(VariableUpdate):
 
 @final
 class ShardedByAnyUpdate(VariableUpdate):
-    """Sharded optimizer state: `ShardedStateUpdate` where the optimizer allows it, `GatheredStateUpdate` otherwise.
-
-    Args:
-        replicas: see `VariableUpdate`.
-        optimizer: see `VariableUpdate`.
-        settings: see `VariableUpdate`.
-    """
+    """Sharded optimizer state: `ShardedStateUpdate` where the optimizer allows it, `GatheredStateUpdate` otherwise."""
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)

@@ -68,14 +68,14 @@ IN_STRATEGIES = (
         path="strategies/programs/xla_pitfalls.py",
         old="results = [_rounded(results[0], zero)]",
         new="results = [results[0]]",
-        caught_by=("tests/strategies/test_products.py::test_no_product_is_contracted_with_a_sum",),
+        caught_by=("tests/strategies/test_xla_pitfalls.py::test_no_product_is_contracted_with_a_sum",),
     ),
     Fault(
         name="the last elements that do not fill a part are dropped from a sharded update",
         path="strategies/replicas/shards.py",
         old="return -(-size // self.replicas)",
         new="return size // self.replicas",
-        caught_by=("tests/strategies/test_shards.py::test_the_parts_of_all_instances_make_the_array",),
+        caught_by=("tests/strategies/test_sharded_update.py::test_the_parts_of_all_instances_make_the_array",),
     ),
     Fault(
         name="the files of a checkpoint are not compared with their digests",
