@@ -401,14 +401,8 @@ class Strategy(ABC):
 
         reducer = self._replicas.reducer
         reducer.begin()
-        try:
+        with reducer.ending():
             results = self._replicas.devices.each(compute, reducer.fail)
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
         if reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise reducer.last_error
         return results

@@ -109,7 +109,7 @@ class Checkpoints:
         self._grace_s = grace_s
         self._directory, self._keep, self._keep_best = checkpoint_folder(Path(directory)), keep, keep_best
         self._opened: CheckpointFolder | None = None
-        self._open_folder()
+        _ = self._folder  # which may be refused
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)
         self._writing: Future[None] | None = None
         self.extra: dict[str, Any] = {}
@@ -127,9 +127,6 @@ class Checkpoints:
     @property
     def _folder(self) -> CheckpointFolder | None:
         """Where instance 0 writes, which this one may become when others are lost; None on all others."""
-        return self._open_folder()
-
-    def _open_folder(self) -> CheckpointFolder | None:
         if self._strategy.instance_index != 0:
             return None
         if self._opened is None:

@@ -326,8 +326,3 @@ def choose_grid(
         of_column = tuple(devices[place % len(devices)] for place in places)
         columns.append(ReplicaDevices(of_column, replicas, executables, instruments))
     return DeviceGrid(tuple(columns))
-
-
-def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
-    """The devices of local replicas that span one each; see `choose_grid`."""
-    return choose_grid(replicas, local_index, executables).column(0)

@@ -223,6 +223,18 @@ class CrossReplicaReducer:
             except FeedError as error:
                 self.last_error = self.last_error or error
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the program when the block does; raise the error of a collective or feed where JAX raises one of it."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.last_error not in (None, error):
+                raise self.last_error from error
+            raise
+        finally:
+            self.end()
+
     @property
     def replication(self) -> Replication:
         """Which replicas run the programs."""

@@ -99,16 +99,9 @@ class SingleStep:
 
     def _attempt(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A step. Errors of collectives inside of the loss function are those that were raised there."""
-        reducer = self._replicas.reducer
-        reducer.begin()
-        try:
+        self._replicas.reducer.begin()
+        with self._replicas.reducer.ending():
             return self._make(state, batch)
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
 
     def _make(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         every = self._options.digest_every
