@@ -21,7 +21,7 @@ from strategies.multi_worker import ClusterResolver
 from strategies.multi_worker import IPUMultiWorkerStrategy as _Workers
 from strategies.per_replica import PerReplica
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Data, Function, Tree
+from strategies.roles import Data, Function, Scalar, Tree
 
 __all__ = [
     "IPUHorovodStrategy",
@@ -126,7 +126,7 @@ def while_loop(
     return loops.while_loop(condition, body, inputs, infeed_queue, maximum_iterations)
 
 
-def replication_index(name: str | None = None) -> Tree:
+def replication_index(name: str | None = None) -> Scalar:
     """Return the index of the replica whose program is being traced, an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 

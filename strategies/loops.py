@@ -109,7 +109,7 @@ class _Loop:
     body: Body
     infeed: weakref.ref[InfeedQueue] | None
     structure: jax.tree_util.PyTreeDef
-    shapes: tuple[tuple[tuple[int, ...], Tree], ...]
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
     @classmethod
     def of(cls, condition: Condition | None, body: Body, inputs: Tree, infeed: InfeedQueue | None) -> _Loop:
@@ -123,7 +123,7 @@ class _Loop:
     def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Leaf, ...]]:
         """`(token, number, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
 
-        def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Tree, ...]:
+        def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Leaf, ...]:
             count = len(arrays) - len(self.shapes)
             variables = jax.tree.unflatten(self.structure, arrays[count:])
             with program.inside(token, number):
@@ -141,7 +141,7 @@ class _Loop:
             raise TypeError(f"the condition returned {answer.dtype}{list(answer.shape)}; it must be a boolean scalar")
         return answer
 
-    def _elements(self, variables: int, element: Sequence[Any]) -> tuple[Sequence[Tree], dict[str, Tree]]:
+    def _elements(self, variables: int, element: Sequence[Leaf]) -> tuple[Sequence[Tree], dict[str, Tree]]:
         infeed = self.queue
         if infeed is None:
             self._check_arguments(variables, 0, ())
@@ -285,7 +285,7 @@ def _call(loop: _Loop, leaves: Values, count: Leaf) -> Values:
 # ---- arguments
 
 
-def _count(name: str, n: Any) -> Tree:
+def _count(name: str, n: object) -> Leaf:
     """An int, or an array that the program computes."""
     if isinstance(n, jax.Array) and n.shape == () and jnp.issubdtype(n.dtype, jnp.integer):
         return n

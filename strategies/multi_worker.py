@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import popdist
 from collectives import Communicator
@@ -13,7 +13,6 @@ from strategies.config.configured import in_force
 from strategies.config.launched import refuse_other_process, replicas_of_instance
 from strategies.numbers import positive
 from strategies.replicas.membership import Membership
-from strategies.roles import Tree
 from strategies.strategy import Strategy
 
 
@@ -28,7 +27,7 @@ class ClusterResolver(Protocol):
     def task_id(self) -> int:
         """Its index in that job."""
 
-    def cluster_spec(self) -> Tree:
+    def cluster_spec(self) -> Any:
         """The cluster; `as_dict` gives the addresses of each job."""
 
 

@@ -1,8 +1,7 @@
 """Whole numbers that users give."""
 
 import operator
-
-from strategies.roles import Tree
+from typing import Any
 
 
 def positive(name: str, value: object) -> int:
@@ -20,7 +19,7 @@ def at_least(minimum: int, name: str, value: object) -> int:
     return number
 
 
-def integer(value: Tree) -> int | None:
+def integer(value: Any) -> int | None:
     """`value` as an int, whichever library's integer it is; None for anything else, truth values too."""
     try:
         return None if isinstance(value, bool) else operator.index(value)

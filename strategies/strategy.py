@@ -385,14 +385,14 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _compiled(self, program: DeviceProgram, arguments: Sequence[Sequence[Tree]]) -> list[Function]:
+    def _compiled(self, program: DeviceProgram, arguments: Sequence[Sequence[Tree]]) -> list[jax.stages.Compiled]:
         """Compile the program for each local replica."""
         return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
 
-    def _run(self, executables: Sequence[Function], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
+    def _run(self, executables: Sequence[jax.stages.Compiled], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
         """Run the program on the arguments of each local replica, and return the results."""
 
         def compute(position: int) -> Tree:

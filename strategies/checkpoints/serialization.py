@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from strategies.roles import Leaf, Tree
+from strategies.roles import Leaf
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plain_metrics(metrics: Any) -> dict[str, float]:
         raise TypeError(f"metrics is {metrics!r}; it is a dictionary of numbers, such as a step returns") from error
 
 
-def _plain(value: Tree) -> Any:
+def _plain(value: Leaf) -> object:
     """For JSON: scalars of arrays as numbers, mappings as dictionaries."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -17,7 +17,7 @@ from jax.extend import core
 from strategies.comparing.digest import digest_of
 from strategies.programs.jaxpr import needed
 from strategies.replicas.devices import is_key
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 
 _FEW = 4  # elements of an array that are shown; of larger ones only a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))
@@ -91,7 +91,7 @@ class _Writer:
         shown = [f"{name}={self._value(value)}" for name, value in sorted(parameters.items())]
         return f"[{' '.join(shown)}]" if shown else ""
 
-    def _value(self, value: Tree) -> str:
+    def _value(self, value: object) -> str:
         if isinstance(value, core.ClosedJaxpr):
             return self.write(value.jaxpr, value.consts)
         if isinstance(value, core.Jaxpr):
@@ -113,7 +113,7 @@ def _type(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "shape") else type(aval).__qualname__
 
 
-def text_of_array(value: Tree) -> str:
+def text_of_array(value: Leaf) -> str:
     """The values of a small array, a digest of a larger one."""
     if is_key(value):
         value = jax.random.key_data(value)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.feed_program import current_program
-from strategies.roles import Batch, Gradients, Tree, Variables
+from strategies.roles import Batch, Tree, Variables
 
 UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
@@ -89,7 +89,7 @@ def asks_for_each(dtype: Any) -> bool:
 
 
 def accumulate(
-    gradients: Callable[[Gradients, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
+    gradients: Callable[[Batch, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
     batch: Batch,
     key: jax.Array,
     model_state: Tree,

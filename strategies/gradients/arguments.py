@@ -130,7 +130,7 @@ def check_variables(variables: Variables, trainable: Filter = None) -> None:
         raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
 
 
-def check_state(state: Tree) -> None:
+def check_state(state: object) -> None:
     """Look at the state that a step is to be made with.
 
     Raises:

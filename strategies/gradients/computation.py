@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jax.extend import core
 
@@ -95,7 +96,7 @@ class ReplicaPlan(ABC):
         """What a replica takes to add micro-batches up, besides what its programs do."""
 
     @abstractmethod
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Tree]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """The compiled programs of a replica, by what they compute; compiled when they are asked for first."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment, SegmentAction, carry_out, in_turn, refuse_impossible
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
-from strategies.roles import Function, Tree, Variables
+from strategies.roles import Tree, Variables
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class JaxGradientPlan(ReplicaPlan):
     ) -> None:
         self._leaving = Leaving(tuple(gradients), shards, whole)
         self._shapes = jax.tree.leaves(shapes)
-        self._executables: dict[jax.Device, list[Function]] = {}
+        self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
         results = TAIL + 1 + len(gradients) + kept
         self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
         self.actions = in_turn(len(self.segments))
@@ -107,7 +107,7 @@ class JaxGradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: micro-batches are added inside of the program."""
         return 0
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Tree]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the segments."""
         compiled = self.compiled(grid.column(0).device_of(0))
         count = len(compiled)
@@ -131,7 +131,7 @@ class JaxGradientPlan(ReplicaPlan):
         early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
-    def compiled(self, device: jax.Device) -> list[Function]:
+    def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
         """The executables of the segments on a device; compiled when they are asked for first."""
         if device not in self._executables:
             self._executables[device] = self._compile(device)
@@ -142,9 +142,9 @@ class JaxGradientPlan(ReplicaPlan):
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
-    def _compile(self, device: jax.Device) -> list[Function]:
+    def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
         """Carry out the actions with shapes instead of arrays."""
-        found: dict[int, Any] = {}
+        found: dict[int, jax.stages.Compiled] = {}
 
         def compute(action: SegmentAction, given: list[Tree]) -> Sequence[Tree]:
             number = action.segment
@@ -300,13 +300,13 @@ class _ReplicaGradientRun:
         self._plan = plan
         self._position = position
         self._arguments: Sequence[Tree] = ()
-        self._executables: Sequence[Function] = ()
+        self._executables: Sequence[jax.stages.Compiled] = ()
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.segments]
         self.is_broken = True
         self.kept: list[jax.Array] = []
 
-    def prepare(self, arguments: Sequence[Tree], executables: Sequence[Function]) -> None:
+    def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
         """Take what is to be computed with.
 
         Args:

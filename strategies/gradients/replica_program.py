@@ -28,7 +28,7 @@ from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree, Variables
+from strategies.roles import Batch, Leaf, Tree, Variables
 
 LossFunction = Callable[..., Any]
 
@@ -61,7 +61,7 @@ def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
     return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
 
 
-def with_loss(control: Any, tail: Any) -> Tree:
+def with_loss(control: Leaf, tail: Leaf) -> Leaf:
     """Return the control words with the mean loss of all replicas, for the update.
 
     Args:

@@ -81,5 +81,5 @@ class Trainable:
         trained = iter(jax.tree.leaves(picked))
         return jax.tree.unflatten(structure, [next(trained) if flag else leaf for leaf, flag in self._pairs(leaves)])
 
-    def _pairs(self, leaves: Sequence[Leaf]) -> list[tuple[Tree, bool]]:
+    def _pairs(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, bool]]:
         return list(zip(leaves, self.flags, strict=True))

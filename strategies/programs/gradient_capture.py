@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
 from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
 from strategies.programs.xla_pitfalls import use_right_sums
-from strategies.roles import Function, Leaf
+from strategies.roles import Function, Leaf, Tree
 
 _MARK = "capture_upstream_gradients of "
 
@@ -85,7 +85,7 @@ class GradientCaptureContext:
         """
         places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-        def differentiated(*arguments: Leaf) -> Leaf:
+        def differentiated(*arguments: Tree) -> Tree:
             shapes = shapes_by_tag(jax.make_jaxpr(function)(*arguments))
             handles = {tag: jnp.zeros(shape.shape, shape.dtype) for tag, shape in shapes.items()}
             of_all = jax.value_and_grad(with_handles(function), (0, *(1 + place for place in places)), has_aux)
@@ -99,7 +99,7 @@ class GradientCaptureContext:
         """As `jax.grad`; see `value_and_grad`."""
         both = self.value_and_grad(function, argnums, has_aux)
 
-        def differentiated(*arguments: Leaf) -> Leaf:
+        def differentiated(*arguments: Tree) -> Tree:
             value, gradients = both(*arguments)
             return (gradients, value[1]) if has_aux else gradients
 
@@ -137,7 +137,7 @@ def with_handles(function: Function) -> Function:
     without a handle do nothing. Arguments and results are pytrees.
     """
 
-    def handled(handles: Mapping[str, jax.Array], *arguments: Leaf) -> Leaf:
+    def handled(handles: Mapping[str, jax.Array], *arguments: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(Graph.of(closed), handles, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -23,7 +23,7 @@ WORDS = ("float32", "int32", "uint32")
 """Small arrays of these dtypes travel together: each argument takes JAX some 50 us."""
 
 
-def call_host(function: Function, results: Leaf, arguments: Sequence[jax.Array], *, is_ordered: bool = False) -> Leaf:
+def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array], *, is_ordered: bool = False) -> Tree:
     """Have the running program call `function`; called while the program is traced.
 
     Args:
@@ -42,7 +42,7 @@ def call_host(function: Function, results: Leaf, arguments: Sequence[jax.Array],
     pieces = [_cut(array) for array in (_packed(small), *large)]
     counts = [len(parts) for parts in pieces]
 
-    def call(*parts: Tree) -> Leaf:
+    def call(*parts: Leaf) -> Tree:
         rest = iter(parts)
         words, *others = (_joined([np.asarray(part) for part in itertools.islice(rest, count)]) for count in counts)
         small_ones, large_ones = _unpacked(words, small_shapes), iter(others)
@@ -62,7 +62,7 @@ def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
 
 
 @functools.cache
-def effects_of_calls() -> frozenset[Leaf]:
+def effects_of_calls() -> frozenset[object]:
     """The effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
 
     There it computes the equation once and keeps the result.
@@ -71,7 +71,7 @@ def effects_of_calls() -> frozenset[Leaf]:
 
 
 @functools.cache
-def _effects_of_calls() -> frozenset[Leaf]:
+def _effects_of_calls() -> frozenset[object]:
     def calls() -> None:
         for is_ordered in (False, True):
             io_callback(lambda: None, None, ordered=is_ordered)

@@ -214,7 +214,7 @@ class Graph:
         graph.results = graph._inline(jaxpr, names)
         return graph
 
-    def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Leaf, Leaf]:
+    def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Atom, Leaf]:
         names = {}
         for variable, value in zip(constvars, values, strict=True):
             names[variable] = Variable(variable.aval)

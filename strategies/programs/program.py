@@ -67,9 +67,9 @@ class DeviceProgram:
         self._executables = executables
         self._compiling = compiling
         self._traced: dict[Hashable, jax.stages.Traced] = {}
-        self._compiled: dict[Hashable, Function] = {}
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
-    def compiled(self, device: jax.Device, *arguments: Tree) -> Function:
+    def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
         """The executable for a device and for arguments like these; traced once for all devices.
 
         Args:
@@ -143,7 +143,7 @@ class HeldState(Protocol):
     def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
         """Give the variables these values while the function is traced; yield a function that returns the changes."""
 
-    def put(self, of_replicas: Sequence[Mapping[int, Tree]]) -> None:
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
         """Assign what the local replicas have changed."""
 
 
@@ -155,7 +155,7 @@ class _Nothing:
     def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
         yield dict
 
-    def put(self, of_replicas: Sequence[Mapping[int, Tree]]) -> None:
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ from strategies.programs.feed_program import current_program
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut
 from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
 from strategies.programs.xla_pitfalls import behind, is_true
-from strategies.roles import Function, Leaf
+from strategies.roles import Function, Leaf, Tree
 
 Marked = TypeVar("Marked")
 Policy = Callable[..., Any]
@@ -63,10 +63,10 @@ def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
         )
 
     @functools.wraps(loss_fn)
-    def recomputed(*arguments: Leaf) -> Leaf:
+    def recomputed(*arguments: Tree) -> Tree:
         program = current_program()
 
-        def traced(token: jax.Array, *arguments: Leaf) -> tuple[jax.Array, Leaf]:
+        def traced(token: jax.Array, *arguments: Tree) -> tuple[jax.Array, Tree]:
             with program.inside(token):
                 result = loss_fn(*arguments)
                 return program.token, result

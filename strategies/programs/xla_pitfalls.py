@@ -26,7 +26,7 @@ from popdist.xla import complain_of_sums, right_sums_setting
 from popdist.xla.sums import FUSIONS, adds_up_wrongly, is_measured, is_overruled
 from strategies.errors import DeviceError
 from strategies.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
-from strategies.roles import Batch, Function, Leaf, Tree
+from strategies.roles import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _used_bytes() -> int:
 # ---- lost precision
 
 
-def refuse_float64(value: Tree, role: str = "input") -> Leaf:
+def refuse_float64(value: Tree, role: str = "input") -> Tree:
     """The value, if JAX will not silently change its precision.
 
     Raises:
@@ -155,7 +155,7 @@ def refuse_float64(value: Tree, role: str = "input") -> Leaf:
     return value
 
 
-def refuse_cut_integers(value: Tree) -> Leaf:
+def refuse_cut_integers(value: Tree) -> Tree:
     """The value, if JAX will not cut off integers.
 
     Raises:
@@ -220,7 +220,7 @@ def with_rounded_products(function: Function) -> Function:
             is not differentiated.
     """
 
-    def rounded(*arguments: Leaf, **named: Tree) -> Leaf:
+    def rounded(*arguments: Tree, **named: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **named)
         leaves = jax.tree.leaves((arguments, named))
         found = next(leaf for leaf in leaves if leaf.size)
@@ -313,7 +313,7 @@ def _scanned(equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequ
     last = len(given) - cut
     first = last - carried
 
-    def step(state: Leaf, rows: Batch) -> tuple[list[Leaf], list[Leaf]]:
+    def step(state: list[Leaf], rows: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         results = body(*given[:first], *state, *rows)
         return results[:carried], results[carried:]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.extend import core
@@ -17,7 +16,7 @@ from jax.extend import core
 from strategies.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
 from strategies.programs.xla_pitfalls import behind, is_true
 from strategies.replicas.collective_equations import EQUATION
-from strategies.roles import Function, Tree
+from strategies.roles import Function, Leaf, Tree
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
 
@@ -33,14 +32,14 @@ def in_order(function: Function) -> Function:
     return ordered
 
 
-def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Tree], last: list[Any]) -> list[Tree]:
+def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Leaf]) -> list[Leaf]:
     """Evaluate it, with callbacks behind `last`, which becomes the results of its own last callback."""
     jaxpr = closed.jaxpr
     if not any(map(_is_callback, every_equation(jaxpr))):
-        found: list[Any] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
+        found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
         return found
 
-    def results_of(equation: Equation, given: list[Tree]) -> list[Tree]:
+    def results_of(equation: Equation, given: list[Leaf]) -> list[Leaf]:
         if not _calls_back(equation):
             return bind(jaxpr, equation, given)
         body = body_of_call(equation, is_derived=True)
@@ -55,7 +54,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Tree], last: list[An
     return evaluate(closed, arguments, results_of)
 
 
-def _behind(last: Sequence[Any], given: Sequence[Tree]) -> list[Tree]:
+def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
     """The operands, the smallest of which is there only when `last` is."""
     changed = list(given)
     if last and given:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from collectives.reduction import Reduction
 from strategies.programs.host_calls import effects_of_calls
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Leaf, Tree
+from strategies.roles import Leaf
 
 EQUATION = "cross_replica_collective"
 """The name of the equations' primitive."""
@@ -196,7 +196,7 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
     def refusing(index: jax.Array, value: jax.Array) -> jax.Array:
         return function(index, value)
 
-    def backward(_: None, gradient: jax.Array) -> Tree:
+    def backward(_: None, gradient: jax.Array) -> NoReturn:
         raise TypeError(refusal)
 
     # By way of `refusing` itself, so that a derivative of the derivative finds it again.
@@ -207,11 +207,11 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
 _collective = core.Primitive(EQUATION)
 
 
-def _shape(index: Leaf, value: Tree, *, collective: Collective) -> tuple[Tree, frozenset[Tree]]:
+def _shape(index: Leaf, value: Leaf, *, collective: Collective) -> tuple[Leaf, frozenset[object]]:
     return jax.core.ShapedArray(collective.shape(value.shape), value.dtype), effects_of_calls()
 
 
-def _derive(primals: Sequence[Tree], tangents: Sequence[Tree], *, collective: Collective) -> tuple[Tree, Tree]:
+def _derive(primals: Sequence[Leaf], tangents: Sequence[Leaf], *, collective: Collective) -> tuple[Leaf, Leaf]:
     index, value = primals
     result = collective(index, value)
     if isinstance(tangents[1], ad.Zero):
@@ -221,13 +221,13 @@ def _derive(primals: Sequence[Tree], tangents: Sequence[Tree], *, collective: Co
     return result, replace(collective, name=f"{collective.name}/gradient")(index, tangents[1])
 
 
-def _transpose(cotangent: Tree, index: Leaf, value: Tree, *, collective: Collective) -> tuple[None, Tree]:
+def _transpose(cotangent: Leaf, index: Leaf, value: Leaf, *, collective: Collective) -> tuple[None, Leaf]:
     if isinstance(cotangent, ad.Zero):
         return None, ad.Zero(value.aval)
     return None, collective.kind.transpose(collective, index, cotangent)
 
 
-def _batch(arguments: Sequence[Tree], axes: Sequence[int | None], *, collective: Collective) -> tuple[Tree, int | None]:
+def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective: Collective) -> tuple[Leaf, int | None]:
     index, value = arguments
     of_index, of_value = axes
     if of_index is not None:  # as JAX hands it to both branches of a batched condition; it is the same all along
@@ -238,14 +238,14 @@ def _batch(arguments: Sequence[Tree], axes: Sequence[int | None], *, collective:
     return replace(collective, kind=kind)(index, jnp.moveaxis(value, of_value, 0)), axis
 
 
-def _lower(context: Any, index: Leaf, value: Tree, *, collective: Collective) -> Tree:
+def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Leaf:
     """The call of Python that the compiled program makes.
 
     Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
     thread of XLA's pool (see `host_calls`).
     """
 
-    def come(index: Leaf, value: Tree) -> tuple[np.ndarray]:
+    def come(index: Leaf, value: Leaf) -> tuple[np.ndarray]:
         return (collective.carry_out(collective, int(index), np.asarray(value)),)
 
     results, _, _ = mlir.emit_python_callback(

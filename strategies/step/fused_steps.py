@@ -37,7 +37,7 @@ class FusedSteps:
 
     def __call__(
         self, variables: Variables, optimizer_state: OptimizerState, batches: Sequence[Batch], step: int
-    ) -> tuple[Tree, Tree, jax.Array]:
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
         """Make one step with each of the batches.
 
         Args:
@@ -49,7 +49,7 @@ class FusedSteps:
         Returns:
             New variables and optimizer state, and the tails of all steps, float32 [steps, tail size].
         """
-        results: tuple[Tree, Tree, jax.Array] = self._run(
+        results: tuple[Variables, OptimizerState, jax.Array] = self._run(
             variables, optimizer_state, tuple(batches), np.int32(0), control_words(step, False, 1.0)
         )
         return results
@@ -87,7 +87,7 @@ class FusedSteps:
         batches: Sequence[Batch],
         index: jax.Array,
         control: jax.Array,
-    ) -> tuple[Tree, Tree, jax.Array]:
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
         def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
             variables, optimizer_state, control = carried
             tail, *gradients = self._program(variables, batch, index, control)

@@ -159,7 +159,7 @@ class StepProgram:
         batch: Batch,
         index: jax.Array,
         control: jax.Array,
-    ) -> tuple[Tree, Tree, Mapping[str, Sequence[jax.Array]], jax.Array]:
+    ) -> tuple[Variables, OptimizerState, Mapping[str, Sequence[jax.Array]], jax.Array]:
         program, rule = self._program, self._program.rule
         variables = jax.tree.map(
             lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda leaf: leaf is None

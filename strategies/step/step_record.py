@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Batch, Gradients, Leaf, Tree
+from strategies.roles import Batch, Gradients, Leaf
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
@@ -201,7 +201,7 @@ class StepRecorder:
         if self._wanted.steps is not None and self._file.steps_made >= self._wanted.steps:
             raise SystemExit(0)
 
-    def _recorded(self, state: TrainState) -> dict[str, Tree]:
+    def _recorded(self, state: TrainState) -> dict[str, Leaf]:
         """What is the same on all instances: variables that are trained, others, and leaves of the model state."""
         trainable = Trainable.of(state.variables, self._options.trainable)
         rule = self._options.rule_of(state.model_state)
@@ -221,7 +221,7 @@ class StepRecorder:
         array = _on_host(leaf)
         return np.split(array, len(self._replicas.local_replicas))
 
-    def _whole(self, mean: Gradients, leaf: Leaf, name: str, shards: Shards | None) -> np.ndarray:
+    def _whole(self, mean: Leaf, leaf: Leaf, name: str, shards: Shards | None) -> np.ndarray:
         if shards is None or mean.shape == leaf.shape:
             return _on_host(mean)
         whole = jax.ShapeDtypeStruct(leaf.shape, mean.dtype)
@@ -261,7 +261,7 @@ class _RecordFile:
         self._trainings = 0
         self._made: dict[int, int] = {}
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -334,7 +334,7 @@ def _on_host(leaf: Leaf) -> np.ndarray:
 
 def _host_random() -> dict[str, str]:
     """A digest of the state of each of the two global generators."""
-    state: Tree = np.random.get_state(legacy=False)
+    state: Any = np.random.get_state(legacy=False)
     key, position = state["state"]["key"], state["state"]["pos"]
     return {
         "numpy.random": f"{zlib.crc32(key):08x}{position:04x}",
@@ -346,7 +346,7 @@ def _host_random() -> dict[str, str]:
 _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ else {}
 
 
-def what_decides_bits() -> dict[str, Tree]:
+def what_decides_bits() -> dict[str, object]:
     """What decides a training's bits besides the program, its seed, data and number of replicas."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
@@ -375,7 +375,7 @@ def _versions() -> dict[str, str]:
     return found | {"libc": "-".join(platform.libc_ver())}
 
 
-def _cpu() -> dict[str, Tree]:
+def _cpu() -> dict[str, str]:
     """Its name, what it can do with vectors, and a digest of all that it can do."""
     found: dict[str, str] = {}
     try:

@@ -16,7 +16,7 @@ import optax
 
 from strategies.gradients.accumulation import MapGradient
 from strategies.programs.xla_pitfalls import with_rounded_products
-from strategies.roles import Function, Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.roles import Function, Gradients, Leaf, OptimizerState, Variables
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,9 @@ class OptaxOptimizer(StepOptimizer):
             self._names = self._accepted((gradients, optimizer_state, variables), given)
         return {name: given[name] for name in self._names}
 
-    def _accepted(self, arguments: tuple[Tree, Tree, Tree], given: Mapping[str, Tree]) -> Sequence[str]:
+    def _accepted(
+        self, arguments: tuple[Gradients, OptimizerState, Variables], given: Mapping[str, Leaf]
+    ) -> Sequence[str]:
         """Return the names of the extra arguments that the update takes.
 
         Optimizers in a chain may take none, and then refuse those that the chain passes on.
