@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Unpack
 
+from optax import GradientTransformation
+
 from strategies.argument_checks import require_known_options
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
@@ -12,17 +14,23 @@ from strategies.evaluation.data_pass import Told
 from strategies.evaluation.evaluation_program import MetricsFunction, Task
 from strategies.evaluation.evaluator import Evaluator
 from strategies.evaluation.merging import Evaluation
+from strategies.gradients.arguments import check_loss_function, check_optimizer
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
+from strategies.step.executions import Executions
+from strategies.step.jax_engine import JaxEngine
 from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import TrainerOptions, configured
-from strategies.step.parts import StepParts
+from strategies.step.single_step import SingleStep
+from strategies.step.states import TrainStates
+from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
-from strategies.updates.optimizers import AnyOptimizer, unwrapped
+from strategies.updates.gathered_update import update_for
+from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -73,11 +81,24 @@ class Trainer:
         require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
-        parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
-        self._states, self._single, self._executions = parts.states, parts.single, parts.executions
-        self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
-        self._memory = MemoryPlanner(strategy.replicas, loss_fn, optimizer, self._options)
+        self._put_together(loss_fn, optimizer)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
+
+    def _put_together(self, loss_fn: LossFunction, optimizer: StepOptimizer | GradientTransformation) -> None:
+        """Make the parts of a step, of evaluations and of plans."""
+        replicas, options = self._strategy.replicas, self._options
+        check_loss_function(loss_fn)
+        if not isinstance(optimizer, StepOptimizer):
+            check_optimizer(optimizer)
+        update, recorder = update_for(replicas, optimizer, options.of_update), recorder_for(replicas, options)
+        others = [options.map_gradient, None if isinstance(optimizer, StepOptimizer) else optimizer.update]
+        traced = [one for one in others if one is not None]
+        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
+        self._single = SingleStep(replicas, engine, update, options, self.notice, recorder)
+        self._executions = Executions(replicas, engine, update, self._single, options.may_fuse)
+        self._states = TrainStates(replicas, loss_fn, options, update, self._single)
+        self._evaluator = Evaluator(replicas, loss_fn, options, self._single)
+        self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
     def strategy(self) -> Strategy:

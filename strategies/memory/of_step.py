@@ -19,8 +19,7 @@ from strategies.gradients.trainable import Trainable
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.engine import control_of
-from strategies.step.jax_engine import JaxEngine
+from strategies.step.jax_engine import JaxEngine, control_of
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.updates.gathered_update import update_for

@@ -18,9 +18,8 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.engine import PreparedStep
 from strategies.step.fused_steps import FusedSteps
-from strategies.step.jax_engine import JaxEngine
+from strategies.step.jax_engine import JaxEngine, PreparedStep
 from strategies.step.metrics import Metrics, tell_end
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState

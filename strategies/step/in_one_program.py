@@ -24,7 +24,7 @@ from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
 from strategies.roles import Batch, OptimizerState, Tree, Variables
-from strategies.step.engine import PreparedStep
+from strategies.step.jax_engine import PreparedStep
 from strategies.step.metrics import Metrics
 from strategies.train_state import TrainState
 from strategies.updates.update import VariableUpdate

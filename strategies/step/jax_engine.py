@@ -28,13 +28,34 @@ from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.roles import Batch, Function, Tree
-from strategies.step.engine import Contributions, PreparedStep, StepEngine, control_of
+from strategies.roles import Batch, Function, Gradients, Tree
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
+
+Contributions = Sequence[Sequence[np.ndarray]]
+"""For each buffer of a bucket the arrays of the local replicas, in their order."""
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step for batches of some shapes.
+
+    Attributes:
+        program: what a replica computes.
+        gradients: compute it on all local replicas.
+        means: where the mean gradients are, as a pytree like the variables that are trained.
+        state_means: where the means of leaves of the model state are.
+        exchange: has them computed by all instances.
+    """
+
+    program: ReplicaProgram
+    gradients: ReplicaGradients
+    means: Gradients
+    state_means: Sequence[np.ndarray]
+    exchange: Means
 
 
 @dataclass(frozen=True)
@@ -52,8 +73,8 @@ class _Plan:
     lines: Sequence[str]
 
 
-class JaxEngine(StepEngine):
-    """See `StepEngine`.
+class JaxEngine:
+    """Computes gradients on the local replicas, bucket by bucket.
 
     Args:
         replicas: where the replicas are.
@@ -86,7 +107,7 @@ class JaxEngine(StepEngine):
         self.claim_replicas()
 
     def claim_replicas(self) -> None:
-        """See `StepEngine`."""
+        """Begin anew with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, PreparedStep] = {}
@@ -95,7 +116,14 @@ class JaxEngine(StepEngine):
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
     def begin(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> None:
-        """See `StepEngine`."""
+        """Begin to compute gradients; does not wait for them.
+
+        Args:
+            step: what `prepare` has returned.
+            state: not to be used up before all buckets are collected.
+            batch: of all local replicas.
+            control: see `control_words`.
+        """
         self._begin(step.gradients, state, batch, control)
 
     def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Batch, control: np.ndarray) -> None:
@@ -113,7 +141,7 @@ class JaxEngine(StepEngine):
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
     def collect(self, step: PreparedStep) -> Iterator[tuple[Bucket, Contributions]]:
-        """See `StepEngine`."""
+        """Yield each bucket when it is ready."""
         return step.gradients.collect()
 
     def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
@@ -124,7 +152,7 @@ class JaxEngine(StepEngine):
     # ---- preparing
 
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
-        """See `StepEngine`."""
+        """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
         if self._reads is not None:
@@ -321,3 +349,9 @@ def _key_of(tree: Tree) -> tuple[Tree, ...]:
 
 def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
+    """The control words of a step that begins with a state."""
+    scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+    return control_words(state.step, notice, scale)

@@ -20,8 +20,8 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
-from strategies.step.engine import PreparedStep, StepEngine, control_of
 from strategies.step.in_one_program import InOneProgram, StepProgram
+from strategies.step.jax_engine import JaxEngine, PreparedStep, control_of
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.options import StepOptions
 from strategies.step.step_record import StepWatcher
@@ -47,7 +47,7 @@ class SingleStep:
     def __init__(
         self,
         replicas: Replicas,
-        engine: StepEngine,
+        engine: JaxEngine,
         update: VariableUpdate,
         options: StepOptions,
         notice: StepNotice,

@@ -20,7 +20,7 @@ from zoo.pipelines import MODELS, trained
 import strategies
 from strategies import pipelining_ops
 from strategies.pipelines.schedules.registry import schedules_by_name
-from strategies.step.engine import control_of
+from strategies.step.jax_engine import control_of
 
 REPLICAS = 4
 
