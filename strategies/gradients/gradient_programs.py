@@ -20,7 +20,7 @@ from strategies.gradients.encoding import flatten
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import DeviceProgram
-from strategies.programs.segments import Part, ProgramSegment, SegmentAction, carry_out, in_turn, refuse_impossible
+from strategies.programs.segments import Part, ProgramSegment, carry_out
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
 from strategies.roles import Tree, Variables
@@ -57,8 +57,6 @@ class JaxGradientPlan(ReplicaPlan):
 
     Attributes:
         segments: the parts of the function.
-        actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
-            one gradient lie in one program.)
         layouts: for each segment how the gradients that it finishes lie in buffers.
         kept_counts: for each segment how many arrays that it finishes a replica keeps.
         programs: compute the segments.
@@ -81,8 +79,6 @@ class JaxGradientPlan(ReplicaPlan):
         self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
         results = TAIL + 1 + len(gradients) + kept
         self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
-        self.actions = in_turn(len(self.segments))
-        refuse_impossible(self.actions, self.segments)
         self.layouts = [
             self.leaving.layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
@@ -143,16 +139,15 @@ class JaxGradientPlan(ReplicaPlan):
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
     def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """Carry out the actions with shapes instead of arrays."""
+        """Carry out the segments with shapes instead of arrays."""
         found: dict[int, jax.stages.Compiled] = {}
 
-        def compute(action: SegmentAction, given: list[Tree]) -> Sequence[Tree]:
-            number = action.segment
+        def compute(number: int, given: list[Tree]) -> Sequence[Tree]:
             found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
             made = jax.tree.leaves(found[number].out_info)
             return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
 
-        for _ in carry_out(self.actions, self.segments, [self._shapes], compute):
+        for _ in carry_out(self.segments, self._shapes, compute):
             pass
         return [found[number] for number in range(len(self.segments))]
 
@@ -342,10 +337,10 @@ class _ReplicaGradientRun:
         instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
         instruments.replica_begins(replica, 0)
         try:
-            for action, results in self._carry_out():
+            for number, results in self._carry_out():
                 jax.block_until_ready(results)
-                instruments.replica_ends(replica, 0, action.segment)
-                self.finished[action.segment].set()
+                instruments.replica_ends(replica, 0, number)
+                self.finished[number].set()
         except BaseException:
             self.is_broken = True
             raise
@@ -353,13 +348,13 @@ class _ReplicaGradientRun:
             for finished in self.finished:
                 finished.set()
 
-    def _carry_out(self) -> Iterator[tuple[SegmentAction, Sequence[jax.Array]]]:
-        """Each action with its results, when it is dispatched."""
+    def _carry_out(self) -> Iterator[tuple[int, Sequence[jax.Array]]]:
+        """Yield the number of each segment with its results, when it is dispatched."""
         arguments, self._arguments = self._arguments, ()
-        return carry_out(self._plan.actions, self._plan.segments, [arguments], self._compute)
+        return carry_out(self._plan.segments, arguments, self._compute)
 
-    def _compute(self, action: SegmentAction, given: list[jax.Array]) -> Sequence[jax.Array]:
-        number, count = action.segment, len(self.buffers[action.segment])
+    def _compute(self, number: int, given: list[jax.Array]) -> Sequence[jax.Array]:
+        count = len(self.buffers[number])
         results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
         self.buffers[number] = results[:count]
         if kept := self._plan.kept_counts[number]:

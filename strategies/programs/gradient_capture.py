@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
-from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
+from strategies.programs.segments import Part, carry_out
 from strategies.programs.xla_pitfalls import use_right_sums
 from strategies.roles import Function, Leaf, Tree
 
@@ -155,12 +155,12 @@ def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequenc
     segments = cut(graph, [*map(EquationGroup, groups), EquationGroup((), results)])
     tag_of = {place: tags[own[0]] for place, own in enumerate(groups) if len(own) == 1 and own[0] in marks}
 
-    def compute(action: SegmentAction, given: list[Leaf]) -> Sequence[Leaf]:
-        made = segments[action.segment].function(*given)
-        tag = tag_of.get(action.segment)
+    def compute(number: int, given: list[Leaf]) -> Sequence[Leaf]:
+        made = segments[number].function(*given)
+        tag = tag_of.get(number)
         return made if tag is None or not made else [_captured(made[0], handles[tag])]
 
-    *_, (_, found) = carry_out(in_turn(len(segments)), segments, [[*constants, *arguments]], compute)
+    *_, (_, found) = carry_out(segments, [*constants, *arguments], compute)
     return list(found)
 
 

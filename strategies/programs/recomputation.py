@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from strategies.programs.feed_program import current_program
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut
-from strategies.programs.segments import Part, SegmentAction, carry_out, in_turn
+from strategies.programs.segments import Part, carry_out
 from strategies.programs.xla_pitfalls import behind, is_true
 from strategies.roles import Function, Leaf, Tree
 
@@ -137,11 +137,11 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
     segments = cut(graph, [*(EquationGroup(block.equations) for block in blocks), EquationGroup((), results)])
 
-    def compute(action: SegmentAction, given: list[Leaf]) -> Sequence[Leaf]:
-        segment = segments[action.segment]
+    def compute(number: int, given: list[Leaf]) -> Sequence[Leaf]:
+        segment = segments[number]
         if segment.parts:
             return segment.function(*given)
-        block = blocks[action.segment]
+        block = blocks[number]
         if block.is_repeated:
             is_argument = [place >= len(constants) for place in segment.inputs]
             return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
@@ -149,7 +149,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
             given = [_constant(value) for value in given]
         return segment.function(*given)
 
-    *_, (_, found) = carry_out(in_turn(len(segments)), segments, [[*constants, *arguments]], compute)
+    *_, (_, found) = carry_out(segments, [*constants, *arguments], compute)
     return list(found)
 
 

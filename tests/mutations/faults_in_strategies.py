@@ -176,12 +176,12 @@ IN_STRATEGIES = (
         ),
     ),
     Fault(
-        name="a segment gets what it takes from another micro-batch",
+        name="what a segment hands on is kept after it was taken for the last time",
         path="strategies/programs/segments.py",
-        old="intermediates.update(zip([(of_batch, number)",
-        new="intermediates.update(zip([(1 - of_batch, number)",
+        old="intermediates.pop(taken) if last[taken] == number else intermediates[taken]",
+        new="intermediates[taken]",
         caught_by=(
-            "tests/strategies/test_segments.py::test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch",
+            "tests/strategies/test_segments.py::test_residuals_are_let_go_when_they_were_taken_for_the_last_time",
         ),
     ),
     Fault(

@@ -22,7 +22,7 @@ from strategies.programs.jaxpr import (
     producers_of,
     with_bodies,
 )
-from strategies.programs.segments import Part, carry_out, in_turn
+from strategies.programs.segments import Part, carry_out
 
 X = np.linspace(-2, 2, 7, dtype=np.float32)
 
@@ -194,13 +194,9 @@ ARGUMENTS = [np.random.default_rng(0).standard_normal((2, 5, 5)).astype(np.float
 
 
 def run(segments, arguments):
-    done = carry_out(
-        in_turn(len(segments)), segments, [arguments], lambda action, given: segments[action.segment].function(*given)
-    )
+    done = carry_out(segments, arguments, lambda number, given: segments[number].function(*given))
     return {
-        part: value
-        for action, results in done
-        for part, value in zip(segments[action.segment].parts, results, strict=False)
+        part: value for number, results in done for part, value in zip(segments[number].parts, results, strict=False)
     }
 
 
