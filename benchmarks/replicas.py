@@ -165,7 +165,7 @@ def over_devices(replicas: int, loss_fn: Loss, variables: Any, batch: Any) -> Ca
 
 def in_threads(replicas: int, loss_fn: Loss, variables: Any, batch: Any) -> Callable[[], Any]:
     """As strategies do it."""
-    devices = choose_grid(range(replicas)).column(0)
+    devices = choose_grid(range(replicas)).first
     program = devices.compile(gradients_of(loss_fn))
     variables, batch = jax.device_put(variables, devices.devices[0]), devices.place(batch)
 

@@ -105,7 +105,7 @@ class JaxGradientPlan(ReplicaPlan):
 
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the segments."""
-        compiled = self.compiled(grid.column(0).device_of(0))
+        compiled = self.compiled(grid.first.device_of(0))
         count = len(compiled)
         return {
             "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
@@ -163,7 +163,7 @@ class JaxGradientPlan(ReplicaPlan):
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> GradientPrograms:
         """See `ReplicaPlan`: on the first device of each."""
-        return GradientPrograms(grid.column(0), self, allocate, failed)
+        return GradientPrograms(grid.first, self, allocate, failed)
 
     def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
         first_buffer = len(segment.inputs) + len(segment.takes)

@@ -218,20 +218,12 @@ class DeviceGrid:
     @property
     def replicas(self) -> range:
         """The global indices of the local replicas."""
-        return self.columns[0].replicas
+        return self.first.replicas
 
-    def column(self, number: int) -> ReplicaDevices:
-        """The device of that number of each local replica.
-
-        Raises:
-            ValueError: if replicas do not have so many.
-        """
-        if not 0 <= number < len(self.columns):
-            raise ValueError(
-                f"device {number} of replicas that span {len(self.columns)}; make the strategy with more "
-                "ipus_per_replica, or start the job with poprun --ipus-per-replica"
-            )
-        return self.columns[number]
+    @property
+    def first(self) -> ReplicaDevices:
+        """The first device of each local replica."""
+        return self.columns[0]
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:

@@ -93,7 +93,7 @@ class Replicas:
             instance.ipus_per_replica,
             self.instruments,
         )
-        self.devices = self.grid.column(0)
+        self.devices = self.grid.first
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )

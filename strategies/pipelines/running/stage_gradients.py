@@ -202,7 +202,7 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
     What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
     once, and be no faster. Those that have to meet in collectives are not kept from each other.
     """
-    if not (plan.keeping.recomputes and plan.program.is_independent and grid.column(0).is_cpu):
+    if not (plan.keeping.recomputes and plan.program.is_independent and grid.first.is_cpu):
         return nullcontext()
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -221,9 +221,9 @@ class _Run:
     def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[Any]) -> None:
         self._plan = plan
         self._at_once = at_once
-        self._is_cpu = grid.column(0).is_cpu
+        self._is_cpu = grid.first.is_cpu
         self._devices = [column.device_of(position) for column in grid.columns]
-        self._instruments = grid.column(0).instruments
+        self._instruments = grid.first.instruments
         self._number = grid.replicas[position]
         self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
         self.buffers: list[Sequence[jax.Array]] = []
