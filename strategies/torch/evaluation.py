@@ -23,13 +23,13 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, parts_of, tensors_of
-from strategies.torch.training import Training
+from strategies.torch.training import TorchTraining
 
 Function = Callable[[torch.nn.Module, Any], Any]
 """(module, batch) -> what it says of the rows of one replica; as a loss function, or only the outputs."""
 
 
-class Evaluator:
+class TorchEvaluator:
     """Evaluates and predicts with a module, which stays as it is.
 
     Args:
@@ -41,7 +41,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, replicas: Replicas, training: Training, loss_fn: Function, options: TorchOptions, is_recorded: bool
+        self, replicas: Replicas, training: TorchTraining, loss_fn: Function, options: TorchOptions, is_recorded: bool
     ) -> None:
         self._is_recorded = is_recorded
         self._replicas = replicas
@@ -125,7 +125,7 @@ class _Local:
     """
 
     def __init__(
-        self, replicas: Replicas, training: Training, tell: Callable[..., Tree], options: TorchOptions
+        self, replicas: Replicas, training: TorchTraining, tell: Callable[..., Tree], options: TorchOptions
     ) -> None:
         self._replicas = replicas
         self._training = training

@@ -11,7 +11,7 @@ import torch
 from collectives import Communicator
 from collectives.memory import aligned_empty
 from strategies.exchange.means import Means
-from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.tensors import as_tensor
 
 
@@ -22,7 +22,7 @@ class Tail:
     Attributes:
         metrics: float32, in the order of their names.
         notice: the share of the replicas to whose instance a notice was given.
-        settings: of what the program may change, see `Settings.word`: the mean, and that of the squares.
+        settings: of what the program may change, see `StepSettings.word`: the mean, and that of the squares.
         has_gradient: for each parameter the share of the replicas in which it has a gradient.
         has_changed: for each buffer the share of the replicas that have changed it.
     """
@@ -63,7 +63,7 @@ class GradientExchange:
 
     def __init__(
         self,
-        plan: GradientPlan,
+        plan: TorchGradientPlan,
         names: tuple[str, ...],
         communicator: Communicator,
         replicas: int,

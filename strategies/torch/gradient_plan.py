@@ -41,7 +41,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Place:
+class GradientPlace:
     """Where a gradient lies.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class GradientPlan:
+class TorchGradientPlan:
     """Which gradients travel together: from the last parameter to the first, as backward passes finish them.
 
     Attributes:
@@ -73,7 +73,7 @@ class GradientPlan:
     tail: int = 0
     title: str = "gradients"
 
-    def with_tail(self, tail: int) -> GradientPlan:
+    def with_tail(self, tail: int) -> TorchGradientPlan:
         """The same plan, with so many values behind."""
         return replace(self, tail=tail)
 
@@ -120,10 +120,10 @@ class GradientPlan:
         )
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[GradientPlace, ...]:
         """For each parameter where its gradient lies."""
         of_number = {
-            number: Place(bucket, leaf)
+            number: GradientPlace(bucket, leaf)
             for bucket, numbers in enumerate(self.members)
             for leaf, number in enumerate(numbers)
         }

@@ -7,20 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.jit import optimized_execution
+from torch.jit._fuser import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
-from strategies.torch.allocator import keep_freed_memory
+from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits
 from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 from strategies.torch.sync_batch_norm import Seat
 
 
@@ -46,7 +46,7 @@ class InferenceReplicas:
         call: Callable[[torch.nn.Module, Any], Tree],
         seed: int,
         instruments: Instruments,
-        pipeline: Pipeline | None = None,
+        pipeline: TorchPipeline | None = None,
         own: frozenset[str] = frozenset(),
     ) -> None:
         keep_freed_memory()
@@ -114,7 +114,7 @@ class InferenceReplicas:
         """For each local replica when its simulated devices did what in the last call; empty without a pipeline."""
         return {replica: run.spans for replica, run in zip(self._replicas, self._runs, strict=False) if run.spans}
 
-    def _new_runs(self, pipeline: Pipeline, rounds: int) -> None:
+    def _new_runs(self, pipeline: TorchPipeline, rounds: int) -> None:
         self._close_runs()
         self._rounds = rounds
         self._runs = [

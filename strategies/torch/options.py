@@ -16,7 +16,7 @@ from strategies.numbers import at_least, positive
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.gradient_map import GradientMap, MapGradient
 from strategies.torch.replica_memory import as_device
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
 """How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has; not at all."""
@@ -29,7 +29,7 @@ _COMPUTE = {
 }
 
 
-class Options(TypedDict, total=False):
+class TorchTrainerOptions(TypedDict, total=False):
     """What `Trainer` takes by name; see `TorchOptions`."""
 
     check_numerics: bool
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
     stream_gradients: bool | None
     replica_device: torch.device | str | None
     before_update: Callable[[torch.nn.Module], object] | None
-    pipeline: Pipeline | None
+    pipeline: TorchPipeline | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TorchOptions:
     stream_gradients: bool | None = None
     replica_device: torch.device | str | None = None
     before_update: Callable[[torch.nn.Module], object] | None = None
-    pipeline: Pipeline | None = None
+    pipeline: TorchPipeline | None = None
 
     def __post_init__(self) -> None:
         require_switches(

@@ -13,7 +13,7 @@ import torch
 
 from strategies.comparing.digest import Digest, digest_of
 from strategies.errors import StrategyError
-from strategies.torch.module_parts import Parts
+from strategies.torch.module_parts import ModuleParts
 from strategies.torch.tensors import as_array
 
 
@@ -91,7 +91,7 @@ class ForwardWatch:
         self._look()
 
     def _look(self) -> None:
-        self._parts = Parts(self._module)
+        self._parts = ModuleParts(self._module)
         self._named = list(self._module.named_parameters())
         self._counters = WriteCounters(one for _, one in self._named)
         self._bits = WrittenBits([one for _, one in self._named])

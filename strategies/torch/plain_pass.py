@@ -115,7 +115,7 @@ def _computed(
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
             divisor = options.divisor(number)
             if mapping is None:
-                gradients = torch.autograd.grad(loss / divisor * scale, parameters, allow_unused=True)
+                gradients = _gradients(loss / divisor * scale, parameters)
             else:
                 mapping.begin(number, scale, divisor)
                 gradients = _mapped_gradients(mapping, loss * scale, parameters)
@@ -147,12 +147,17 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
+def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return gradients
+
+
 def _mapped_gradients(
     mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
     """Map gradients in the order in which autograd comes to them: the function may draw random numbers."""
     hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
-    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = _gradients(loss, parameters)
     for hook in hooks:
         hook.remove()
     return gradients

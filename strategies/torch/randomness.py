@@ -22,6 +22,7 @@ import torch
 import torch._functorch.config
 
 from strategies.errors import StrategyError
+from strategies.torch.threads import ThreadValue
 
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
@@ -33,26 +34,13 @@ _include, _is_included = (
     torch._C._dispatch_tls_is_dispatch_key_included,
 )
 
-
-class _OfThread(threading.local):
-    """The state of a thread.
-
-    Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of the
-    program's own. In such a mode the key is switched off, and the call would draw from the generator of the process.
-    The option that leaves the mode out belongs to a thread.
-    """
-
-    def __init__(self) -> None:
-        self.generator: Any = None
-        self.replica: int | None = None
-        torch._functorch.config.check_custom_op_aliasing = False
-
-
-_of_thread = _OfThread()
+_generator = ThreadValue[torch.Generator | None](None)
+_replica = ThreadValue[int | None](None)
 _drawn_by: dict[int, tuple[int, torch.Generator]] = {}
 """The first replica that drew from a generator of the program, by the generator's address. The generator is kept:
 no other one can get its address."""
 _MOST_KEPT = 256
+_ADDRESS, _DEFAULT = "_cdata", "default_generator"  # names that PyTorch's stubs lack
 _installing = threading.Lock()
 _installed: list[Any] = []  # what keeps the kernels where they are
 
@@ -85,12 +73,8 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
     if device.type != _CPU.type:
         accelerator: Any = torch.get_device_module(device)
         getattr(accelerator, "manual_seed_all", accelerator.manual_seed)(seed)
-    before, _of_thread.replica = _of_thread.replica, replica
-    try:
-        with drawing_by(torch.Generator().manual_seed(seed)):
-            yield
-    finally:
-        _of_thread.replica = before
+    with _replica.being(replica), drawing_by(torch.Generator().manual_seed(seed)):
+        yield
 
 
 @contextmanager
@@ -101,13 +85,14 @@ def drawing_by(generator: torch.Generator) -> Iterator[None]:
         generator: for the CPU.
     """
     _install()
-    before, _of_thread.generator = _of_thread.generator, generator
-    _include(_KEY, True)
-    try:
-        yield
-    finally:
-        _include(_KEY, before is not None)
-        _of_thread.generator = before
+    torch._functorch.config.check_custom_op_aliasing = False  # of this thread; in that mode compiled code skips `_KEY`
+    was_included = _generator.now is not None
+    with _generator.being(generator):
+        _include(_KEY, True)
+        try:
+            yield
+        finally:
+            _include(_KEY, was_included)
 
 
 def _install() -> None:
@@ -122,7 +107,7 @@ def _install() -> None:
             aten.impl(name, _drawing(name), _KEY)
         for name, with_generator in _OF_INDUCTOR.items():
             aten.impl(name, _drawing(with_generator), _KEY)
-        torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
+        setattr(torch.random, _DEFAULT, _GeneratorOfThread(getattr(torch.random, _DEFAULT)))
 
 
 class _GeneratorOfThread:
@@ -136,7 +121,7 @@ class _GeneratorOfThread:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_of_thread.generator or self._of_process, name)
+        return getattr(_generator.now or self._of_process, name)
 
 
 def _names_of_random_operators() -> list[str]:
@@ -187,12 +172,12 @@ def _refuse_to_share(generator: torch.Generator) -> None:
     Raises:
         StrategyError: it has.
     """
-    replica = _of_thread.replica
+    replica = _replica.now
     if replica is None:
         return
     if len(_drawn_by) > _MOST_KEPT:
         _drawn_by.clear()
-    other, _ = _drawn_by.setdefault(generator._cdata, (replica, generator))
+    other, _ = _drawn_by.setdefault(getattr(generator, _ADDRESS), (replica, generator))
     if other != replica:
         raise StrategyError(
             f"replicas {other} and {replica} draw from one torch.Generator, so what they draw would depend on the "
@@ -203,7 +188,7 @@ def _refuse_to_share(generator: torch.Generator) -> None:
 
 def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """That of the thread, where the operator draws on the CPU; None: that of the accelerator on which it draws."""
-    return _of_thread.generator if draws_on_cpu(arguments, named) else None
+    return _generator.now if draws_on_cpu(arguments, named) else None
 
 
 def draws_on_cpu(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:

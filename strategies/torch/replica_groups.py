@@ -85,7 +85,7 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupRow:
     """What a replica has of a parameter that is grouped.
 
     Attributes:
@@ -97,7 +97,7 @@ class Row:
     gain: float
 
 
-def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> Row | None:
+def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> GroupRow | None:
     """What a replica has of a parameter; None where it has all of it.
 
     Raises:
@@ -112,10 +112,10 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> R
             f"{name} is of shape {list(parameter.shape)}, and {replicas} replicas make {count} groups, each of which "
             f"has a row of it; give it a first axis of {count}"
         )
-    return Row(groups.row_of(replica, replicas), groups.gain(replicas))
+    return GroupRow(groups.row_of(replica, replicas), groups.gain(replicas))
 
 
-def part_of(parameter: torch.Tensor, row: Row | None) -> torch.Tensor:
+def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
     """What a replica sees of a parameter, in its memory."""
     whole: Any = parameter.detach()
     part: torch.Tensor = whole if row is None else whole[row.number]

@@ -12,7 +12,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.roles import Tree
 from strategies.torch.attribute_contents import Contents
-from strategies.torch.module_parts import Parts
+from strategies.torch.module_parts import ModuleParts
 from strategies.torch.parameter_writes import refuse_writes
 
 HOST = torch.device("cpu")
@@ -44,7 +44,7 @@ class ReplicaMemory:
         self._named = list(module.named_parameters())
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
-        self._parts = Parts(module)
+        self._parts = ModuleParts(module)
         self.contents = Contents(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
         if self.is_shared:

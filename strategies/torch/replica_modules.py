@@ -11,7 +11,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
-from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_of
+from strategies.torch.module_parts import ModuleParts, Slot, differs, resized, slots_of
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
 
@@ -87,7 +87,7 @@ class ReplicaModule:
         self._version = memory.contents.version
         self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
         self._follow_hooks()
-        self._parts = Parts(self.module)
+        self._parts = ModuleParts(self.module)
 
     def _put_parameters(self) -> None:
         """See that the copy has the parameters that replicas share; scripted modules copy theirs."""

@@ -14,7 +14,7 @@ _WORDS = 64
 _DIFFERENT = 1e-4
 
 
-class Settings:
+class StepSettings:
     """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups.
 
     Args:

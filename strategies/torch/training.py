@@ -34,7 +34,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory, device_here
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor
-from strategies.torch.updates import ShardedUpdate, Update
+from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
 from strategies.train_state import TrainState
 
 IS_MADE = "is_made"
@@ -44,7 +44,7 @@ AVERAGES_GRADIENTS = "averages_gradients"
 """The attribute that marks classes of modules which average gradients by themselves."""
 
 
-class Training:
+class TorchTraining:
     """A module, its optimizer, and how far they are.
 
     Args:
@@ -71,7 +71,7 @@ class Training:
         replicas: Replicas,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        update: Update,
+        update: TorchUpdate,
         options: TorchOptions,
     ) -> None:
         self.module, self.optimizer, self.update = module, optimizer, update
@@ -95,7 +95,7 @@ class Training:
     def own_part(self) -> str | None:
         """What each instance has of the state that no other has, in words; None where all have the same."""
         kinds = {
-            "sharded optimizer state": isinstance(self.update, ShardedUpdate),
+            "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
             "residuals of int8 gradients": self._options.transfer.is_quantised,
         }
         return next((kind for kind, has_it in kinds.items() if has_it), None)
@@ -134,7 +134,7 @@ class Training:
     def recorded(self) -> TrainState:
         """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
-        optimizer = None if isinstance(self.update, ShardedUpdate) else state_of(self.optimizer)
+        optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
@@ -177,7 +177,7 @@ class Training:
 
     def _whole_optimizer(self, tree: Tree) -> Tree:
         update = self.update
-        if not isinstance(update, ShardedUpdate):
+        if not isinstance(update, ShardedTorchUpdate):
             return tree
         state = {}
         for number, of_parameter in tree[STATE].items():

@@ -50,8 +50,8 @@ def undone(
         hooks.append(one._backward_hooks)
         search.restores.append(partial(setattr, one, "grad", one.grad))
         search.keep(one)
-    for one in module.buffers():
-        search.keep(one)
+    for buffer in module.buffers():
+        search.keep(buffer)
     search.own_bytes = 0
     search.look([module, function, hooks, other])
     state, legacy = random.getstate(), np.random.get_state()

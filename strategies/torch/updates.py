@@ -35,7 +35,7 @@ ELEMENTWISE = (
 """The optimizers of `torch.optim` that compute every element from those of gradient, state and parameter alone."""
 
 
-class Update(ABC):
+class TorchUpdate(ABC):
     """New parameters, in place, of mean gradients."""
 
     @property
@@ -53,7 +53,7 @@ class Update(ABC):
 
 
 @final
-class WholeUpdate(Update):
+class WholeTorchUpdate(TorchUpdate):
     """The whole optimizer state on every instance.
 
     Args:
@@ -65,18 +65,18 @@ class WholeUpdate(Update):
 
     @property
     def shards(self) -> Shards | None:
-        """See `Update`: they are whole."""
+        """See `TorchUpdate`: they are whole."""
         return None
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `Update`."""
+        """See `TorchUpdate`."""
         for parameter, mean in means:
             parameter.grad = mean
         self._optimizer.step()
 
 
 @final
-class ShardedUpdate(Update):
+class ShardedTorchUpdate(TorchUpdate):
     """Each instance keeps (its replicas / R) of the optimizer state; the new parameters are gathered.
 
     The optimizer gets parameters of one axis, which are this instance's parts of the others in their memory.
@@ -110,7 +110,7 @@ class ShardedUpdate(Update):
 
     @property
     def shards(self) -> Shards | None:
-        """See `Update`: as the state is, where the transport can."""
+        """See `TorchUpdate`: as the state is, where the transport can."""
         return self._shards if self._replicas.communicator.scatters_reductions else None
 
     def is_cut(self, number: int) -> bool:
@@ -118,7 +118,7 @@ class ShardedUpdate(Update):
         return self._shards.divides(self.wholes[number])
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `Update`; a collective call."""
+        """See `TorchUpdate`; a collective call."""
         self._begin()
         for parameter, mean in means:
             part = self._parts.get(id(parameter))

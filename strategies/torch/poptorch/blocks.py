@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
 from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import AutoStage, Liveness
-from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
+from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero
 
 
 class Block(torch.nn.Module):
@@ -283,9 +283,9 @@ class ExecutionStrategy:
         return self.stages[number]
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> TorchPipeline:
         """How a step runs."""
-        return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
+        return TorchPipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
     def placing(self) -> Placing:

@@ -12,7 +12,7 @@ from torch_modules import data
 import strategies
 import strategies.torch
 from strategies import StrategyError
-from strategies.torch.updates import WholeUpdate
+from strategies.torch.updates import WholeTorchUpdate
 
 WAYS = [{}, {"replicated_optimizer_state_sharding": True}]
 CHANGES = ["unused", "frozen", "thawed", "replaced"]
@@ -114,7 +114,7 @@ def test_a_group_that_is_added_is_trained_and_refused_where_state_is_sharded():
 
 def test_a_whole_update_takes_no_gradient_of_the_step_before():
     module = nn.Linear(2, 1)
-    update = WholeUpdate(torch.optim.SGD(module.parameters(), 1.0))
+    update = WholeTorchUpdate(torch.optim.SGD(module.parameters(), 1.0))
     update.apply([(one, torch.ones_like(one)) for one in module.parameters()])
     before = module.weight.detach().clone()
     update.apply([(module.weight, None), (module.bias, torch.ones(1))])
