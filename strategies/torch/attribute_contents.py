@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -31,7 +30,7 @@ class Contents:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[int, tuple[object, object]] = {}
         self.version = 0
         self.changed_at: dict[int, int] = {}
         self.search()
@@ -51,10 +50,10 @@ class Contents:
             self.changed_at |= dict.fromkeys(changed, self.version)
             self._known |= {key: (value, self._marks(value)) for key, value in changed.items()}
 
-    def _marks(self, value: Any) -> list[Any]:
+    def _marks(self, value: object) -> list[object]:
         return list(marks_of(value, self._parts))
 
-    def _objects_of(self, module: torch.nn.Module) -> Iterator[Any]:
+    def _objects_of(self, module: torch.nn.Module) -> Iterator[object]:
         if type(module).__module__.startswith("torch."):
             return
         for name, value in vars(module).items():
@@ -75,12 +74,12 @@ _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _NAME_SPACES = (argparse.Namespace, SimpleNamespace, torch.nn.Module)
 
 
-def may_change(value: Any) -> bool:
+def may_change(value: object) -> bool:
     """Return whether the contents of an attribute may be changed in place, and can be compared."""
     return isinstance(value, _COMPARED) or _is_open(value)
 
 
-def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
+def marks_of(value: object, known: Collection[int]) -> Iterator[object]:
     """Yield marks that tell a value and its contents from others.
 
     Args:
@@ -111,14 +110,14 @@ def marks_of(value: Any, known: Collection[int]) -> Iterator[Any]:
             waiting += islice(vars(one).values(), MOST_VALUES)
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(value: object) -> bool:
     """Return whether a value is an object whose attributes are the user's."""
     if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
         return False
     return isinstance(value, _NAME_SPACES) or is_users_module(sys.modules.get(type(value).__module__))
 
 
-def _of_tensor(tensor: torch.Tensor) -> Iterator[Any]:
+def _of_tensor(tensor: torch.Tensor) -> Iterator[object]:
     if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel():
         flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
         yield crc32(flat.contiguous().view(torch.uint8).numpy().data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
 
 import jax
 import torch
@@ -58,7 +57,7 @@ def distribute_dataset(
     return dataset
 
 
-def _of_arrays(source: Any) -> Any:
+def _of_arrays(source: object) -> object:
     """The source with arrays for tensors."""
     if isinstance(source, torch.utils.data.TensorDataset):
         source = source.tensors

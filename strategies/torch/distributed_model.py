@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -126,7 +126,7 @@ class DistributedModel(torch.nn.Module):
         averaging.watch(outputs)
         return outputs
 
-    def compile(self, *arguments: Any, **named: Any) -> None:
+    def compile(self, *arguments: object, **named: object) -> None:
         """Compile the module; what follows its gradients stays Python."""
         self.module.compile(*arguments, **named)
 
@@ -165,7 +165,7 @@ class DistributedModel(torch.nn.Module):
 
     # ---- copies
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedModel:
         """Copy the module; what follows its gradients is made anew, and speaks to the others at its first backward."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -178,7 +178,7 @@ class DistributedModel(torch.nn.Module):
         )
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be written to a file.
 
         Raises:

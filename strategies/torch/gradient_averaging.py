@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from strategies.comparing.agreement import insist_on_agreement
 from strategies.comparing.digest import digest_of, insist_on_same_bits
@@ -28,7 +29,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.settings import differ, word_of
 from strategies.torch.sync_batch_norm import seat_in_loop
-from strategies.torch.tensors import as_array, dtype_of
+from strategies.torch.tensors import as_array, dtype_of, have_same_bits
 from strategies.torch.training import receive_into, refuse_modules
 
 _NAMES = ("active", "changed")
@@ -65,14 +66,14 @@ class GradientAveraging:
         self.seat = seat_in_loop(module, replicas, self._streams)
         self._passes = passes_over(replicas.communicator)
         self._watch = ModuleWatch(module)
-        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
         self._round: ModelPass | None = None
         self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
         self._warned: set[str] = set()  # the functions of PyTorch
         self._writes_before = 0  # to parameters, when they were last compared
         self._title = ""
-        self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
+        self._nodes: dict[str, Node] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
@@ -348,7 +349,7 @@ class GradientAveraging:
         """Return whether forward passes have changed a buffer or a frozen parameter."""
         if slot.is_parameter:
             return slot.name in self.writes.frozen
-        return number in self._buffers.moving or not torch.equal(slot.tensor, self._masters[slot.name])
+        return number in self._buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
 
     def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         assert self._exchange is not None
@@ -412,7 +413,7 @@ def _reached(averaging: GradientAveraging, gradients: object) -> None:
     averaging.reached()
 
 
-def _remove(hooks: Mapping[int, tuple[torch.Tensor, Any]]) -> None:
+def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
     for _, hook in hooks.values():
         hook.remove()
 
@@ -421,7 +422,7 @@ def _described(parameter: torch.Tensor) -> str:
     return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}"
 
 
-def _is_returned(node: Any) -> bool:
+def _is_returned(node: Node) -> bool:
     """Return whether the running backward pass returns the gradient of this node; PyTorch raises an error only then."""
     try:
         torch._C._will_engine_execute_node(node)

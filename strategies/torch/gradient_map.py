@@ -6,10 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from strategies.errors import StrategyError
 
@@ -33,7 +32,7 @@ class GradientMap:
         self._keeps_bad = keeps_bad
         self._at_once = at_once
         self._scale, self._divisor = 1.0, 1
-        self._nodes: list[Any] = []  # PyTorch drops a node that nobody holds, with its hook
+        self._nodes: list[Node] = []  # PyTorch drops a node that nobody holds, with its hook
         self._calls: Counter[int] = Counter()
 
     def attach(self, original: torch.Tensor, mine: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch.jit._fuser import optimized_execution
@@ -43,7 +42,7 @@ class InferenceReplicas:
         replicas: range,
         of_all: int,
         memory: ReplicaMemory,
-        call: Callable[[torch.nn.Module, Any], Tree],
+        call: Callable[[torch.nn.Module, Batch], Tree],
         seed: int,
         instruments: Instruments,
         pipeline: TorchPipeline | None = None,

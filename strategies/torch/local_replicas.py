@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -156,7 +155,7 @@ class LocalReplicas:
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
 
-    def _new_compilation(self, batch: Batch) -> AbstractContextManager[Any]:
+    def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
         if self._compiling is None:
             return nullcontext()
@@ -166,7 +165,7 @@ class LocalReplicas:
         return self._compiling if is_new else nullcontext()
 
     def _submit(
-        self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[Any]
+        self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]
     ) -> Future[None]:
         if not self._is_in_turn or self.plan is None:
             return self._threads.submit(_compute, run, part, turn, compiling)
@@ -264,7 +263,7 @@ class LocalReplicas:
         return [future.exception() for future in begun]
 
 
-def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[Any]) -> None:
+def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]) -> None:
     with compiling:
         run.compute(part, turn)
 

@@ -136,7 +136,9 @@ def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None
     Returns:
         A function that ends it.
     """
-    return register_optimizer_step_pre_hook(partial(_before_step, weakref.WeakMethod(averages), replicas)).remove
+    hook = partial(_before_step, weakref.WeakMethod(averages), replicas)
+    end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+    return end
 
 
 def _before_step(

@@ -17,7 +17,7 @@ from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, dtype_of
+from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_same_bits
 
 _MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
 OF_EACH = " of each replica"
@@ -119,7 +119,7 @@ class ModelBuffers:
     def _follow_shown(self) -> None:
         """What the program has changed in the module all replicas get."""
         for number, own in self.own.items():
-            if not torch.equal(own[self._shown], self.slots[number].tensor):
+            if not have_same_bits(own[self._shown], self.slots[number].tensor):
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.replica_groups import groups_of
+from strategies.torch.tensors import have_same_bits
 
 
 class Slot(NamedTuple):
@@ -65,7 +66,7 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
             f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
-    return tensor.shape != master.shape or not torch.equal(tensor.to(master.device), master)
+    return not have_same_bits(tensor.to(master.device), master)
 
 
 def resized(replicas: int) -> float:

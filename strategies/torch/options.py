@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -201,7 +201,7 @@ class TorchOptions:
     @cached_property
     def transfer(self) -> Transfer:
         """In which dtype gradients travel."""
-        dtype: Any = self.gradient_transfer_dtype
+        dtype = self.gradient_transfer_dtype
         return Transfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
     @cached_property

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import torch
+from torch.autograd.graph import Node
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.roles import Batch
@@ -90,7 +90,7 @@ def _reason_to_skip(module: torch.nn.Module, options: TorchOptions) -> str:
     return ""
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -134,7 +134,7 @@ def _computed(
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     """Return whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -180,8 +180,9 @@ class Comparison:
     def losses(self, found: Sequence[float]) -> None:
         """Compare the losses of the micro-batches."""
         for number, (mine, other) in enumerate(zip(found, self._expected.losses, strict=True)):
-            dtype = self._expected.dtype or torch.float32
-            if abs(mine - other) > tolerance_of(dtype) * max(abs(mine), abs(other)):
+            tolerance = tolerance_of(self._expected.dtype or torch.float32)
+            are_both_bad = not math.isfinite(mine) and not math.isfinite(other)
+            if not are_both_bad and not math.isclose(mine, other, rel_tol=tolerance):
                 self._tell(f"the loss of micro-batch {number} on replica 0 is {mine:.6g}", f"{other:.6g}")
 
     def gradient(self, number: int, found: torch.Tensor | None) -> None:

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ no other one can get its address."""
 _MOST_KEPT = 256
 _ADDRESS, _DEFAULT = "_cdata", "default_generator"  # names that PyTorch's stubs lack
 _installing = threading.Lock()
-_installed: list[Any] = []  # what keeps the kernels where they are
+_installed: list[object] = []  # what keeps the kernels where they are
 
 
 def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
@@ -117,7 +118,7 @@ class _GeneratorOfThread:
     the same numbers.
     """
 
-    def __init__(self, of_process: Any) -> None:
+    def __init__(self, of_process: object) -> None:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
@@ -130,12 +131,12 @@ def _names_of_random_operators() -> list[str]:
     return [name.removeprefix("aten::") for name in names if _generator_argument(_schema(name)) is not None]
 
 
-def _schema(name: str) -> Any:
+def _schema(name: str) -> torch._C.FunctionSchema:
     base, _, overload = name.partition(".")
     return torch._C._get_schema(base, overload)
 
 
-def _generator_argument(schema: Any) -> int | None:
+def _generator_argument(schema: torch._C.FunctionSchema) -> int | None:
     """Which of the arguments it is."""
     kinds = [str(argument.type) for argument in schema.arguments]
     return next((number for number, kind in enumerate(kinds) if "Generator" in kind), None)
@@ -149,14 +150,14 @@ def _drawing(name: str) -> Callable[..., Any]:
     assert place is not None
     argument = operator._schema.arguments[place].name
 
-    def draw(*arguments: Any, **named: Any) -> Any:
+    def draw(*arguments: object, **named: object) -> object:
         _include(_KEY, False)  # the kernels behind this one draw from what they are given
         try:
             given = arguments[place] if len(arguments) > place else named.get(argument)
-            if given is None:
-                given = _generator_for(arguments, named)
-            else:
+            if isinstance(given, torch.Generator):
                 _refuse_to_share(given)
+            elif draws_on_cpu(arguments, named):  # an accelerator has a generator of its own
+                given = _generator.now
             if len(arguments) > place:
                 return operator(*arguments[:place], given, *arguments[place + 1 :], **named)
             return operator(*arguments, **(named | {argument: given}))
@@ -186,15 +187,10 @@ def _refuse_to_share(generator: torch.Generator) -> None:
         )
 
 
-def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """That of the thread, where the operator draws on the CPU; None: that of the accelerator on which it draws."""
-    return _generator.now if draws_on_cpu(arguments, named) else None
-
-
-def draws_on_cpu(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether an operator does, by the device that it is told, else by that of its first tensor."""
+def draws_on_cpu(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Return whether an operator draws on the CPU, by the device that it is told, else by that of its first tensor."""
     device = named.get("device")
-    if device is None:
-        tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
-        device = next((one.device for one in tensors), _CPU)
-    return bool(torch.device(device).type == _CPU.type)
+    if isinstance(device, torch.device | str | int):
+        return bool(torch.device(device).type == _CPU.type)
+    tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
+    return all(one.device.type == _CPU.type for one in islice(tensors, 1))

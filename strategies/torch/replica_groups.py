@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -117,6 +116,5 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> G
 
 def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
     """What a replica sees of a parameter, in its memory."""
-    whole: Any = parameter.detach()
-    part: torch.Tensor = whole if row is None else whole[row.number]
-    return part
+    whole = parameter.detach()
+    return whole if row is None else whole[row.number]

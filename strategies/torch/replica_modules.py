@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -208,7 +208,7 @@ class ReplicaModule:
                     vars(mine)[name] = _copied(value, memo)
         self._version = contents.version
 
-    def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
+    def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, object]) -> None:
         """Take over attributes other than numbers, strings and None."""
         now = vars(original)
         for name, value in now.items():
@@ -236,7 +236,7 @@ class ReplicaModule:
                     del own[key]
                 known[name] = set(now)
 
-    def _memo(self) -> dict[int, Any]:
+    def _memo(self) -> dict[int, object]:
         """Return a memo by which `copy.deepcopy` puts the copy's parts in place of the original's."""
         return {**{id(original): mine for original, mine in self._pairs}, **self._shared}
 
@@ -257,7 +257,7 @@ def _cannot_copy(why: str) -> str:
     )
 
 
-def _copied(original: _Any, memo: dict[int, Any]) -> _Any:
+def _copied(original: _Any, memo: dict[int, object]) -> _Any:
     try:
         return copy.deepcopy(original, memo)
     except (TypeError, RuntimeError) as error:
@@ -290,8 +290,8 @@ def _hooks_of(module: torch.nn.Module) -> dict[str, set[int]]:
     return {name: set(getattr(module, name)) for name in _HOOKS}
 
 
-def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    attributes: Any = vars(module)
+def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    attributes: dict[str, object] = vars(module)
     if isinstance(module, torch.jit.ScriptModule):  # whose attributes are elsewhere
         names = {"training", *module._concrete_type.get_attributes()}
         attributes = {name: getattr(module, name, None) for name in names}

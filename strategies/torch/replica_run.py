@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from torch.jit._fuser import optimized_execution
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.roles import Batch, Tree
+from strategies.roles import Batch, Number, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.gradient_plan import TorchGradientPlan
@@ -33,7 +33,7 @@ from strategies.torch.sync_batch_norm import Seat
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import ThreadValue
 
-LossFunction = Callable[[torch.nn.Module, Any], Any]
+LossFunction = Callable[[torch.nn.Module, Batch], Tree]
 """(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
 micro-batch."""
 
@@ -224,7 +224,7 @@ class TorchReplicaRun:
             total = [one + other for one, other in zip(total, more, strict=True)]
         self._end([value / count for value in total], turn)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
@@ -344,7 +344,7 @@ def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tenso
         found._arrived(number, parameter)
 
 
-def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
+def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree]:
     """The loss, the metrics, and other outputs that a loss function has returned.
 
     Raises:
@@ -364,11 +364,11 @@ def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
     return loss, metrics, outputs
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Number) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import torch
@@ -193,7 +193,7 @@ class BufferUses(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         types: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,

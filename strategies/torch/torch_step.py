@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +72,7 @@ class TorchStep:
         self._local: LocalReplicas | None = None
         self._communicator: Communicator | None = None  # for which they were made
         self._exchange: GradientExchange | None = None
-        self._agreed: set[Any] = set()  # the shapes of batches
+        self._agreed: set[object] = set()  # the shapes of batches
         self._settings = StepSettings(training.parameters, training.optimizer)
         self._has_warned = False  # of what is lost with an instance
         self._first_step: int | None = None  # with these copies of the module
@@ -449,7 +448,7 @@ class TorchStep:
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
 
 
-def _shape_for_one(leaf: Any, local: int) -> Any:
+def _shape_for_one(leaf: object, local: int) -> object:
     """What one of the local replicas gets of a leaf; None, which is no leaf, where it is no tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
+    ArraysByName,
     after_one_step,
     kinds_of,
     numbers_of_groups,
@@ -150,7 +150,7 @@ class TorchTraining:
         is_made = np.array([number in made for number in range(len(parameters))])
         return {STATE: state, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
-    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, ArraysByName]:
         """Zeros for the parameters with these numbers, of the shapes of their state."""
         if not numbers:
             return {}
@@ -183,7 +183,7 @@ class TorchTraining:
         for number, of_parameter in tree[STATE].items():
             whole = update.wholes[number]
 
-            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> Any:
+            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
                 if not leaf.ndim:
                     return leaf
                 part = np.zeros(update.parts.local * update.parts.part(whole), leaf.dtype)
@@ -278,17 +278,17 @@ def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) 
         tensor.copy_(as_tensor(copy))
 
 
-def _tensor(array: Any) -> torch.Tensor:
+def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
     return as_tensor(np.array(array))
 
 
-def _unpadded(array: Any, parameter: torch.Tensor) -> np.ndarray:
+def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
     """A part as the optimizer has it, without what fills it."""
     part: np.ndarray = np.asarray(array)
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 
 
-def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
+def refuse_modules(module: object) -> None:
     """Look at what is to be trained.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import math
 import random
 
 import numpy as np
@@ -369,6 +370,12 @@ class TestNothingIsChanged:
         assert torch.equal(module.bias, bias)
         assert module.weight.grad is None
 
+    def test_in_the_sign_of_zero(self):
+        module = Apply(lambda self, x: self.zero.neg_() + x, zero=nn.Parameter(torch.zeros(3)))
+        with undone(module, classify), torch.no_grad():
+            module(torch.ones(3))
+        assert not module.zero.signbit().any()
+
     def test_where_too_much_would_have_to_be_copied(self):
         large = [torch.zeros(9 << 20), torch.zeros(9 << 20)]
         with pytest.raises(CannotBeUndoneError, match="more than can be copied"), undone(mlp(), lambda *_: large):
@@ -408,6 +415,16 @@ class TestWhatCounts:
 
     def test_shapes(self):
         assert self.found(self.GRADIENT[:3])
+
+    @pytest.mark.parametrize(
+        ("mine", "other", "is_alike"),
+        [(1.0, 1.0001, True), (1.0, 1.1, False), (math.nan, 1.0, False), (1.0, math.nan, False), (1.0, math.inf, False)]
+        + [(math.nan, math.nan, True), (math.inf, math.nan, True)],
+    )
+    def test_a_loss_that_is_not_finite_on_one_side_only(self, mine, other, is_alike):
+        comparison = Comparison(Expected((other,), (), (), frozenset(), None))
+        comparison.losses([mine])
+        assert (not comparison.difference) is is_alike
 
 
 class TestWhatIsNotCompared:

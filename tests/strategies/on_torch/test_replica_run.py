@@ -10,10 +10,10 @@ from torch import nn
 
 from strategies.exchange.transfer import Transfer
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_plan import BUCKET_BYTES, TorchGradientPlan, Parameter
+from strategies.torch.gradient_plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.replica_run import TorchReplicaRun, ReplicaTurn
+from strategies.torch.replica_run import ReplicaTurn, TorchReplicaRun
 
 ROWS = BUCKET_BYTES // 4  # of one float32 each
 

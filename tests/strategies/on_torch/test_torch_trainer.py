@@ -226,6 +226,23 @@ class TestBuffers:
             assert trainer.step(batch)["constant"] == 4 * module.constant.numel()
             trainer.close()
 
+    def test_of_each_replica_stay_its_own_where_they_have_a_nan(self):
+        class Sum(torch.nn.Linear):
+            def forward(self, x):
+                self.sum[0] += x.sum().detach()
+                return super().forward(x).mean()
+
+        module = Sum(2, 1)
+        module.register_buffer("sum", torch.tensor([0.0, torch.nan]))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = strategies.torch.Trainer(
+            strategies.IPUStrategy(2), module, lambda own, x: own(x), optimizer, model_state_aggregation="per_replica"
+        )
+        for _ in range(2):
+            trainer.step(torch.tensor([[1.0, 1.0], [5.0, 5.0]]))
+        assert trainer.state.model_state["sum of each replica"][:, 0].tolist() == [4, 20]
+        trainer.close()
+
     def test_may_be_named(self):
         with pytest.raises(
             ValueError, match="there is no buffer or frozen parameter 'mean'; there are norm.running_mean"
