@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -73,10 +73,6 @@ class TorchGradientPlan:
     tail: int = 0
     title: str = "gradients"
 
-    def with_tail(self, tail: int) -> TorchGradientPlan:
-        """The same plan, with so many values behind."""
-        return replace(self, tail=tail)
-
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """For each bucket the numbers of its parameters."""
@@ -129,12 +125,9 @@ class TorchGradientPlan:
         }
         return tuple(of_number[number] for number in range(len(self.parameters)))
 
-    def is_scattered(self, number: int) -> bool:
-        """Whether an instance gets only its part of the mean of a gradient."""
-        return self._scattered[number]
-
     @cached_property
-    def _scattered(self) -> tuple[bool, ...]:
+    def scattered(self) -> tuple[bool, ...]:
+        """For each parameter whether an instance gets only its part of the mean gradient."""
         return tuple(self._has_parts(number) for number in range(len(self.parameters)))
 
     def _has_parts(self, number: int) -> bool:
@@ -155,8 +148,7 @@ class TorchGradientPlan:
     def _bucket(self, bucket: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
         results, scattered = [], set()
         for place, buffer in enumerate(layout.buffers):
-            if buffer.is_of_one and self.is_scattered_buffer(bucket, buffer.leaves):
-                assert self.shards is not None
+            if self.shards is not None and buffer.is_of_one and self.scattered[self.members[bucket][buffer.leaves[0]]]:
                 size = buffer.size // self.shards.replicas * self.shards.local
                 results.append(aligned_empty(size * buffer.dtype.itemsize).view(buffer.dtype))
                 scattered.add(place)
@@ -165,10 +157,6 @@ class TorchGradientPlan:
             else:
                 results.append(allocate((buffer.size,), buffer.dtype))
         return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
-
-    def is_scattered_buffer(self, bucket: int, leaves: Sequence[int]) -> bool:
-        """Whether an instance gets only its part of the mean of the one gradient in a buffer."""
-        return self.is_scattered(self.members[bucket][leaves[0]]) if self.quantised is None else False
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
         """The mean of a gradient in that memory, nothing copied; of one that is scattered this instance's part, flat.
@@ -183,7 +171,7 @@ class TorchGradientPlan:
             return self.quantised.views(of_payload)[number]
         place = self.places[number]
         bucket = buckets[place.bucket]
-        if self.is_scattered(number):
+        if self.scattered[number]:
             name, _ = bucket.layout.places[place.leaf]
             names = [buffer.name for buffer in bucket.layout.buffers]
             return bucket.results[names.index(name)]

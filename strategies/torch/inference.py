@@ -15,7 +15,7 @@ from strategies.roles import Batch, Tree
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits
-from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
@@ -117,7 +117,7 @@ class InferenceReplicas:
         self._close_runs()
         self._rounds = rounds
         self._runs = [
-            PipelineRun(pipeline, rounds, 1, copy.module, False, SeenBy(self._instruments, replica))
+            PipelineRun(pipeline, rounds, 1, copy.module, False, self._instruments, replica)
             for copy, replica in zip(self._copies, self._replicas, strict=True)
         ]
 

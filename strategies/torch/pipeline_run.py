@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,19 +30,6 @@ from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watchi
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
-@dataclass(frozen=True)
-class SeenBy:
-    """Who is told of stages.
-
-    Attributes:
-        instruments: they are.
-        replica: the index of the replica whose stages they are.
-    """
-
-    instruments: Instruments = field(default_factory=Instruments)
-    replica: int = 0
-
-
 class PipelineRun:
     """One replica's pipeline, step after step.
 
@@ -56,7 +42,8 @@ class PipelineRun:
         intra_op_threads: of each.
         module: whose buffers are looked after.
         training: whether micro-batches go back.
-        seen_by: is told when a stage begins and ends with a micro-batch.
+        instruments: are told when a stage begins and ends with a micro-batch.
+        replica: the index of the replica whose stages they are.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
@@ -72,7 +59,8 @@ class PipelineRun:
         intra_op_threads: int,
         module: torch.nn.Module,
         training: bool = True,
-        seen_by: SeenBy | None = None,
+        instruments: Instruments | None = None,
+        replica: int = 0,
     ) -> None:
         self._pipeline = pipeline
         self._count = count
@@ -81,7 +69,7 @@ class PipelineRun:
         self._followers: Mapping[Action, Sequence[Action]] = {}
         self._overlaps = False
         self._trains = training
-        self._seen_by = seen_by or SeenBy()
+        self._instruments, self._replica = instruments or Instruments(), replica
         self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
@@ -100,7 +88,7 @@ class PipelineRun:
         """
         if self._timetable is None or not self._overlaps:
             for number in range(self._count):
-                walk = Walk(self._stages, number, None, self._seen_by)
+                walk = self._walk(number, None)
                 if number == 0 and self._timetable is None and self._trains:
                     self._look(walk, work)
                 else:
@@ -111,12 +99,15 @@ class PipelineRun:
                 self._overlaps = len(self._timetable.devices) > 1
             return
         drive = MicroBatches(self._timetable, self._followers)
-        walks = [Walk(self._stages, number, drive, self._seen_by) for number in range(self._count)]
+        walks = [self._walk(number, drive) for number in range(self._count)]
         begun = [self._threads.submit(_walk, walk, work) for walk in walks]
         errors = [error for future in begun if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
             raise error
         self.spans = drive.spans
+
+    def _walk(self, number: int, turns: MicroBatches | None) -> Walk:
+        return Walk(self._stages, number, turns, self._instruments, self._replica)
 
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
         """The first micro-batch, which shows where buffers are used."""
@@ -153,17 +144,20 @@ class Walk:
         stages: what is known of them.
         micro_batch: its number.
         turns: whose turn it is; None where micro-batches come one after another.
-        seen_by: is told.
+        instruments: are told of stages.
+        replica: whose stages they are.
 
     Attributes:
         stage: where it is.
     """
 
-    def __init__(self, stages: MetStages, micro_batch: int, turns: MicroBatches | None, seen_by: SeenBy) -> None:
+    def __init__(
+        self, stages: MetStages, micro_batch: int, turns: MicroBatches | None, instruments: Instruments, replica: int
+    ) -> None:
         self._stages = stages
         self._micro_batch = micro_batch
         self._turns = turns
-        self._seen_by = seen_by
+        self._instruments, self._replica = instruments, replica
         self._kind = Kind.FORWARD
         self.stage = 0
         self._split: SplitBackward | None = None
@@ -280,10 +274,10 @@ class Walk:
     def _wait(self) -> None:
         if self._turns is not None:
             self._turns.wait(Action(self._kind, self.stage, self._micro_batch))
-        self._seen_by.instruments.replica_begins(self._seen_by.replica, self.stage)
+        self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
-        self._seen_by.instruments.replica_ends(self._seen_by.replica, self.stage, self._micro_batch)
+        self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
             self._turns.done(Action(self._kind, self.stage, self._micro_batch))
 

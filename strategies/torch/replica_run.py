@@ -25,7 +25,7 @@ from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WriteCounters
-from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
@@ -128,8 +128,9 @@ class TorchReplicaRun:
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
-            seen_by = SeenBy(self._instruments, replica)
-            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module, seen_by=seen_by)
+            self.pipeline = PipelineRun(
+                options.pipeline, count, threads, self.copy.module, instruments=self._instruments, replica=replica
+            )
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
