@@ -41,10 +41,10 @@ from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import Gauge
 from popdist.timeline.meeting import Answering, Asking, Card
 from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring import Ring
-from poprun.timeline.merging import merge
-from poprun.timeline.recordings import read_recordings
-from poprun.timeline.spans import Sort, spans_of
+from popdist.timeline.ring_buffer import Ring
+from poprun.trace.merging import merge
+from poprun.trace.recordings import read_recordings
+from poprun.trace.spans import Sort, spans_of
 
 SETTINGS = ("events", "repeats", "seconds")
 CALLS = 500

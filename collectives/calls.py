@@ -11,7 +11,7 @@ from operator import index
 
 import numpy as np
 
-from collectives.foreign import MOST_OF_PEERS, foreign
+from collectives.text import MOST_OF_PEERS, foreign
 
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"

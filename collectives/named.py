@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.agreement import exchange_bytes, layout_mismatch
 from collectives.calls import CLOSE, Call, describe_crossing
-from collectives.crossing import Key, Waits, crossed_ranks
+from collectives.deadlock import Key, Waits, crossed_ranks
 from collectives.errors import (
     BrokenError,
     ClosedError,
@@ -29,7 +29,7 @@ from collectives.errors import (
     PeerLostError,
 )
 from collectives.instruments import Instruments
-from collectives.prepared import Prepared
+from collectives.requests import Prepared
 from collectives.transport import Transport
 from collectives.waiting import Watch
 

@@ -10,14 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
+from collectives.factory import Group, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
-from collectives.ring.link import EXCHANGE, Fetch, Link, Sizes, Transfer
+from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Sizes, Transfer
 
 SIZES = Sizes(
     whole_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement import agree, exchange_bytes
-from collectives.assembly import Group, Settings
 from collectives.calls import MISMATCH, Call, checked_root
 from collectives.communicator import Communicator
 from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
@@ -42,6 +41,7 @@ from collectives.errors import (
     PeerLostError,
     UnsupportedBufferError,
 )
+from collectives.factory import Group, Settings
 from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared

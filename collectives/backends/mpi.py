@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from collectives.agreement import LEAST_INLINE_BYTES
-from collectives.assembly import Group, Settings, assemble, refuse_other_networks
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
+from collectives.factory import Group, Settings, assemble, refuse_other_networks
 from collectives.open_mpi import open_mpi_prepared
 from collectives.plans.spread import host_numbers
-from collectives.ring.link import LANES, Link, Sizes, Transfer
+from collectives.point_to_point.link import LANES, Link, Sizes, Transfer
 
 try:
     with open_mpi_prepared():  # MPI starts with the import

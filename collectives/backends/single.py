@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives.assembly import Group, Settings
 from collectives.communicator import Communicator
+from collectives.factory import Group, Settings
 from collectives.memory import aligned_empty
 from collectives.named import NamedQueue
 from collectives.reduction import Reduction

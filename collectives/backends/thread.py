@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from collectives.factory import Group, Settings, assemble
 from collectives.plans.spread import host_numbers
-from collectives.ring.link import Link, Transfer
+from collectives.point_to_point.link import Link, Transfer
 
 Result = TypeVar("Result")
 

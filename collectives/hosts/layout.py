@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.hosts.bell import LINE_BYTES
-from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS
+from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS
 
 POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
 """What a rank may have on its way in each lane, to all others of its host together."""

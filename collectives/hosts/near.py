@@ -28,8 +28,8 @@ from collectives.hosts.layout import (
     queue_start,
     words_of,
 )
-from collectives.ring.link import LANES, Link, Transfer
-from collectives.window.words import FENCE
+from collectives.point_to_point.link import LANES, Link, Transfer
+from collectives.shared_memory.words import FENCE
 
 
 class NearLink(Link):

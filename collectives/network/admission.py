@@ -7,7 +7,6 @@ from functools import cached_property
 
 import grpc
 
-from collectives.foreign import foreign
 from collectives.network import wire
 from collectives.network.bearer import Bearer
 from collectives.network.claims import taken
@@ -16,7 +15,8 @@ from collectives.network.identity import Runner
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, is_same
 from collectives.network.worker import Worker
-from collectives.ring.link import LANES
+from collectives.point_to_point.link import LANES
+from collectives.text import foreign
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 
 from collectives.errors import PeerRefusedError
-from collectives.foreign import MOST_OF_PEERS, foreign
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
 from collectives.network.admission import Admission, channel_of
@@ -25,6 +24,7 @@ from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, Security
 from collectives.network.worker import Worker
+from collectives.text import MOST_OF_PEERS, foreign
 from collectives.waiting import Limits
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
 from popdist.timeline.events import MAIN_TRACK, Kind, bits_of
-from popdist.timeline.ring import Ring
+from popdist.timeline.ring_buffer import Ring
 
 if TYPE_CHECKING:
     from collectives.calls import Call

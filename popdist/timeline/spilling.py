@@ -30,7 +30,7 @@ from popdist.timeline.gauges import Gauge, read_gauges
 from popdist.timeline.opening import open_recording
 from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring import Ring
+from popdist.timeline.ring_buffer import Ring
 from popdist.timeline.sampling import stride_of
 
 logger = logging.getLogger(__name__)

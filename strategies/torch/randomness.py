@@ -174,17 +174,32 @@ def _refuse_to_share(generator: torch.Generator) -> None:
         StrategyError: it has.
     """
     replica = _replica.now
-    if replica is None:
+    if replica is None or _is_default_of_accelerator(generator):
         return
     if len(_drawn_by) > _MOST_KEPT:
         _drawn_by.clear()
-    other, _ = _drawn_by.setdefault(getattr(generator, _ADDRESS), (replica, generator))
+    other, _ = _drawn_by.setdefault(_address_of(generator), (replica, generator))
     if other != replica:
         raise StrategyError(
             f"replicas {other} and {replica} draw from one torch.Generator, so what they draw would depend on the "
             "order of threads; leave the generator out, as each replica draws from one of its own, or make one in "
             "loss_fn"
         )
+
+
+def _is_default_of_accelerator(generator: torch.Generator) -> bool:
+    """Return whether this is the generator of an accelerator, which `drawing_from` seeds for each replica.
+
+    Kernels of CUDA name it themselves, as for dropout between the layers of a GRU.
+    """
+    if generator.device.type == _CPU.type:
+        return False
+    generators = torch.get_device_module(generator.device).default_generators
+    return any(_address_of(each) == _address_of(generator) for each in generators)
+
+
+def _address_of(generator: torch.Generator) -> int:
+    return int(getattr(generator, _ADDRESS))
 
 
 def draws_on_cpu(arguments: Sequence[object], named: Mapping[str, object]) -> bool:

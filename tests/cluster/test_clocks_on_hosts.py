@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_launch import run
 
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import read_recordings
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import read_recordings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
 

@@ -26,8 +26,8 @@ from collectives import (
     Settings,
     load_backend,
 )
-from collectives.assembly import Group
 from collectives.clock import FakeClock
+from collectives.factory import Group
 from collectives.waiting import Watch
 
 suite = Suite()

@@ -11,8 +11,8 @@ import numpy as np
 from test_ring_traffic import CountingLink
 
 from collectives import Communicator, Limits, Settings
-from collectives.assembly import Group, assemble
 from collectives.backends.grpc import ALL, GrpcLink
+from collectives.factory import Group, assemble
 from collectives.network.addresses import Address
 from collectives.network.node import Node
 from collectives.network.security import Security

@@ -15,12 +15,12 @@ from grpc_threads import WorkerThreads
 
 import collectives
 from collectives import Communicator, Settings, run_on_threads
-from collectives.assembly import Group
 from collectives.backends.single import SingleTransport
 from collectives.backends.thread import ThreadHub, ThreadLink
+from collectives.factory import Group
 from collectives.named import NamedQueue
 from collectives.network.wire import DaemonThreads
-from collectives.ring.transport import RingTransport
+from collectives.point_to_point.transport import RingTransport
 
 
 def refuse(thread: threading.Thread) -> None:

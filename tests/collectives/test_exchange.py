@@ -13,11 +13,11 @@ import pytest
 from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
-from collectives.ring.transport import RingTransport
+from collectives.point_to_point.transport import RingTransport
+from collectives.shared_memory.layout import channel_bytes
+from collectives.shared_memory.transport import WindowTransport
 from collectives.transport import Transport
 from collectives.waiting import Watch
-from collectives.window.layout import channel_bytes
-from collectives.window.transport import WindowTransport
 
 LIMIT_S = 60.0
 SIZE = 3

@@ -14,7 +14,7 @@ from collectives.hosts.bell import CAN_RING
 from collectives.hosts.hosts_link import HostsLink
 from collectives.hosts.layout import FRAGMENT_BYTES, POOL_BYTES, QUEUED, memory_bytes
 from collectives.hosts.near import NearLink
-from collectives.ring.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Pause
+from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Pause
 
 
 def links(size: int) -> list[NearLink]:

@@ -11,9 +11,9 @@ from reference import contribution, contributions, dtype_of, reduced_contributio
 from statements import assert_same_bits
 
 from collectives import Communicator, Settings
-from collectives.assembly import Group, assemble
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
-from collectives.ring.link import CHUNK_BYTES, Link, Sizes, Transfer
+from collectives.factory import Group, assemble
+from collectives.point_to_point.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
 class CountingLink(Link):

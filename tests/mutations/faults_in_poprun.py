@@ -7,56 +7,56 @@ from fault import Fault
 IN_POPRUN = (
     Fault(
         name="neighbouring instances are dealt out to different hosts",
-        path="poprun/planning/placement.py",
+        path="poprun/launch/placement.py",
         old="host=located[index][0],",
         new="host=hosts[index % len(hosts)],",
         caught_by=("tests/poprun/test_placement.py::test_hosts_get_equal_blocks_of_instances_in_their_order",),
     ),
     Fault(
         name="variables that the user forwards are lost where nothing is exported",
-        path="poprun/planning/command.py",
+        path="poprun/launch/command.py",
         old="return own | dict.fromkeys(launch.forwarded) | {",
         new="return own | {",
         caught_by=("tests/poprun/test_command.py::test_the_order_is_that_of_the_original",),
     ),
     Fault(
         name="an instance that ended with an error counts as one that is done",
-        path="poprun/deciding/facts.py",
+        path="poprun/ipc/facts.py",
         old="return self.kind is EndKind.EXIT and self.number == 0",
         new="return self.kind is EndKind.EXIT",
         caught_by=("tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",),
     ),
     Fault(
         name="the instance that failed last is blamed",
-        path="poprun/deciding/diagnosis.py",
+        path="poprun/supervisor/diagnosis.py",
         old="blamed = min(failed, key=lambda each: _order(each, failed))",
         new="blamed = max(failed, key=lambda each: _order(each, failed))",
         caught_by=("tests/poprun/test_diagnosis.py::TestFirstCause::test_the_earliest_failure",),
     ),
     Fault(
         name="of several instances that waited alike one is named only",
-        path="poprun/deciding/diagnosis.py",
+        path="poprun/supervisor/diagnosis.py",
         old="groups.setdefault(_describe_wait(each), []).append(each.index)",
         new="groups[_describe_wait(each)] = [each.index]",
         caught_by=("tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",),
     ),
     Fault(
         name="an instance that is stuck is never noticed",
-        path="poprun/deciding/lookout.py",
+        path="poprun/supervisor/lookout.py",
         old="if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:",
         new="if limit_s and not self.in_vain and now_s - self._heeded_s < 0:",
         caught_by=("tests/poprun/test_lookout.py::test_who_is_stuck_is_found_after_the_limit",),
     ),
     Fault(
         name="the children of children are not found when a job ends, and left",
-        path="poprun/talking/processes.py",
+        path="poprun/ipc/processes.py",
         old="found += children.get(pid, ())",
         new="children.get(pid, ())",
         caught_by=("tests/poprun/test_descendants.py::test_children_of_children_are_found",),
     ),
     Fault(
         name="a signal that tells poprun to end is not passed on to the programs",
-        path="poprun/deciding/job_machine.py",
+        path="poprun/supervisor/job_machine.py",
         old="        self._actions += self._members.pass_on(number)\n        self._actions += self._members.ask()",
         new="        self._actions += self._members.ask()",
         caught_by=(
@@ -65,7 +65,7 @@ IN_POPRUN = (
     ),
     Fault(
         name="what a program leaves behind is killed once, and what that starts meanwhile is not",
-        path="poprun/shim/guard_machine.py",
+        path="poprun/agent/guard_machine.py",
         old="self._sweep_at_s = now_s + SWEEP_S",
         new="self._sweep_at_s = _NEVER",
         caught_by=(

@@ -13,8 +13,8 @@ from popdist import Instance
 from popdist.timeline.asked import Asked
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import read_recordings
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import read_recordings
 
 SECOND = 10**9
 AHEAD_NS = {0: 0, 1: 0, 2: 5 * SECOND, 3: -400 * SECOND}

@@ -25,7 +25,7 @@ from popdist.timeline.events import EVENT, Kind
 from popdist.timeline.gauges import Gauge
 from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring import Ring
+from popdist.timeline.ring_buffer import Ring
 from popdist.timeline.sampling import stride_of
 from popdist.timeline.spilling import Recording
 

@@ -10,14 +10,14 @@ from timeline_jobs import MS, NAMES, Made
 
 from popdist.timeline.connections import BUSY, SENT, Ends
 from popdist.timeline.events import EVENT, Kind
-from poprun.timeline.aligned import align
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import Recording
-from poprun.timeline.report.findings import Cause, Traffic
-from poprun.timeline.report.step_table import COMPILE, COMPUTE, table_of
-from poprun.timeline.report.traffic import slow_traffic_of, traffic_of
-from poprun.timeline.report.verdict import judge
-from poprun.timeline.spans import Sort, Spans, spans_of
+from poprun.trace.aligned import align
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import Recording
+from poprun.trace.report.findings import Cause, Traffic
+from poprun.trace.report.step_table import COMPILE, COMPUTE, table_of
+from poprun.trace.report.traffic import slow_traffic_of, traffic_of
+from poprun.trace.report.verdict import judge
+from poprun.trace.spans import Sort, Spans, spans_of
 
 
 def places(recording: Recording, kind: Kind) -> np.ndarray:

@@ -18,18 +18,18 @@ from collectives.instruments import DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, In
 from popdist.timeline import blocks
 from popdist.timeline.events import Kind
 from popdist.timeline.spilling import Recording as Recorded
+from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
-from poprun.log import Log
-from poprun.timeline.aligned import align
-from poprun.timeline.command import describe, folder_of, main, read_words
-from poprun.timeline.memberships import of_longest_membership
-from poprun.timeline.merging import merge, put_together, to_be_judged
-from poprun.timeline.of_job import make_room, write_timeline
-from poprun.timeline.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
-from poprun.timeline.report.sentences import findings
-from poprun.timeline.report.verdict import judge
-from poprun.timeline.spans import Sort, spans_of
-from poprun.timeline.trace import write_trace
+from poprun.trace.aligned import align
+from poprun.trace.command import describe, folder_of, main, read_words
+from poprun.trace.memberships import of_longest_membership
+from poprun.trace.merging import merge, put_together, to_be_judged
+from poprun.trace.of_job import make_room, write_timeline
+from poprun.trace.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
+from poprun.trace.report.sentences import findings
+from poprun.trace.report.verdict import judge
+from poprun.trace.spans import Sort, spans_of
+from poprun.trace.trace_events import write_trace
 
 
 def header(**facts):

@@ -12,17 +12,17 @@ from timeline_jobs import Made
 
 from popdist.timeline.events import Kind
 from poprun.errors import PopRunError
-from poprun.timeline.command import main
-from poprun.timeline.merging import put_together
-from poprun.timeline.report.findings import Cause
-from poprun.timeline.report.overlap import bubbles_of, common_ns
-from poprun.timeline.report.page import report_page
-from poprun.timeline.report.pictures import draw_curves
-from poprun.timeline.report.sentences import findings, paths, time_text
-from poprun.timeline.report.step_table import table_of
-from poprun.timeline.report.text import report_text
-from poprun.timeline.report.verdict import judge
-from poprun.timeline.spans import SPAN
+from poprun.trace.command import main
+from poprun.trace.merging import put_together
+from poprun.trace.report.findings import Cause
+from poprun.trace.report.overlap import bubbles_of, common_ns
+from poprun.trace.report.page import report_page
+from poprun.trace.report.pictures import draw_curves
+from poprun.trace.report.sentences import findings, paths, time_text
+from poprun.trace.report.step_table import table_of
+from poprun.trace.report.text import report_text
+from poprun.trace.report.verdict import judge
+from poprun.trace.spans import SPAN
 
 SIZES = [2, 3, 4]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from popdist.timeline.connections import BUSY, SENT, Ends
 from popdist.timeline.events import EVENT, Kind
-from poprun.timeline.recordings import Recording
+from poprun.trace.recordings import Recording
 
 MS = 10**6
 NAMES = (

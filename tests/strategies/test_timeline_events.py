@@ -16,11 +16,11 @@ from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.timeline.events import Kind
 from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring import Ring
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import Recording
-from poprun.timeline.report.verdict import judge
-from poprun.timeline.spans import Sort
+from popdist.timeline.ring_buffer import Ring
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import Recording
+from poprun.trace.report.verdict import judge
+from poprun.trace.spans import Sort
 from strategies import Trainer, fingerprint
 
 STEPS, REPLICAS = 4, 4
