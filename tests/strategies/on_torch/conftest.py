@@ -18,6 +18,15 @@ def process_generator():
     torch.set_rng_state(before)
 
 
+@pytest.fixture(autouse=True)
+def closed_trainers():
+    """Trainers of `sgd_trainer` end with their test."""
+    from torch_modules import close_trainers
+
+    yield
+    close_trainers()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """For what plain PyTorch computes here, to be compared: replicas have one."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from idiom import FEATURES, Apply, classify, mlp, rows_of
 from idioms_of_modules import Teacher, layered
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
@@ -26,8 +27,7 @@ from strategies.torch.undoing import CannotBeUndoneError, undone
 
 def trainer_of(module, loss=classify, strategy=None, replicas=2, **options):
     strategy = strategy or strategies.IPUStrategy(replicas)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    return strategies.torch.Trainer(strategy, module, loss, optimizer, **options)
+    return sgd_trainer(strategy, module, loss, **options)
 
 
 def one_step(module, loss=classify, replicas=2, **options):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch_modules import data, new_module
+from torch_modules import data, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -56,8 +56,7 @@ def looped(strategy, module, loss, change=lambda module, step: None, steps=4, **
 
 def by_trainer(module, loss, change=lambda module, step: None, steps=4, **options):
     own = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(REPLICAS), own, loss, optimizer, **options)
+    trainer = sgd_trainer(REPLICAS, own, loss, momentum=0.9, **options)
     for step in range(steps):
         change(own, step)
         trainer.step(data()["x"][4 * step : 4 * step + 4])
@@ -641,9 +640,8 @@ class TestCopies:
     def test_are_not_made_by_what_averages_gradients_itself(self):
         strategy = strategies.IPUStrategy(1)
         wrapped = nn.Sequential(distributed(strategy, new_module("mlp"))[1])
-        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
         for make in (
-            lambda: strategies.torch.Trainer(strategy, wrapped, square, optimizer),
+            lambda: sgd_trainer(strategy, wrapped, square),
             lambda: strategies.torch.DistributedModel(wrapped, strategy),
         ):
             with pytest.raises(StrategyError, match=r"0 is a DistributedModel, .*; give its \.module"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_modules import data
+from torch_modules import data, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -141,8 +141,7 @@ def bits(module):
 
 
 def trained(strategy, module, steps=4, **options):
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    trainer = sgd_trainer(strategy, module, loss_fn, **options)
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
     for batch in [batch for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]:
         trainer.step(batch)
@@ -191,9 +190,8 @@ class TestFrozenParameters:
         for word, expected in (("mean", sum(halves) / 2), ("first", halves[0])):
             module = Momentum(of_the_rows)
             before = module.key.bias.clone()
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
             options = {"model_state_aggregation": {"key.bias": word}}
-            strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options).step(batch)
+            sgd_trainer(2, module, loss_fn, **options).step(batch)
             torch.testing.assert_close(module.key.bias.detach(), before * 0.9 + expected)
 
     def test_may_be_kept_by_each_replica(self, on_instances):
@@ -203,8 +201,7 @@ class TestFrozenParameters:
 
         def train(strategy):
             module = copy.deepcopy(first)
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+            trainer = sgd_trainer(strategy, module, loss_fn, **options)
             dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
             for batch in dataset.epoch(0):
                 trainer.step(batch)
@@ -227,8 +224,7 @@ class TestFrozenParameters:
             seen.append(module.key.weight.data_ptr())
             return loss_fn(module, batch)
 
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
+        trainer = sgd_trainer(2, module, loss)
         for _ in range(2):
             trainer.step({name: each[:4] for name, each in data().items()})
         assert len(set(seen[:2])) == 2
@@ -245,8 +241,7 @@ class TestFrozenParameters:
             steps.clear()
             module = Momentum(later)
             before = module.key.weight.clone()
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options)
+            trainer = sgd_trainer(2, module, loss_fn, **options)
             batch = {name: each[:4] for name, each in data().items()}
             trainer.step(batch)
             steps.append(1)
@@ -262,8 +257,7 @@ class TestFrozenParameters:
 
         def train(strategy):
             module = copy.deepcopy(first)
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+            trainer = sgd_trainer(strategy, module, loss_fn)
             before = module.key.weight.clone()
             for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
                 trainer.step(batch)
@@ -339,8 +333,7 @@ class TestBuffersThatGrow:
     def test_have_one_shape_on_all_replicas(self):
         module = Grows()
         module.by_rows = True
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module, loss_fn)
         batch = {name: each[:4].clone() for name, each in data().items()}
         batch["x"][2:] = 0
         with pytest.raises(StrategyError, match=r"^largest has become of the shapes \[1\], \[64\] on different repl"):
@@ -377,8 +370,7 @@ class TestTrainedParameters:
     def test_may_be_written_between_steps(self):
         module = MaxNorm()
         module.table.max_norm = None
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module, loss_fn)
         for _ in range(3):
             with torch.no_grad():
                 torch.embedding_renorm_(module.table.weight, torch.arange(40), 1.0, 2.0)
@@ -387,9 +379,7 @@ class TestTrainedParameters:
 
     def test_are_refused_in_evaluations(self):
         module = Clipped()
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(2), module, loss_fn, torch.optim.SGD(module.parameters(), 0.1)
-        )
+        trainer = sgd_trainer(2, module, loss_fn)
         module.last.weight.data.mul_(9)
         with pytest.raises(StrategyError, match=r"^last\.weight was written while a replica computed"):
             trainer.evaluate([{name: each[:4] for name, each in data().items()}])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch_modules import data
+from torch_modules import data, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -405,7 +405,7 @@ class TestCompiledModules:
         def train(strategy):
             module = copy.deepcopy(first)
             module.compile(backend="aot_eager")
-            trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+            trainer = sgd_trainer(strategy, module, loss_fn)
             for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
                 trainer.step(batch)
             trainer.close()

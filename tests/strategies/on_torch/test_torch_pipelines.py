@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
@@ -261,12 +262,10 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
 
     def train(strategy, **options):
         own = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(own.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
+        trainer = sgd_trainer(
             strategy,
             own,
             lambda module, rows: module(*rows)[1],
-            optimizer,
             gradient_accumulation_count=4,
             loss_scaling="dynamic",
             **options,

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_modules import new_module
+from torch_modules import new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -51,8 +51,7 @@ def new_grouped(count):
 def trained(strategy, groups, count, **options):
     module = new_grouped(count)
     group_replicas(module.table, groups)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+    trainer = sgd_trainer(strategy, module, lambda module, x: module(x), momentum=0.9, **options)
     dataset = strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False)
     for _ in range(STEPS):
         for rows in dataset.epoch(0):
@@ -162,12 +161,8 @@ class TestBuffersOfEachReplica:
     def run(self, strategy, steps=2):
         module = new_grouped(1)
         group_replicas(module.table, ReplicaGroups(None))
-        trainer = strategies.torch.Trainer(
-            strategy,
-            module,
-            lambda module, x: module(x),
-            torch.optim.SGD(module.parameters(), 0.1),
-            model_state_aggregation={"calls": "per_replica"},
+        trainer = sgd_trainer(
+            strategy, module, lambda module, x: module(x), model_state_aggregation={"calls": "per_replica"}
         )
         for rows in strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False).epoch(0):
             for _ in range(steps):
@@ -187,9 +182,8 @@ class TestBuffersOfEachReplica:
 
     def test_are_those_with_which_each_replica_predicts(self):
         module, strategy = new_grouped(1), strategies.IPUStrategy(REPLICAS)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
         options = {"model_state_aggregation": {"calls": "per_replica"}}
-        trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+        trainer = sgd_trainer(strategy, module, lambda module, x: module(x), **options)
         trainer.step(batch())
         dataset = strategies.torch.distribute_dataset(strategy, batch(), 2, shuffle=False, remainder="pad")
         (told,) = trainer.predict(dataset, lambda module, x: module.calls[0].expand(len(x)))

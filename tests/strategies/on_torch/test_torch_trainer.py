@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tiers import also, first_of
 from torch import nn
-from torch_modules import MODULES, data, loss_fn, new_module
+from torch_modules import MODULES, data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -190,8 +190,7 @@ class TestBuffers:
             torch.manual_seed(strategies.torch.seed_of(0, replica, 0))
             own(batch["x"][rows])
             parts.append(own.norm)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module)
         trainer.step({name: each[:8] for name, each in batch.items()})
         assert torch.equal(module.norm.running_mean, (parts[0].running_mean + parts[1].running_mean) / 2)
         assert module.norm.num_batches_tracked == 1
@@ -200,8 +199,7 @@ class TestBuffers:
         """Three times a third of a number need not be that number."""
         module = new_module("embedding")
         before = module.constant.clone()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(3), module, loss_fn, optimizer)
+        trainer = sgd_trainer(3, module)
         trainer.step({name: each[:6] for name, each in data().items()})
         assert torch.equal(module.constant, before)
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
@@ -214,10 +212,7 @@ class TestBuffers:
 
         for aggregation in (None, "per_replica"):
             module = new_module("embedding")
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(
-                strategies.IPUStrategy(3), module, loss, optimizer, model_state_aggregation=aggregation
-            )
+            trainer = sgd_trainer(3, module, loss, model_state_aggregation=aggregation)
             batch = {name: each[:6] for name, each in data().items()}
             trainer.step(batch)
             module.constant.fill_(2)
@@ -234,10 +229,7 @@ class TestBuffers:
 
         module = Sum(2, 1)
         module.register_buffer("sum", torch.tensor([0.0, torch.nan]))
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(2), module, lambda own, x: own(x), optimizer, model_state_aggregation="per_replica"
-        )
+        trainer = sgd_trainer(2, module, lambda own, x: own(x), model_state_aggregation="per_replica")
         for _ in range(2):
             trainer.step(torch.tensor([[1.0, 1.0], [5.0, 5.0]]))
         assert trainer.state.model_state["sum of each replica"][:, 0].tolist() == [4, 20]
@@ -455,10 +447,7 @@ class TestRefusals:
     def test_metrics_that_change_their_names(self):
         names = iter(["one", "other"])
         module = new_module("mlp")
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(1), module, lambda m, b: (loss_fn(m, b)[0], {next(names): 1.0}), optimizer
-        )
+        trainer = sgd_trainer(1, module, lambda m, b: (loss_fn(m, b)[0], {next(names): 1.0}))
         trainer.step(data())
         with pytest.raises(StrategyError, match="has the metrics loss, other, and before there were loss, one"):
             trainer.step(data())
@@ -472,8 +461,7 @@ class TestRefusals:
                 raise ZeroDivisionError
             return loss_fn(module, batch)
 
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
+        trainer = sgd_trainer(2, module, loss)
         batch = {name: each[:8] for name, each in data().items()}
         with pytest.raises(ZeroDivisionError):
             trainer.step(batch)
@@ -494,9 +482,7 @@ class TestRefusals:
             failed.set()
             raise ZeroDivisionError
 
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(2), module, loss, torch.optim.SGD(module.parameters(), 0.1)
-        )
+        trainer = sgd_trainer(2, module, loss)
         batch = {name: each[:8] for name, each in data().items()}
         with monkeypatch.context() as patch:
             patch.setattr("strategies.torch.torch_step.GradientExchange", fail)
@@ -511,7 +497,7 @@ class TestRefusals:
         def train(strategy):
             own = copy.deepcopy(module)
             rate = 0.1 + strategy.instance_index
-            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), rate))
+            trainer = sgd_trainer(strategy, own, lr=rate)
             with pytest.raises(DisagreementError, match=r"instance 1 computes the update otherwise .*lr=1.1"):
                 trainer.step(data())
 
@@ -523,7 +509,7 @@ class TestRefusals:
         def train(strategy):
             own = copy.deepcopy(module)
             own[3].p = random.Random(strategy.instance_index).random()
-            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+            trainer = sgd_trainer(strategy, own)
             with pytest.raises(DisagreementError, match=r"computes the module otherwise .*Dropout\(p=0.1"):
                 trainer.step(data())
 

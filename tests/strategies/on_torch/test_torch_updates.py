@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_modules import data
+from torch_modules import data, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -54,8 +54,7 @@ def change(module, what):
 def trained(strategy, module, what, **options):
     """The names of what moves, and all bits, after two steps, a change, and two more steps."""
     module = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), 0.05)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    trainer = sgd_trainer(strategy, module, loss_fn, lr=0.05, **options)
     local = 2 * len(strategy.local_replicas)
     first = strategy.instance_index * local
     batch = {"x": data()["x"][first : first + local]}
@@ -134,8 +133,7 @@ def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
     module.used = "first second"
     module.third.requires_grad_(True)
     before = copy.deepcopy(module.state_dict())
-    optimizer = torch.optim.SGD(module.parameters(), 1.0)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, before_update=replace)
+    trainer = sgd_trainer(2, module, loss_fn, lr=1.0, before_update=replace)
     trainer.step({"x": data()["x"][:4]})
     trainer.close()
     assert torch.equal(module.first.weight, before["first.weight"] - 1)

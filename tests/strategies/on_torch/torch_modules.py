@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import strategies
+
 ROWS = 48
 
 
@@ -109,3 +111,19 @@ def data():
 def loss_fn(module, batch):
     logits = module(batch["x"])
     return F.cross_entropy(logits, batch["y"]), {"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}
+
+
+_trainers = []
+
+
+def sgd_trainer(strategy, module, loss_fn=loss_fn, *, lr=0.1, momentum=0.0, **options):
+    """Make a trainer with SGD, of a strategy or of so many replicas; it is closed when the test ends."""
+    strategy = strategies.IPUStrategy(strategy) if isinstance(strategy, int) else strategy
+    optimizer = torch.optim.SGD(module.parameters(), lr, momentum)
+    _trainers.append(strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options))
+    return _trainers[-1]
+
+
+def close_trainers():
+    while _trainers:
+        _trainers.pop().close()
