@@ -20,9 +20,6 @@ from strategies.programs.users_code import is_users_module
 class Contents:
     """The contents of containers and objects in the attributes of a module and its submodules, but layers of PyTorch.
 
-    Args:
-        module: looked at now, and whenever it is asked for.
-
     Attributes:
         version: how often something was found to have changed.
         changed_at: for the id of each object that has changed the version then.

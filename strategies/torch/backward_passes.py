@@ -38,14 +38,7 @@ class Model(Protocol):
 class ModelPass:
     """One model in one backward pass.
 
-    Args:
-        model: whose gradients these are.
-        plan: how they travel; None where there is none yet.
-        tasks: those of the backward pass, see `BackwardPass`.
-
     Attributes:
-        model: see above.
-        tasks: see above.
         came: the ids of the parameters whose gradients have come.
         taken: the numbers of those whose gradients are on their way.
         begun: the exchanges that have begun.

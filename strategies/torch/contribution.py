@@ -29,7 +29,6 @@ class Contribution:
     are copied.
 
     Args:
-        plan: where gradients lie.
         rows: for the numbers of parameters of which the replica has one row only, which. The others stay zero.
     """
 
@@ -182,12 +181,7 @@ class _Home:
     """Where a gradient lies, and how.
 
     Attributes:
-        bucket: number of the bucket.
-        buffer: number of the buffer there.
-        start: where it begins in it.
         is_of_one: whether it has the buffer alone.
-        size: of the buffer.
-        dtype: in which it travels.
     """
 
     bucket: int

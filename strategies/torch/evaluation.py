@@ -33,10 +33,7 @@ class TorchEvaluator:
     """Evaluates and predicts with a module, which stays as it is.
 
     Args:
-        replicas: where the replicas are.
-        training: of the module.
         loss_fn: of the `Trainer`, for where no other function is given.
-        options: of the step.
         is_recorded: whether every step is recorded, to be compared otherwise.
     """
 
@@ -123,10 +120,7 @@ class _Local:
     """The local replicas while a data set is gone through; after a loss there are others.
 
     Args:
-        replicas: where they are.
-        training: of the module.
         tell: (module, (rows, how many a replica has at most, how many count)) -> what it tells of them.
-        options: of the step.
     """
 
     def __init__(

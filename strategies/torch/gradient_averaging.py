@@ -45,15 +45,7 @@ class GradientAveraging:
 
     Nothing is exchanged before `start`, or the first backward pass, which compares what the instances have.
 
-    Args:
-        module: whose gradients become their means.
-        replicas: connects the instances.
-        options: see `TorchOptions`.
-        loop: counts steps.
-
     Attributes:
-        loop: see above.
-        writes: watches forward passes.
         is_alone: whether there is one replica, whose gradients are the means.
         seat: the replica among all, for layers that wait for those of others.
     """

@@ -50,15 +50,7 @@ class GradientExchange:
     """Has the means computed by all instances.
 
     Args:
-        plan: how gradients travel.
-        names: of the metrics.
-        communicator: connects the instances.
-        replicas: how many there are on all of them.
         is_private: whether the memory of the means may be written; otherwise instances of a host share it.
-
-    Attributes:
-        plan: see above.
-        names: see above.
     """
 
     def __init__(

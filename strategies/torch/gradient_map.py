@@ -22,7 +22,6 @@ class GradientMap:
     The function sees them without the loss scale, and before they are divided by the number of micro-batches.
 
     Args:
-        function: the program's.
         keeps_bad: whether elements that are not finite stay so, for those who look for them later.
         at_once: how many micro-batches go back at the same time, in a pipeline.
     """

@@ -26,8 +26,6 @@ class Parameter:
 
     Attributes:
         name: as `named_parameters` has it.
-        shape: of it.
-        dtype: of it.
     """
 
     name: str
@@ -45,7 +43,6 @@ class GradientPlace:
     """Where a gradient lies.
 
     Attributes:
-        bucket: number of the bucket.
         leaf: its number in the bucket's layout.
     """
 
@@ -58,12 +55,10 @@ class TorchGradientPlan:
     """Which gradients travel together: from the last parameter to the first, as backward passes finish them.
 
     Attributes:
-        parameters: all that are trained.
         transfer: in which dtype they travel.
         streams: whether there are several buckets.
         shards: how means of large gradients are cut, of which an instance gets its part; None for whole means.
         tail: how many float32 values travel behind the last bucket.
-        title: of the collectives.
     """
 
     parameters: tuple[Parameter, ...]

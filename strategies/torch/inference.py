@@ -27,11 +27,8 @@ class InferenceReplicas:
     """Computes what a module says, in evaluation mode and without gradients, on copies that share its parameters.
 
     Args:
-        replicas: global indices of the local ones.
-        of_all: how many replicas there are on all instances.
         memory: of the module of which they are copies, and theirs.
         call: (module, batch) -> outputs.
-        seed: of random numbers.
         instruments: are told when replicas compute, of a pipeline when its stages do.
         pipeline: how the blocks of the module run as stages; None: one after another.
         own: the names of the frozen parameters of which each replica has its own.

@@ -45,18 +45,11 @@ class LocalReplicas:
     """Computes the gradients of the local replicas.
 
     Args:
-        replicas: their global indices.
-        memory: of the module and its replicas.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        of_all: how many replicas there are on all instances.
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
-        instruments: are told when replicas compute.
         communicator: connects the instances whose replicas layers wait for; None where there are no others.
 
     Attributes:
-        runs: one for each.
         plan: how gradients travel; None before the first forward pass.
     """
 

@@ -29,11 +29,6 @@ class LoopState:
     A micro-batch ends with a backward pass. All forward passes before go on drawing from one generator, as those in a
     loss function of `Trainer` do.
 
-    Args:
-        seed: of the random numbers.
-        replica: whose they are.
-        begins: told the number of each step that begins.
-
     Attributes:
         step: how many backward passes were made, of those that are synchronised.
         syncs: whether backward passes are synchronised.

@@ -68,8 +68,6 @@ class ReplicaMeetings:
     time as there are cores: who waits lets another one compute.
 
     Args:
-        replicas: the global indices of the local ones.
-        add: see `SumArrays`.
         at_once: how many may compute at the same time; None: all.
         timeout_s: how long one of them waits for the others of this instance.
         device: on which they compute. An accelerator has one generator of random numbers: who waits takes its state

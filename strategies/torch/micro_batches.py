@@ -19,9 +19,7 @@ class MicroBatches:
     A thread is woken once for each action, by the last of what the action needs.
 
     Attributes:
-        timetable: what each device does, in which order.
         followers: what `followers_in` says of it.
-        clock: seconds.
     """
 
     timetable: Timetable

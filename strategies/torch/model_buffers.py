@@ -32,12 +32,9 @@ class ModelBuffers:
 
     Args:
         module: of the training; its buffers are those with which a step begins.
-        aggregation: see `TorchOptions.model_state_aggregation`.
-        count: how many replicas there are on all instances.
         shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
-        slots: where they are.
         moving: the numbers of those that a step has changed, from the first time on.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 

@@ -18,7 +18,6 @@ class Slot(NamedTuple):
     Attributes:
         name: of the tensor, as `named_buffers` or `named_parameters` has it.
         holder: the dictionary in which it is.
-        key: its name there.
         is_parameter: whether it is a frozen parameter.
     """
 
@@ -75,11 +74,7 @@ def resized(replicas: int) -> float:
 
 
 class ModuleParts:
-    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others.
-
-    Args:
-        module: looked at now, and whenever `changed` is asked.
-    """
+    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # None among them: empty buffers
@@ -115,9 +110,6 @@ def _joined(prefix: str, key: str) -> str:
 
 class ModuleWatch:
     """A watcher of parts of a module that are added, removed or replaced, and of parameters of another kind.
-
-    Args:
-        module: not changed.
 
     Attributes:
         named: its parameters, each once, when it was looked at last.

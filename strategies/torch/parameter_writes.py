@@ -18,11 +18,7 @@ from strategies.torch.tensors import as_array
 
 
 class WriteCounters:
-    """A comparison of the counters and addresses of tensors before and after a computation.
-
-    Args:
-        tensors: that are looked at.
-    """
+    """A comparison of the counters and addresses of tensors before and after a computation."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -42,7 +38,6 @@ class WrittenBits:
     """A comparison of the bits of tensors before and after a computation, at the passes 1, 2, 4, 8 and so on.
 
     Args:
-        tensors: that are looked at.
         is_always: whether they are compared every time.
 
     Attributes:
@@ -76,7 +71,6 @@ class ForwardWatch:
     """A watcher of the forward passes of a module that is itself a replica, and may write frozen parameters.
 
     Args:
-        module: whose parameters are looked at.
         declared: the names of frozen parameters of which the program says that it writes them.
 
     Attributes:

@@ -37,13 +37,8 @@ class PipelineRun:
     all stages are on one device there is nothing to do at once, and no timetable is followed.
 
     Args:
-        pipeline: how stages run.
-        count: micro-batches of a step.
-        intra_op_threads: of each.
-        module: whose buffers are looked after.
         training: whether micro-batches go back.
         instruments: are told when a stage begins and ends with a micro-batch.
-        replica: the index of the replica whose stages they are.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
@@ -141,14 +136,7 @@ class Walk:
     """The way of a micro-batch through the stages, forward and back; told of blocks in its thread.
 
     Args:
-        stages: what is known of them.
-        micro_batch: its number.
         turns: whose turn it is; None where micro-batches come one after another.
-        instruments: are told of stages.
-        replica: whose stages they are.
-
-    Attributes:
-        stage: where it is.
     """
 
     def __init__(

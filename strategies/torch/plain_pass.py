@@ -35,9 +35,7 @@ class Expected:
     """The losses and gradients that plain PyTorch has computed for a replica.
 
     Attributes:
-        losses: of its micro-batches.
         gradients: of the parameters that are trained, in the order of `named_parameters`, as they are accumulated.
-        names: of these parameters.
         hooked: the numbers of those whose gradients hooks of the program change once they are complete, in the module.
         dtype: in which forward passes compute, if it is another one than that of the parameters.
     """
@@ -165,9 +163,6 @@ def _mapped_gradients(
 
 class Comparison:
     """A comparison of replica 0's results with those of plain PyTorch, made in the thread of the replica.
-
-    Args:
-        expected: see there.
 
     Attributes:
         difference: the first one that was found, in words; empty where all is alike.

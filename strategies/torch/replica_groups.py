@@ -85,12 +85,7 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What a replica has of a parameter that is grouped.
-
-    Attributes:
-        number: of the row.
-        gain: see `ReplicaGroups.gain`.
-    """
+    """What a replica has of a parameter that is grouped."""
 
     number: int
     gain: float

@@ -26,15 +26,12 @@ class ReplicaMemory:
     so do optimizer, buffers on which replicas agree, and the sums of gradients.
 
     Args:
-        module: on the host; not changed.
         device: on which the replicas compute; None for the memory of the module. The CPU is one with a copy of its own.
 
     Attributes:
-        module: see above.
         device: see above; the CPU where there is none.
         is_shared: whether replicas share a device, and so take turns on it.
         parameters: for each of the module's what replicas have in its place.
-        contents: of its attributes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:

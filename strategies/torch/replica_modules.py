@@ -37,13 +37,10 @@ class ReplicaModule:
 
     Args:
         memory: of the module, which is not changed, and of its replicas.
-        replica: whose copy it is, by its global index.
-        replicas: how many there are on all instances.
         own: the names of the frozen parameters of which the replica has its own; None: of all of them, until `share`
             is called.
 
     Attributes:
-        module: the copy.
         parameters: its parameters in the order of `original.named_parameters()`.
         rows: for each of them which row the replica has; None where it has all of it.
         slots: its buffers and frozen parameters in the order of `slots_of(original)`.

@@ -55,7 +55,6 @@ class ReplicaTurn:
     """A step as a replica sees it.
 
     Attributes:
-        step: its number.
         scale: by which losses are multiplied for the backward pass.
         notice: what goes into the tail behind the metrics: whether the instance was given one.
         plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
@@ -84,18 +83,10 @@ class TorchReplicaRun:
     """The computations of one local replica.
 
     Args:
-        replica: its global index.
-        memory: of the module and its replicas.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        replicas: how many there are on all instances.
-        instruments: are told when it computes.
         meetings: where its layers wait for those of other replicas; None where none of them does.
 
     Attributes:
-        copy: the module of the replica.
         finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
-        contribution: the arrays.
         residuals: the new ones, once all is finished.
         outputs: for each micro-batch what the loss function has returned besides, without its history.
         pipeline: runs the stages; None where there are none.

@@ -15,12 +15,7 @@ _DIFFERENT = 1e-4
 
 
 class StepSettings:
-    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups.
-
-    Args:
-        parameters: of the module.
-        optimizer: of some of them.
-    """
+    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer

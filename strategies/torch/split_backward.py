@@ -109,12 +109,7 @@ class _EdgeGroup:
 class _Graph:
     """Autograd's graph: its trunk, on which gradients flow to earlier stages, and what hangs on it and has parameters.
 
-    Args:
-        root: where it begins.
-        stage_of: see `SplitBackward`.
-
     Attributes:
-        root: see above.
         trunk: the nodes from which one of an earlier stage is reached.
         early: nodes that hang on several of the trunk in their own stage. Parameters that they lead to get sums, whose
             terms come from the trunk and from these nodes in turn: so these nodes run with the trunk.

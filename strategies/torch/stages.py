@@ -100,11 +100,7 @@ def end_block() -> None:
 
 
 class MetStages:
-    """The stages of a module that the micro-batches of a replica have met.
-
-    Args:
-        placing: finds them.
-    """
+    """The stages of a module that the micro-batches of a replica have met."""
 
     def __init__(self, placing: StagePlacing) -> None:
         self._placing = placing
@@ -180,7 +176,6 @@ class BufferUses(TorchFunctionMode):
     Buffers that several stages use, and that change, are refused: micro-batches would meet there out of order.
 
     Args:
-        module: its buffers are looked for.
         stage: returns the stage in which the micro-batch is.
     """
 

@@ -27,9 +27,6 @@ class Seat:
     again in the backward pass of a loop, it computes for the replica of its module, as long as that seat exists.
 
     Args:
-        replica: its global index.
-        replicas: how many there are on all instances.
-        module: whose layers they are.
         meetings: where replicas add up; None where they do not, as in an evaluation.
     """
 

@@ -43,16 +43,7 @@ from strategies.torch.updates import refuse_groups
 
 
 class TorchStep:
-    """Makes one step after another, with the instances that there are.
-
-    Args:
-        replicas: connects the instances.
-        training: what is changed.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        notice: travels with the gradients.
-        recorder: is told of every step.
-    """
+    """Makes one step after another, with the instances that there are."""
 
     def __init__(
         self,

@@ -47,18 +47,8 @@ AVERAGES_GRADIENTS = "averages_gradients"
 class TorchTraining:
     """A module, its optimizer, and how far they are.
 
-    Args:
-        replicas: connects the instances.
-        module: changed in place.
-        optimizer: of its parameters.
-        update: applies gradients by the optimizer.
-        options: of the step.
-
     Attributes:
-        module: see above.
-        optimizer: see above.
         parameters: of the module, in the order of `named_parameters`.
-        buffers: of the module.
         step: how many updates were made.
         scale: of the next loss; None where none is scaled.
         residuals: of int8 gradients, for each local replica.

@@ -74,7 +74,6 @@ class _Search:
         program: the package whose classes are the program's own.
 
     Attributes:
-        restores: put it back.
         own_bytes: of the arrays that were copied.
     """
 

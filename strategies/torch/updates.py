@@ -55,11 +55,7 @@ class TorchUpdate(ABC):
 
 @final
 class WholeTorchUpdate(TorchUpdate):
-    """The whole optimizer state on every instance.
-
-    Args:
-        optimizer: of all parameters.
-    """
+    """The whole optimizer state on every instance."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -83,7 +79,6 @@ class ShardedTorchUpdate(TorchUpdate):
     The optimizer gets parameters of one axis, which are this instance's parts of the others in their memory.
 
     Args:
-        replicas: connects the instances.
         optimizer: of all parameters; from here on of the parts.
         min_elements: smaller parameters have their state whole on every instance.
 

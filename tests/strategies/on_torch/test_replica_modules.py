@@ -339,7 +339,7 @@ class TestWhatIsNotTheCopy:
         def loss(module, batch):
             return loss_fn(module, batch) + kept[0].mean()
 
-        with pytest.raises((StrategyError, RuntimeError), match=r"depends on parameters of replica 0|second time"):
+        with pytest.raises((StrategyError, RuntimeError), match=r"depends on parameters of replica [01]|second time"):
             new_trainer(module, loss).step(rows())
 
     def test_a_part_that_the_forward_pass_replaces_is_refused(self):
