@@ -43,10 +43,6 @@ class Contribution:
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
 
-        Args:
-            number: of the parameter.
-            gradient: in the shape and dtype that the parameter has in the replica.
-
         Raises:
             StrategyError: if it is sparse.
         """
@@ -65,9 +61,6 @@ class Contribution:
 
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of all parameters, in their order; see `take`, which for each takes several times as long.
-
-        Args:
-            gradients: in the shapes and dtypes that the parameters have in the replica.
 
         Raises:
             StrategyError: if one is sparse.
@@ -112,10 +105,6 @@ class Contribution:
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.
-
-        Args:
-            gradients: of the parameters in their order; zeros where there is none.
-            residuals: of this replica.
 
         Raises:
             StrategyError: if one is sparse.

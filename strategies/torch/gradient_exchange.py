@@ -71,12 +71,7 @@ class GradientExchange:
         self._converted: dict[int, torch.Tensor] = {}
 
     def reduce(self, bucket: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Have the means of a bucket computed; collective calls.
-
-        Args:
-            bucket: its number.
-            contributions: for each of its buffers those of the local replicas.
-        """
+        """Have the means of a bucket computed from the buffers of the local replicas; collective calls."""
         if self._is_alone:  # the mean of one is what it is
             results = tuple(of_buffer[0] for of_buffer in contributions)
             self._buckets[bucket] = replace(self._buckets[bucket], results=results)
@@ -96,23 +91,16 @@ class GradientExchange:
         return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
 
     def means(self, scale: float) -> list[torch.Tensor]:
-        """The mean gradients in the dtypes of their parameters, this instance's part of those that are scattered.
+        """Return the mean gradients divided by `scale`, in the dtypes of their parameters; valid until the next step.
 
-        They are valid until the next step.
-
-        Args:
-            scale: by which they are divided.
+        Of those that are scattered it is this instance's part.
         """
         if self._is_alone:
             self._received = self._views()
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have gradients become their means where they are.
-
-        Args:
-            gradients: of the parameters in their order, in their shapes; None: that mean is left.
-        """
+        """Have gradients become their means where they are; None leaves a mean."""
         pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
         if pairs:
             own, means = zip(*pairs, strict=True)

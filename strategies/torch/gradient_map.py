@@ -46,13 +46,7 @@ class GradientMap:
         self._nodes.append(node)
 
     def begin(self, number: int, scale: float, divisor: int) -> None:
-        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided.
-
-        Args:
-            number: of the micro-batch.
-            scale: by which its loss is multiplied.
-            divisor: by which its gradients are divided when they are mapped.
-        """
+        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided."""
         self._scale, self._divisor = scale, divisor
         if self._at_once == 1 or number == 0:
             self._calls.clear()

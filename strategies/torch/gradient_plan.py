@@ -133,11 +133,7 @@ class TorchGradientPlan:
         return name != self.layouts[place.bucket].dtypes[place.leaf].name
 
     def buckets(self, allocate: Allocate) -> list[Bucket]:
-        """Memory for the means, of each bucket.
-
-        Args:
-            allocate: makes it; a collective call where that is one.
-        """
+        """Return memory for the means of each bucket; a collective call where `allocate` is one."""
         return [self._bucket(number, layout, allocate) for number, layout in enumerate(self.layouts)]
 
     def _bucket(self, bucket: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
@@ -154,13 +150,7 @@ class TorchGradientPlan:
         return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """The mean of a gradient in that memory, nothing copied; of one that is scattered this instance's part, flat.
-
-        Args:
-            number: of the parameter.
-            buckets: what `buckets` has returned.
-            of_payload: where means of int8 gradients are.
-        """
+        """The mean of a gradient in that memory, nothing copied; of one that is scattered this instance's part, flat."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]

@@ -31,16 +31,7 @@ def plan_memory(
     is_private: bool,
     batch: Batch,
 ) -> MemoryPlan:
-    """What this instance needs.
-
-    Args:
-        replicas: where the replicas are.
-        training: what is changed.
-        plan: how gradients travel.
-        buckets: of it, with memory for the means or none.
-        is_private: whether instances of a host have the means for themselves.
-        batch: of this instance.
-    """
+    """What this instance needs."""
     communicator, local = replicas.communicator, len(replicas.local_replicas)
     state = training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypedDict
 
@@ -133,8 +133,8 @@ class TorchOptions:
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, parameter) -> gradient, or None"
             )
-        words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
-        for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
+        words = self.model_state_aggregation or {}
+        for word in [words] if isinstance(words, str) else words.values():
             if word not in WORDS:
                 raise ValueError(
                     f"model_state_aggregation has {word!r}; use None, 'mean', 'first', 'per_replica', or a dictionary "
@@ -212,21 +212,12 @@ class TorchOptions:
     @property
     def terms(self) -> Mapping[str, object]:
         """The options as all instances have to have them."""
-        return {
-            "seed": self.seed,
-            "check_numerics": self.check_numerics,
-            "digest_every": self.digest_every,
-            "verify_steps": self.verify_steps,
-            "gradient_accumulation_count": self.gradient_accumulation_count,
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "map_gradient"}
+        return given | {
             "reduction_method": self.method.name,
-            "replicated_optimizer_state_sharding": self.replicated_optimizer_state_sharding,
-            "min_elements_for_sharding": self.min_elements_for_sharding,
             "compute_dtype": self.autocast_dtype,
             "loss_scaling": self.scaling,
             "gradient_transfer_dtype": self.transfer.dtype,
-            "model_state_aggregation": self.model_state_aggregation,
-            "intra_op_threads": self.intra_op_threads,
-            "stream_gradients": self.stream_gradients,
             "replica_device": None if self.device is None else self.device.type,
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),

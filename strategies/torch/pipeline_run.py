@@ -188,12 +188,7 @@ class Walk:
             self._wait()
 
     def turn_round(self, loss: torch.Tensor, last: int) -> None:
-        """The forward pass has ended with a loss: wait for the turn of its backward pass.
-
-        Args:
-            loss: from which autograd goes back.
-            last: the number of the last stage.
-        """
+        """The forward pass has ended with a loss: wait for the turn of its backward pass."""
         self._advance(last, "the loss")
         if self._turns is not None and self._turns.timetable.has_split_backward:
             self._split = SplitBackward(loss, self._stage_of)

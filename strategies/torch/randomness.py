@@ -80,11 +80,7 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 
 @contextmanager
 def drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on.
-
-    Args:
-        generator: for the CPU.
-    """
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on."""
     _install()
     torch._functorch.config.check_custom_op_aliasing = False  # of this thread; in that mode compiled code skips `_KEY`
     was_included = _generator.now is not None

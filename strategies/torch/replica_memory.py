@@ -96,9 +96,6 @@ class ReplicaMemory:
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to parameters that replicas share, made while they computed.
 
-        Args:
-            numbers: of these parameters.
-
         Raises:
             StrategyError: if there are any.
         """

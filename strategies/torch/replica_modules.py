@@ -155,9 +155,6 @@ class ReplicaModule:
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to shared parameters, made while the replica computed; it may write those of its own.
 
-        Args:
-            numbers: of these parameters.
-
         Raises:
             StrategyError: if there are others.
         """

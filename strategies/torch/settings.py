@@ -27,9 +27,6 @@ class StepSettings:
         """Return a number below 64 that stands for the settings.
 
         Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
-
-        Args:
-            step: its number.
         """
         seen: list[object] = [one.requires_grad for one in self._parameters]
         for group in self._optimizer.param_groups:
@@ -67,12 +64,7 @@ def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def differ(words: float, squares: float) -> bool:
-    """Return whether the numbers of replicas differ.
-
-    Args:
-        words: their mean.
-        squares: the mean of their squares.
-    """
+    """Return whether the numbers of replicas differ, from the mean of their words and that of the squares."""
     return squares - words * words > _DIFFERENT
 
 

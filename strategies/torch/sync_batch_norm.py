@@ -115,13 +115,7 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
 
 
 def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
-    """Make the seat of this instance's one replica in a loop of the program's own.
-
-    Args:
-        module: the replica itself.
-        replicas: connects the instances.
-        is_busy: see `adding_over`.
-    """
+    """Make the seat of this instance's one replica in a loop of the program's own."""
     communicator = replicas.communicator
     meetings = ReplicaMeetings(
         replicas.local_replicas, adding_over(communicator, is_busy), None, communicator.limits.timeout_s

@@ -316,12 +316,7 @@ class TorchStep:
     # ---- preparing
 
     def _prepared(self, given: Batch, batch: Batch) -> LocalReplicas:
-        """What computes gradients; a collective call where batches of such shapes are new.
-
-        Args:
-            given: the batch as the program has it.
-            batch: the same of tensors.
-        """
+        """What computes gradients; a collective call where batches of such shapes are new."""
         if self._local is not None:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas

@@ -31,11 +31,7 @@ def trainer_of(module, loss=classify, strategy=None, replicas=2, **options):
 
 
 def one_step(module, loss=classify, replicas=2, **options):
-    trainer = trainer_of(module, loss, replicas=replicas, **options)
-    try:
-        return trainer.step(rows_of(0, range(2 * replicas)))
-    finally:
-        trainer.close()
+    return trainer_of(module, loss, replicas=replicas, **options).step(rows_of(0, range(2 * replicas)))
 
 
 TOLD, CALLS = [], 0
@@ -119,7 +115,6 @@ class TestADifference:
         module[0].requires_grad_(False)  # replicas get new copies
         with pytest.raises(StrategyError, match="in step 2 the loss"):
             trainer.step(rows_of(2, range(2)))
-        trainer.close()
 
     @pytest.mark.parametrize(
         "options",
@@ -278,7 +273,6 @@ class TestNothingIsChanged:
             trainer = trainer_of(module, verify_steps=steps)
             for step in range(3):
                 trainer.step(rows_of(step, range(2)))
-            trainer.close()
             found.append(strategies.fingerprint([one.numpy() for one in module.state_dict().values()]))
         assert found[0] == found[1]
 
@@ -312,7 +306,6 @@ class TestNothingIsChanged:
         expected = batch["x"] * 2
         trainer = trainer_of(nn.Linear(FEATURES, 3), loss, replicas=1)
         trainer.step(batch)
-        trainer.close()
         assert torch.equal(batch["x"], expected)
 
     def test_in_what_the_loss_function_and_hooks_reach(self):

@@ -145,7 +145,6 @@ def trained(strategy, module, steps=4, **options):
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
     for batch in [batch for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]:
         trainer.step(batch)
-    trainer.close()
     return bits(module)
 
 
@@ -185,7 +184,7 @@ class TestFrozenParameters:
         assert trained(strategy, KINDS[kind](), steps=3) == bits(module)
 
     def test_are_the_mean_over_replicas_or_what_is_said(self):
-        batch = {name: each[:4] for name, each in data().items()}
+        batch = data(4)
         halves = [batch["x"][:2].mean(), batch["x"][2:].mean()]
         for word, expected in (("mean", sum(halves) / 2), ("first", halves[0])):
             module = Momentum(of_the_rows)
@@ -226,7 +225,7 @@ class TestFrozenParameters:
 
         trainer = sgd_trainer(2, module, loss)
         for _ in range(2):
-            trainer.step({name: each[:4] for name, each in data().items()})
+            trainer.step(data(4))
         assert len(set(seen[:2])) == 2
         assert seen[2:] == [module.key.weight.data_ptr()] * 2
 
@@ -242,7 +241,7 @@ class TestFrozenParameters:
             module = Momentum(later)
             before = module.key.weight.clone()
             trainer = sgd_trainer(2, module, loss_fn, **options)
-            batch = {name: each[:4] for name, each in data().items()}
+            batch = data(4)
             trainer.step(batch)
             steps.append(1)
             if options:
@@ -302,7 +301,7 @@ class TestFrozenParametersInALoop:
                 module, steps = copy.deepcopy(first), []
                 module.write = lambda *given: write(*given) if steps else None
                 model = strategies.torch.DistributedModel(module, strategy, verify_steps=0, **options)
-                batch = {name: each[:2] for name, each in data().items()}
+                batch = data(2)
                 loss_fn(model, batch).backward()
                 steps.append(1)
                 if is_refused:
@@ -374,7 +373,7 @@ class TestTrainedParameters:
         for _ in range(3):
             with torch.no_grad():
                 torch.embedding_renorm_(module.table.weight, torch.arange(40), 1.0, 2.0)
-            trainer.step({name: each[:4] for name, each in data().items()})
+            trainer.step(data(4))
         assert module.table.weight.norm(dim=1).max() < 1.1
 
     def test_are_refused_in_evaluations(self):
@@ -382,4 +381,4 @@ class TestTrainedParameters:
         trainer = sgd_trainer(2, module, loss_fn)
         module.last.weight.data.mul_(9)
         with pytest.raises(StrategyError, match=r"^last\.weight was written while a replica computed"):
-            trainer.evaluate([{name: each[:4] for name, each in data().items()}])
+            trainer.evaluate([data(4)])

@@ -93,7 +93,6 @@ def test_replicas_take_turns_on_a_device_and_the_module_stays_where_it_is():
         module.bias.fill_(1)
     assert trainer.step(torch.ones(REPLICAS, 2))["loss"] == 25.0, "of the parameters as they are now"
     held = {one.what: one.nbytes for one in trainer.plan(torch.ones(REPLICAS, 2)).held}
-    trainer.close()
     assert most == [True] * REPLICAS
     assert all(one == parameters[0] for one in parameters)
     assert parameters[0].isdisjoint(own)

@@ -66,7 +66,7 @@ def loss_fn(module, batch):
 
 
 def rows(count=8):
-    return {name: each[:count] for name, each in data().items()}
+    return data(count)
 
 
 def new_trainer(module, loss_fn=loss_fn, replicas=2, optimizer=None, **options):
@@ -408,7 +408,6 @@ class TestCompiledModules:
             trainer = sgd_trainer(strategy, module, loss_fn)
             for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
                 trainer.step(batch)
-            trainer.close()
             return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
 
         found = [each for count in (1, 2) for each in on_instances(count, 2, train)]

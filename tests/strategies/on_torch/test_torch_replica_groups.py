@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch_modules import new_module, sgd_trainer
+from torch_modules import distributed, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -56,7 +54,6 @@ def trained(strategy, groups, count, **options):
     for _ in range(STEPS):
         for rows in dataset.epoch(0):
             trainer.step(rows)
-    trainer.close()
     return module
 
 
@@ -168,7 +165,6 @@ class TestBuffersOfEachReplica:
             for _ in range(steps):
                 trainer.step(rows)
         state = trainer.state.model_state
-        trainer.close()
         return torch.from_numpy(state["calls of each replica"].copy()), module.calls.clone()
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
@@ -187,7 +183,6 @@ class TestBuffersOfEachReplica:
         trainer.step(batch())
         dataset = strategies.torch.distribute_dataset(strategy, batch(), 2, shuffle=False, remainder="pad")
         (told,) = trainer.predict(dataset, lambda module, x: module.calls[0].expand(len(x)))
-        trainer.close()
         torch.testing.assert_close(
             torch.from_numpy(told), torch.cat([rows.sum().expand(2) for rows in batch().chunk(REPLICAS)])
         )
@@ -196,8 +191,7 @@ class TestBuffersOfEachReplica:
         module = new_module("convolutions")
 
         def run(strategy):
-            own = copy.deepcopy(module)
-            model = strategies.torch.DistributedModel(own, strategy, model_state_aggregation="per_replica")
+            own, model = distributed(strategy, module, model_state_aggregation="per_replica")
             model(torch.full((2, 8, 8), 1.0 + strategy.instance_index)).sum().backward()
             return own.norm.running_mean
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from surviving_instances import run_instances
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_modules import data, loss_fn, sgd_trainer
+from torch_modules import data, distributed, loss_fn, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -398,7 +398,6 @@ def test_evaluations_use_what_was_learned():
     trainer.step(part(strategy, batch))
     dataset = strategies.torch.distribute_dataset(strategy, batch, batch_size=2, shuffle=False)
     found = list(trainer.predict(dataset, lambda module, batch: module.first(batch["x"][:, None])))
-    trainer.close()
     with torch.no_grad():
         wanted = module.eval().first(batch["x"][:, None])
     torch.testing.assert_close(torch.from_numpy(np.concatenate(found)), wanted)
@@ -410,7 +409,6 @@ def test_an_evaluation_refuses_layers_in_training_mode():
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, shuffle=False)
     with pytest.raises(StrategyError, match=r"SyncBatchNorm 'first\.1' is in training mode"):
         trainer.evaluate(dataset, lambda module, batch: loss_fn(module.train(), batch))
-    trainer.close()
 
 
 # ---- what is refused
@@ -547,7 +545,6 @@ def test_the_others_carry_on_with_the_same_bits(fault):
         trainer = sgd_trainer(strategy, own)
         dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
         losses = [float(trainer.step(batch)["loss"]) for batch in dataset.epoch(0)]
-        trainer.close()
         return losses, state_of(own)
 
     one = train(strategies.IPUStrategy(4))
@@ -563,7 +560,7 @@ def test_a_layer_that_is_converted_later_takes_part(on_instances):
     module, batch = new(), rows(2)
 
     def loop(strategy):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
         loss_fn(model, part(strategy, batch))[0].backward()
         return [parameter.grad for parameter in model.parameters()], state_of(model.module)
@@ -582,7 +579,7 @@ def test_a_copy_of_a_loops_model_takes_part_too(on_instances):
     module, batch = synchronised(new()), rows(2)
 
     def loop(strategy, copies):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         if copies:
             model = copy.deepcopy(model)
         loss_fn(model, part(strategy, batch))[0].backward()

@@ -49,7 +49,6 @@ def train_module(strategy, module, execution):
     dataset = strategies.torch.distribute_dataset(strategy, data(4 * REPLICAS * STEPS), batch_size=4, shuffle=False)
     for batch in dataset.epoch(0):
         trainer.step(batch)
-    trainer.close()
 
 
 def train_pipeline(strategy, module, execution):

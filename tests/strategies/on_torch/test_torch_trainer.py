@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 
 import numpy as np
@@ -200,7 +199,7 @@ class TestBuffers:
         module = new_module("embedding")
         before = module.constant.clone()
         trainer = sgd_trainer(3, module)
-        trainer.step({name: each[:6] for name, each in data().items()})
+        trainer.step(data(6))
         assert torch.equal(module.constant, before)
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
 
@@ -213,13 +212,12 @@ class TestBuffers:
         for aggregation in (None, "per_replica"):
             module = new_module("embedding")
             trainer = sgd_trainer(3, module, loss, model_state_aggregation=aggregation)
-            batch = {name: each[:6] for name, each in data().items()}
+            batch = data(6)
             trainer.step(batch)
             module.constant.fill_(2)
             assert trainer.step(batch)["constant"] == 2 * module.constant.numel()
             module.constant = torch.full_like(module.constant, 4)
             assert trainer.step(batch)["constant"] == 4 * module.constant.numel()
-            trainer.close()
 
     def test_of_each_replica_stay_its_own_where_they_have_a_nan(self):
         class Sum(torch.nn.Linear):
@@ -233,7 +231,6 @@ class TestBuffers:
         for _ in range(2):
             trainer.step(torch.tensor([[1.0, 1.0], [5.0, 5.0]]))
         assert trainer.state.model_state["sum of each replica"][:, 0].tolist() == [4, 20]
-        trainer.close()
 
     def test_may_be_named(self):
         with pytest.raises(
@@ -244,13 +241,8 @@ class TestBuffers:
             one_step(new_module("convolutions"), model_state_aggregation={"norm.num_batches_tracked": "mean"})
 
 
-def one_step(module, loss_fn=loss_fn, replicas=2, optimizer=None, rows=8, **options):
-    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(replicas), module, loss_fn, optimizer, **options)
-    try:
-        return trainer.step({name: each[:rows] for name, each in data().items()})
-    finally:
-        trainer.close()
+def one_step(module, loss_fn=loss_fn, replicas=2, rows=8, **options):
+    return sgd_trainer(replicas, module, loss_fn, **options).step(data(rows))
 
 
 class TestTheModule:
@@ -270,9 +262,7 @@ class TestTheModule:
     def test_may_be_changed_between_steps(self):
         """A rate of dropout, a mode, what is trained, and parameters."""
         module = new_module("mlp")
-        strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 0.0)
-        trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
-        batch = {name: each[:8] for name, each in data().items()}
+        trainer, batch = sgd_trainer(2, module, lr=0.0), data(8)
         trainer.step(batch)
         module[3].p = 0.0
         without = trainer.step(batch)["loss"]
@@ -462,7 +452,7 @@ class TestRefusals:
             return loss_fn(module, batch)
 
         trainer = sgd_trainer(2, module, loss)
-        batch = {name: each[:8] for name, each in data().items()}
+        batch = data(8)
         with pytest.raises(ZeroDivisionError):
             trainer.step(batch)
         assert trainer.steps_made == 0
@@ -483,34 +473,28 @@ class TestRefusals:
             raise ZeroDivisionError
 
         trainer = sgd_trainer(2, module, loss)
-        batch = {name: each[:8] for name, each in data().items()}
+        batch = data(8)
         with monkeypatch.context() as patch:
             patch.setattr("strategies.torch.torch_step.GradientExchange", fail)
             with pytest.raises(ZeroDivisionError):
                 trainer.step(batch)
         assert trainer.step(batch)["loss"] > 0
-        trainer.close()
 
-    def test_instances_that_differ(self, on_instances):
+    @pytest.mark.parametrize(
+        ("rates", "dropouts", "message"),
+        [
+            ((0.1, 1.1), (0.5, 0.5), r"instance 1 computes the update otherwise .*lr=1.1"),
+            ((0.1, 0.1), (0.2, 0.3), r"computes the module otherwise .*Dropout\(p=0.3"),
+        ],
+    )
+    def test_instances_that_differ(self, rates, dropouts, message, on_instances):
         module = new_module("mlp")
 
         def train(strategy):
             own = copy.deepcopy(module)
-            rate = 0.1 + strategy.instance_index
-            trainer = sgd_trainer(strategy, own, lr=rate)
-            with pytest.raises(DisagreementError, match=r"instance 1 computes the update otherwise .*lr=1.1"):
-                trainer.step(data())
-
-        on_instances(2, 2, train)
-
-    def test_instances_whose_modules_differ(self, on_instances):
-        module = new_module("mlp")
-
-        def train(strategy):
-            own = copy.deepcopy(module)
-            own[3].p = random.Random(strategy.instance_index).random()
-            trainer = sgd_trainer(strategy, own)
-            with pytest.raises(DisagreementError, match=r"computes the module otherwise .*Dropout\(p=0.1"):
+            own[3].p = dropouts[strategy.instance_index]
+            trainer = sgd_trainer(strategy, own, lr=rates[strategy.instance_index])
+            with pytest.raises(DisagreementError, match=message):
                 trainer.step(data())
 
         on_instances(2, 2, train)

@@ -63,7 +63,6 @@ def trained(strategy, module, what, **options):
             change(module, what)
             before = copy.deepcopy(module.state_dict())
         trainer.step(batch)
-    trainer.close()
     moved = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
     return moved, strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
 
@@ -135,7 +134,6 @@ def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
     before = copy.deepcopy(module.state_dict())
     trainer = sgd_trainer(2, module, loss_fn, lr=1.0, before_update=replace)
     trainer.step({"x": data()["x"][:4]})
-    trainer.close()
     assert torch.equal(module.first.weight, before["first.weight"] - 1)
     assert torch.equal(module.second.bias, before["second.bias"])
     assert not torch.equal(module.second.weight, before["second.weight"])

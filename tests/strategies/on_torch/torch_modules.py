@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -101,16 +103,22 @@ def new_module(name):
     return MODULES[name]()
 
 
-def data():
-    """Rows of 8 x 8 numbers, and labels below 5."""
+def data(rows=ROWS):
+    """The first rows of 8 x 8 numbers, and labels below 5."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((ROWS, 8, 8)).astype(np.float32)
-    return {"x": torch.from_numpy(x), "y": torch.from_numpy(rng.integers(0, 5, ROWS))}
+    return {"x": torch.from_numpy(x)[:rows], "y": torch.from_numpy(rng.integers(0, 5, ROWS))[:rows]}
 
 
 def loss_fn(module, batch):
     logits = module(batch["x"])
     return F.cross_entropy(logits, batch["y"]), {"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}
+
+
+def distributed(strategy, module, **options):
+    """Return a copy of a module, and the DistributedModel of the copy."""
+    own = copy.deepcopy(module)
+    return own, strategies.torch.DistributedModel(own, strategy, **options)
 
 
 _trainers = []
