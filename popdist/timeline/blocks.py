@@ -27,7 +27,7 @@ _COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
-class Block:
+class EventBlock:
     """One block.
 
     Attributes:
@@ -49,7 +49,7 @@ def json_block(kind: bytes, value: Any) -> bytes:
     return block(kind, json.dumps(value).encode())
 
 
-def read_blocks(data: bytes) -> Iterator[Block]:
+def read_blocks(data: bytes) -> Iterator[EventBlock]:
     """Yield the blocks of a file, up to where it is cut off.
 
     Raises:
@@ -65,14 +65,14 @@ def read_blocks(data: bytes) -> Iterator[Block]:
         raise ValueError(f"it is damaged at byte {position}")
 
 
-def _block_at(data: bytes, position: int) -> Block | None:
+def _block_at(data: bytes, position: int) -> EventBlock | None:
     """Return the whole block that begins there; None if there is none."""
     if position + _HEAD.size > len(data):
         return None
     kind, length, checksum = _HEAD.unpack_from(data, position)
     content = data[position + _HEAD.size : position + _HEAD.size + length]
     is_whole = len(content) == length and zlib.crc32(content) == checksum
-    return Block(kind, content) if is_whole and kind in _KINDS else None
+    return EventBlock(kind, content) if is_whole and kind in _KINDS else None
 
 
 def _is_cut(data: bytes, position: int) -> bool:

@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
-from popdist.timeline.events import MAIN_TRACK, Kind, bits_of
+from popdist.timeline.events import MAIN_TRACK, EventKind, bits_of
 from popdist.timeline.ring_buffer import Ring
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ALWAYS = frozenset((COMPILE, CHECKPOINT, RECOVERY))
     _MEASURED,
     _REPLICA_BEGINS,
     _REPLICA_ENDS,
-) = map(int, list(Kind)[:11])
+) = map(int, list(EventKind)[:11])
 
 
 @final
@@ -142,7 +142,7 @@ class Recorder:
         name = self._names.get(line)
         if name is None:
             name = self._number_of(line, {"name": line})
-        self._append(int(Kind.SEEN_AT), MAIN_TRACK, name, 0)
+        self._append(int(EventKind.SEEN_AT), MAIN_TRACK, name, 0)
 
     def note(self, kind: int, track: int, value: int) -> None:
         """Note anything else that happens now."""

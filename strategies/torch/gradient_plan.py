@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.transfer import Int8Layout, Transfer
@@ -150,7 +150,7 @@ class TorchGradientPlan:
         return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """The mean of a gradient in that memory, nothing copied; of one that is scattered this instance's part, flat."""
+        """Return the mean of a gradient in that memory; of one that is scattered this instance's part, flat."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]
