@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -261,7 +260,7 @@ class NamedQueue:
                 entry.handle._fail(error)
                 raise
 
-    def _fail_crossed(self, waits: Sequence[Sequence[Sequence[Any]] | None]) -> None:
+    def _fail_crossed(self, waits: Sequence[Sequence[tuple[str, int]] | None]) -> None:
         """Fail what ranks wait for that wait for each other, each for what another one would start afterwards."""
         keys = [None if of_rank is None else [(name, number) for name, number in of_rank] for of_rank in waits]
         ranks = crossed_ranks(keys, {key: entry.announced for key, entry in self._pending.items()})

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ _SMALL_BYTES = 1 << 16  # larger memory is fetched from the system again and aga
 _of_thread = threading.local()
 
 
-def _quietly(function: Callable[..., None], *arguments: Any) -> None:
+def _quietly(function: Callable[..., None], *arguments: object) -> None:
     """Call it with NumPy's floating-point warnings off: infinity and NaN are results, and no reason to stop half-way.
 
     A context of its own for each thread does what `np.errstate` does in a tenth of the time.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
 
 CAUSE_FIRST_S = 3.0
 """How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
@@ -33,7 +32,7 @@ def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool
             time.sleep(CAUSE_FIRST_S)
         previous_hook(kind, error, trace)
 
-    def note_exit(status: Any = None) -> None:
+    def note_exit(status: str | int | None = None) -> None:
         if status not in (None, 0) and threading.current_thread() is threading.main_thread():
             note(status & 0xFF if isinstance(status, int) else 1)
         previous_exit(status)

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -90,7 +89,7 @@ _numbers = itertools.count()  # of communicators; the same on all ranks, which m
 # ---- Horovod itself, for NumPy arrays
 
 
-def start(comm: Any = None) -> None:
+def start(comm: object = None) -> None:
     """Start Horovod in this process, unless it runs; a collective call.
 
     Args:
@@ -120,7 +119,7 @@ class _Unprotected:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def finished(begin: Callable[[], int], watch: Watch) -> Any:
+def finished(begin: Callable[[], int], watch: Watch) -> object:
     """The result of an operation of Horovod that `begin` starts.
 
     Raises:
@@ -257,7 +256,7 @@ class HorovodTransport(Transport):
         messages: np.ndarray = gathered.numpy()
         return messages
 
-    def run(self, begin: Callable[..., int], name: str) -> Any:
+    def run(self, begin: Callable[..., int], name: str) -> object:
         """The result of an operation of Horovod that `begin(name=...)` starts."""
         # The same name in every step lets Horovod remember the answer of its negotiation.
         return finished(partial(begin, name=f"{self._name}: {name}"), self._watch)
@@ -355,7 +354,7 @@ class Operations:
         self._run([one for one in pending if one.is_scaled], reduce, (1.0, 1.0), "allreduce of integers")
         return [one.finish().reshape(array.shape) for one, array in zip(pending, arrays, strict=True)]
 
-    def _run(self, pending: Sequence[_Reducing], reduce: Any, factors: tuple[float, float], name: str) -> None:
+    def _run(self, pending: Sequence[_Reducing], reduce: object, factors: tuple[float, float], name: str) -> None:
         tensors = [tensor_of(carrier) for one in pending for carrier in one.carriers if carrier.size]
         if tensors:
             scales = {"prescale_factor": factors[0], "postscale_factor": factors[1]}

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
@@ -24,7 +25,6 @@ from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, Security
 from collectives.network.worker import Worker
-from collectives.text import MOST_OF_PEERS, foreign
 from collectives.waiting import Limits
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +43,7 @@ def block(kind: bytes, content: bytes) -> bytes:
     return _HEAD.pack(kind, len(content), zlib.crc32(content)) + content
 
 
-def json_block(kind: bytes, value: Any) -> bytes:
+def json_block(kind: bytes, value: object) -> bytes:
     """A block of JSON."""
     return block(kind, json.dumps(value).encode())
 
@@ -137,6 +136,6 @@ def unpack_exchanges(content: bytes) -> np.ndarray:
     return np.frombuffer(content, "<i8").reshape(-1, 4)
 
 
-def names_block(names: Mapping[int, Mapping[str, Any]]) -> bytes:
+def names_block(names: Mapping[int, Mapping[str, object]]) -> bytes:
     """The block that says what names stand for."""
     return json_block(NAMES, [[number, dict(said)] for number, said in names.items()])

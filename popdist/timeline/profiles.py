@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from popdist.errors import EnvironmentMismatchError
 
@@ -178,7 +178,7 @@ class Profiling:
     """
 
     def __init__(
-        self, wanted: WantedProfile, folder: Path, now_ns: Callable[[], int], add: Callable[[dict[str, Any]], None]
+        self, wanted: WantedProfile, folder: Path, now_ns: Callable[[], int], add: Callable[[dict[str, object]], None]
     ) -> None:
         if find_spec(wanted.profiler) is None:
             raise EnvironmentMismatchError(

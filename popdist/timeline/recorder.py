@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
 from popdist.timeline.events import MAIN_TRACK, EventKind, bits_of
@@ -44,8 +44,8 @@ class Recorder:
     def __init__(self, ring: Ring, stride: Callable[[], int] = lambda: 1) -> None:
         self._append = ring.append
         self._stride = stride
-        self._names: dict[Any, int] = {}
-        self._new_names: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._names: dict[object, int] = {}
+        self._new_names: deque[tuple[int, Mapping[str, object]]] = deque()
         self._next_number = count().__next__
         self._phases = {phase: self._number_of(phase, {"name": phase}) for phase in PHASES}
         self._step = -1
@@ -59,7 +59,7 @@ class Recorder:
         """The thread that makes steps, while it is between two of them, in no phase and no collective; otherwise 0."""
         return 0 if self._is_in_step or self._is_busy else self._thread
 
-    def take_new_names(self) -> dict[int, Mapping[str, Any]]:
+    def take_new_names(self) -> dict[int, Mapping[str, object]]:
         """What the names stand for that events have had since the last call, and some that none has had yet."""
         return dict(self._new_names.popleft() for _ in range(len(self._new_names)))
 
@@ -150,7 +150,7 @@ class Recorder:
 
     # ---- names and steps
 
-    def _number_of(self, key: Any, said: Mapping[str, Any]) -> int:
+    def _number_of(self, key: object, said: Mapping[str, object]) -> int:
         """A number for a name, without a lock, which a forked process could inherit; it is told before it is used."""
         number = self._next_number()
         self._new_names.append((number, said))

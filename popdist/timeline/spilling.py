@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, final
+from typing import BinaryIO, final
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class TimelineFile:
     def __init__(
         self,
         path: Path,
-        header: Mapping[str, Any],
+        header: Mapping[str, object],
         limit_bytes: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -94,7 +94,7 @@ class TimelineFile:
         """Begin to write."""
         self._thread.start()
 
-    def add(self, kind: bytes, value: Any) -> None:
+    def add(self, kind: bytes, value: object) -> None:
         """Write a block of JSON now."""
         with self._lock:
             self._write(json_block(kind, value))

@@ -46,7 +46,7 @@ from strategies.checkpoints.sealed_folders import (
     put,
     seal,
 )
-from strategies.data.position import Position
+from strategies.data.layout import Position
 from strategies.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from popdist.records.private_files import open_unless_linked
-from strategies.sinks.row import Row
+from strategies.sinks.sink import Row
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 

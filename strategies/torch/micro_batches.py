@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from strategies.pipelines.running.driver import AbandonedError
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
 
 
 @dataclass
@@ -23,12 +23,12 @@ class MicroBatches:
     """
 
     timetable: Timetable
-    followers: Mapping[Action, Sequence[Action]]
+    followers: Mapping[StageAction, Sequence[StageAction]]
     clock: Callable[[], float] = time.perf_counter
-    _missing: Counter[Action] = field(default_factory=Counter)  # how much of what an action needs has not ended
-    _gates: dict[Action, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
+    _missing: Counter[StageAction] = field(default_factory=Counter)  # how much of what an action needs has not ended
+    _gates: dict[StageAction, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
     _changing: threading.Lock = field(default_factory=threading.Lock)
-    _begun_s: dict[Action, float] = field(default_factory=dict)
+    _begun_s: dict[StageAction, float] = field(default_factory=dict)
     _spans: list[Timed] = field(default_factory=list)
     _has_failed: bool = False
 
@@ -49,13 +49,13 @@ class MicroBatches:
         end_s = max(span.end_s for span in in_order)
         places = enumerate(self.timetable.mapping)
         updates = [
-            Timed(device, Action(Kind.UPDATE, stage, None), end_s, end_s)
+            Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
             for stage, devices in places
             for device in devices
         ]
         return [*in_order, *updates]
 
-    def wait(self, action: Action) -> None:
+    def wait(self, action: StageAction) -> None:
         """Return when it is an action's turn.
 
         Raises:
@@ -66,7 +66,7 @@ class MicroBatches:
             raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
         self._begun_s[action] = self.clock() - self._start_s
 
-    def done(self, action: Action) -> None:
+    def done(self, action: StageAction) -> None:
         """An action has ended."""
         end_s = self.clock() - self._start_s
         for device in self.timetable.mapping[action.stage]:
@@ -88,13 +88,13 @@ class MicroBatches:
                         self._gates[action].release()
 
 
-def followers_in(timetable: Timetable) -> Mapping[Action, Sequence[Action]]:
+def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAction]]:
     """For each action those that need its end: by the data, or as the next ones of the device; no updates."""
-    found: dict[Action, list[Action]] = {
-        action: [] for actions in timetable.devices for action in actions if action.kind is not Kind.UPDATE
+    found: dict[StageAction, list[StageAction]] = {
+        action: [] for actions in timetable.devices for action in actions if action.kind is not ActionKind.UPDATE
     }
     for actions in timetable.devices:
-        own = [action for action in actions if action.kind is not Kind.UPDATE]
+        own = [action for action in actions if action.kind is not ActionKind.UPDATE]
         for before, action in zip([None, *own], own, strict=False):
             for needed in {*timetable.dependencies(action), *([] if before is None else [before])}:
                 found[needed].append(action)
@@ -110,8 +110,8 @@ def weights_behind(timetable: Timetable) -> Timetable:
     Args:
         timetable: with a device for each stage, and backward passes in two parts.
     """
-    ended: set[Action] = set()
-    found: list[list[Action]] = [[] for _ in timetable.devices]
+    ended: set[StageAction] = set()
+    found: list[list[StageAction]] = [[] for _ in timetable.devices]
     waiting = [_Waiting(timetable, actions) for actions in timetable.devices]
     while any(each.is_left for each in waiting):
         begun = [each.next(ended) for each in waiting]
@@ -119,34 +119,34 @@ def weights_behind(timetable: Timetable) -> Timetable:
             if action is not None:
                 actions.append(action)
                 ended.add(action)
-    updates = [[action for action in actions if action.kind is Kind.UPDATE] for actions in timetable.devices]
+    updates = [[action for action in actions if action.kind is ActionKind.UPDATE] for actions in timetable.devices]
     return replace(timetable, devices=tuple((*one, *last) for one, last in zip(found, updates, strict=True)))
 
 
 class _Waiting:
     """What a device has not done yet."""
 
-    def __init__(self, timetable: Timetable, actions: tuple[Action, ...]) -> None:
+    def __init__(self, timetable: Timetable, actions: tuple[StageAction, ...]) -> None:
         self._timetable = timetable
-        weights = [action for action in actions if action.kind is Kind.BACKWARD_WEIGHTS]
+        weights = [action for action in actions if action.kind is ActionKind.BACKWARD_WEIGHTS]
         self._weights = deque(sorted(weights, key=lambda action: (action.micro_batch or 0, action.stage)))
-        self._others = deque(one for one in actions if one.kind not in (Kind.BACKWARD_WEIGHTS, Kind.UPDATE))
+        self._others = deque(one for one in actions if one.kind not in (ActionKind.BACKWARD_WEIGHTS, ActionKind.UPDATE))
 
     @property
     def is_left(self) -> bool:
         """Whether there is anything."""
         return bool(self._weights or self._others)
 
-    def next(self, ended: set[Action]) -> Action | None:
+    def next(self, ended: set[StageAction]) -> StageAction | None:
         """What it can do now, if anything."""
         for queue in (self._others, self._weights):
             if queue and ended.issuperset(self._needed(queue[0])):
                 return queue.popleft()
         return None
 
-    def _needed(self, action: Action) -> Iterator[Action]:
+    def _needed(self, action: StageAction) -> Iterator[StageAction]:
         yield from self._timetable.dependencies(action)
-        if action.kind is Kind.BACKWARD_WEIGHTS:
-            yield Action(Kind.BACKWARD_INPUTS, 0, action.micro_batch)
+        if action.kind is ActionKind.BACKWARD_WEIGHTS:
+            yield StageAction(ActionKind.BACKWARD_INPUTS, 0, action.micro_batch)
             if action.stage:
-                yield Action(Kind.BACKWARD_WEIGHTS, action.stage - 1, action.micro_batch)
+                yield StageAction(ActionKind.BACKWARD_WEIGHTS, action.stage - 1, action.micro_batch)

@@ -21,8 +21,8 @@ from torch.autograd.graph import Node
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
 from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
 from strategies.torch.split_backward import SplitBackward, nodes_below, parameter_of
 from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
@@ -61,7 +61,7 @@ class PipelineRun:
         self._count = count
         self._stages = MetStages(pipeline.placing())
         self._timetable: Timetable | None = None
-        self._followers: Mapping[Action, Sequence[Action]] = {}
+        self._followers: Mapping[StageAction, Sequence[StageAction]] = {}
         self._overlaps = False
         self._trains = training
         self._instruments, self._replica = instruments or Instruments(), replica
@@ -146,7 +146,7 @@ class Walk:
         self._micro_batch = micro_batch
         self._turns = turns
         self._instruments, self._replica = instruments, replica
-        self._kind = Kind.FORWARD
+        self._kind = ActionKind.FORWARD
         self.stage = 0
         self._split: SplitBackward | None = None
         self._begins = [0]  # autograd's numbers at which the stages begin
@@ -194,7 +194,7 @@ class Walk:
             self._split = SplitBackward(loss, self._stage_of)
         firsts = self._first_nodes(loss) if last else {}
         self._done()
-        self._kind = Kind.BACKWARD if self._split is None else Kind.BACKWARD_INPUTS
+        self._kind = ActionKind.BACKWARD if self._split is None else ActionKind.BACKWARD_INPUTS
         self._wait()
         for stage, node in firsts.items():
             if stage != self.stage:
@@ -213,7 +213,7 @@ class Walk:
 
     def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
         assert turns is not None
-        self._kind = Kind.BACKWARD_WEIGHTS
+        self._kind = ActionKind.BACKWARD_WEIGHTS
         for self.stage in range(turns.timetable.num_stages):
             self._wait()
             split.of_weights(self.stage)
@@ -256,13 +256,13 @@ class Walk:
 
     def _wait(self) -> None:
         if self._turns is not None:
-            self._turns.wait(Action(self._kind, self.stage, self._micro_batch))
+            self._turns.wait(StageAction(self._kind, self.stage, self._micro_batch))
         self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
-            self._turns.done(Action(self._kind, self.stage, self._micro_batch))
+            self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
 
     def give_up(self) -> None:
         """Have all micro-batches end."""

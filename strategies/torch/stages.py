@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules import PipelineSchedule
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.threads import ThreadValue
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, final
 import torch
 
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.torch.poptorch.enums import AutoStage
 from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero

@@ -257,7 +257,7 @@ class PoplarExecutor:
     def trace(self) -> Trace:
         """The work of the simulated devices in the last update, or the last call of an inference.
 
-        `str`, `text`, `svg` and `perfetto` of it show that.
+        `str`, `text` and `perfetto` of it show that.
 
         Raises:
             ValueError: if there was none; the first one learns the stages.

@@ -1,11 +1,12 @@
-"""Pipelines in letters."""
+"""Pictures of pipelines: in letters, and the fields that Perfetto's format demands."""
+
+import json
 
 import pytest
 
-from strategies.pipelines.pictures.panel import Panel, round_step, unit_of
-from strategies.pipelines.pictures.text import draw_text
-from strategies.pipelines.schedules.registry import schedule_named, schedules_by_name
-from strategies.pipelines.timetable import Action, Kind, Timed, placed
+from strategies.pipelines.pictures import Panel, draw_text, perfetto, round_step, unit_of
+from strategies.pipelines.schedules import SCHEDULES, schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, placed
 
 
 def panel(name, mapping, micro_batches, training=True, factor=1.0):
@@ -46,7 +47,7 @@ def test_a_device_has_a_line_for_each_of_its_stages_and_is_not_idle_in_one_of_th
 
 
 @pytest.mark.parametrize("columns", [40, 72, 100, 160])
-@pytest.mark.parametrize("name", sorted(schedules_by_name()))
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_lines_are_not_longer_than_they_may_be(name, columns):
     text = draw_text(panel(name, [0, 1, 2], 24), columns)
     assert max(map(len, text.splitlines())) <= columns
@@ -75,7 +76,7 @@ def test_of_long_pipelines_the_middle_is_left_out():
 
 
 def test_a_number_that_would_be_cut_is_left_out():
-    whole = [Timed(0, Action(Kind.FORWARD, 0, number), number, number + 1) for number in range(100, 161)]
+    whole = [Timed(0, StageAction(ActionKind.FORWARD, 0, number), number, number + 1) for number in range(100, 161)]
     pieces = lanes(draw_text(Panel("", tuple(whole), False), 80))
     assert any(len(piece) % 5 for piece in pieces), "boundaries are in the middle of some of them"
     for piece in pieces:
@@ -85,9 +86,9 @@ def test_a_number_that_would_be_cut_is_left_out():
 
 def test_actions_that_take_no_time_are_seen():
     spans = (
-        Timed(0, Action(Kind.FORWARD, 0, 0), 0, 1),
-        Timed(0, Action(Kind.BACKWARD, 0, 0), 1, 3),
-        Timed(0, Action(Kind.UPDATE, 0, None), 3, 3),
+        Timed(0, StageAction(ActionKind.FORWARD, 0, 0), 0, 1),
+        Timed(0, StageAction(ActionKind.BACKWARD, 0, 0), 1, 3),
+        Timed(0, StageAction(ActionKind.UPDATE, 0, None), 3, 3),
     )
     assert lanes(draw_text(Panel("", spans, False)))[0].endswith("-U")
 
@@ -125,3 +126,51 @@ def test_units_of_pipelines_that_were_not_timed_are_forward_passes():
 )
 def test_steps_are_round_and_not_smaller(at_least, step):
     assert round_step(at_least) == pytest.approx(step)
+
+
+@pytest.fixture
+def events():
+    spans = schedule_named("zero_bubble").timetable(placed([0, 1, 2]), 6, True).timed()
+    return json.loads(perfetto({3: spans, 5: spans}))["traceEvents"]
+
+
+def test_processes_are_replicas_and_threads_are_devices(events):
+    named = {(one["name"], one["pid"], one["tid"]): one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert named == {
+        **{("process_name", replica, 0): f"replica {replica}" for replica in (3, 5)},
+        **{("thread_name", replica, device): f"device {device}" for replica in (3, 5) for device in range(3)},
+    }
+
+
+def test_every_event_has_the_fields_of_its_kind(events):
+    assert {one["ph"] for one in events} == {"M", "X"}
+    for one in events:
+        assert isinstance(one["name"], str)
+        assert isinstance(one["pid"], int)
+        assert isinstance(one["tid"], int)
+        if one["ph"] == "X":
+            assert isinstance(one["cat"], str)
+            assert one["ts"] >= 0
+            assert one["dur"] >= 0
+            assert set(one["args"]) == {"kind", "stage", "micro_batch"}
+
+
+def test_events_of_a_thread_do_not_overlap_and_are_in_order(events):
+    for replica in (3, 5):
+        for device in range(3):
+            times = [
+                (one["ts"], one["ts"] + one["dur"])
+                for one in events
+                if one["ph"] == "X" and (one["pid"], one["tid"]) == (replica, device)
+            ]
+            assert len(times) == 6 * 3 + 1
+            assert all(before[1] <= after[0] for before, after in zip(times, times[1:], strict=False))
+
+
+def test_times_are_microseconds():
+    text = perfetto({0: [Timed(1, StageAction(ActionKind.BACKWARD, 2, 3), 0.5, 0.502)]})
+    (event,) = [one for one in json.loads(text)["traceEvents"] if one["ph"] == "X"]
+    assert event["ts"] == 500_000
+    assert event["dur"] == pytest.approx(2000)
+    assert (event["tid"], event["name"], event["cat"]) == (1, "B3 stage 2", "backward")
+    assert json.loads(text)["displayTimeUnit"] == "ms"

@@ -9,118 +9,74 @@ forward pass; weights are not, nor what depends on them alone, which is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient, accumulated, mapped
-from strategies.pipelines.running.executables import Executables
+from strategies.comparing.program_text import lines_of
+from strategies.gradients.accumulation import accumulated, mapped
+from strategies.pipelines.running.staged import Accumulators, Array, Staged
 from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import Equation, Graph, Group, Variable, cut, variables
+from strategies.programs.jaxpr import Graph, Group, Variable, cut, every_equation, variables
+from strategies.programs.program import Program
 from strategies.programs.segments import Part, Segment
+from strategies.roles import Function, Tree
+
+Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
+
+Compile = Callable[[Function, Sequence[int]], Program]
+"""(Function, which arguments are donated) -> the program of it."""
 
 
-@dataclass(frozen=True)
-class Staged:
-    """What a replica computes of one micro-batch, cut into stages.
+class CompiledStage(Protocol):
+    """A compiled program, as the part of `jax.stages.Compiled` that pipelines use."""
 
-    Attributes:
-        stages: for each stage its segments, one for each of its functions.
-        arguments: the shapes and dtypes of the flat arguments.
-        weights: the numbers of the arguments that are differentiated.
-        varying: the numbers of the arguments that are others for each micro-batch.
-        carried: for arguments among them the results that are the arguments of the next micro-batch.
-        loss: the number of the result that is differentiated; None where nothing is learned.
-    """
+    out_info: Tree
 
-    stages: tuple[tuple[Segment, ...], ...]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    weights: tuple[int, ...] = ()
-    varying: frozenset[int] = frozenset()
-    carried: Mapping[int, int] = field(default_factory=dict)
-    loss: int | None = None
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """Those of all stages, in their order."""
-        return tuple(segment for stage in self.stages for segment in stage)
-
-    @cached_property
-    def numbers(self) -> tuple[range, ...]:
-        """For each stage the numbers of its segments."""
-        ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
-        return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
-
-    @cached_property
-    def shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of what stages hand on."""
-        found: dict[int, jax.ShapeDtypeStruct] = {}
-        for segment in self.segments:
-            given = [self.arguments[place] for place in segment.inputs] + [found[number] for number in segment.takes]
-            made = jax.eval_shape(lambda *values, one=segment: tuple(one.function(*values)), *given)
-            found.update(zip(segment.gives, made[len(segment.parts) :], strict=True))
-        return found
-
-    @cached_property
-    def learning(self) -> frozenset[int]:
-        """The numbers of what stages hand on that have gradients: floating-point numbers that weights decide."""
-        if self.loss is None:
-            return frozenset()
-        found: set[int] = set()
-        for segment in self.segments:
-            if set(segment.inputs) & set(self.weights) or found & set(segment.takes):
-                found |= {number for number in segment.gives if is_learning(self.shapes[number])}
-        return frozenset(found)
-
-    def takers(self, value: int) -> list[int]:
-        """The numbers of the segments that take what another one gives."""
-        return [number for number, segment in enumerate(self.segments) if value in segment.takes]
-
-    def readers(self, argument: int) -> list[int]:
-        """The numbers of the segments that read an argument."""
-        return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
+    def __call__(self, *arguments: Array | None) -> Sequence[jax.Array]:
+        """Compute the results, which may not be ready yet."""
 
 
-def is_learning(shape: Any) -> bool:
-    """Whether something can have a gradient."""
-    return bool(jnp.issubdtype(shape.dtype, jnp.inexact))
+class Executables:
+    """Compiles functions, and knows again what it has compiled."""
+
+    def __init__(self, compile_program: Compile) -> None:
+        self._compile = compile_program
+        self._programs: dict[Hashable, Program] = {}
+
+    def __len__(self) -> int:
+        """Return the number of programs."""
+        return len(self._programs)
+
+    def compiled(
+        self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
+    ) -> CompiledStage:
+        """The executable of a function for arguments of some shapes on a device."""
+        closed = jax.make_jaxpr(function)(*shapes)
+        key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
+        if key not in self._programs:
+            self._programs[key] = self._compile(function, donated)
+        return cast(CompiledStage, self._programs[key].compiled(device, *shapes))
 
 
-@dataclass(frozen=True)
-class Accumulators:
-    """How the gradients of a stage's weights are added up over the micro-batches.
+def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
+    """Return whether all that is computed is in the text, and nothing is called in Python."""
+    return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
 
-    Attributes:
-        shapes: of the accumulators, by the numbers of the arguments.
-        method: how.
-        count: of micro-batches.
-        map_gradient: of each micro-batch, before; None for none.
-        keeps_bad: see `mapped`.
-    """
 
-    shapes: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
-    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
-    count: int = 1
-    map_gradient: MapGradient | None = None
-    keeps_bad: bool = False
+FORWARD, INPUTS, WEIGHTS = range(3)
+"""The passes of a stage, in the order of their programs."""
 
 
 class StagePrograms:
     """The compiled programs of one segment of a stage, and how values flow through them.
 
     Its values are its arguments and what it takes of earlier segments, in this order, and behind them the cotangents.
-
-    Args:
-        staged: all stages.
-        number: of the segment.
-        accumulators: of all weights.
-        executables: of all segments.
 
     Attributes:
         segment: see there.
@@ -144,10 +100,11 @@ class StagePrograms:
         self._accumulators = accumulators
         self.closed = self._traced()
         self._forward, self._inputs, self._weights, outputs = self._cut()
-        self._handed = _forwarded(outputs)
+        self._outputs = outputs
+        self._handed = outputs.function(*map(_Handed, range(len(outputs.inputs) + len(outputs.takes))))
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
-        self._compiled: dict[jax.Device, list[Callable[..., Any]]] = {}
+        self._compiled: dict[jax.Device, list[CompiledStage | None]] = {}
 
     @cached_property
     def seed(self) -> np.ndarray:
@@ -167,7 +124,7 @@ class StagePrograms:
     # ---- tracing
 
     def _traced(self) -> core.ClosedJaxpr:
-        """`(*values, *cotangents) -> (*parts, *gives, *gradients of what it takes, *gradients of the weights)`."""
+        """Trace `(*values, *cotangents) -> (*parts, *gives, *gradients of takes, *gradients of the weights)`."""
         segment, staged = self.segment, self._staged
         given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
         cotangents = [staged.shapes[value] for value, takers in self.slopes for _ in takers]
@@ -209,7 +166,7 @@ class StagePrograms:
         return shape
 
     def _differentiated(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Of what the segment makes, that which has cotangents."""
+        """Return the results of the segment that have cotangents."""
         parts = self.segment.parts
         given = dict(zip(self.segment.gives, results[len(parts) :], strict=True))
         found = [given[value] for value, _ in self.slopes]
@@ -218,7 +175,7 @@ class StagePrograms:
         return found
 
     def _cut(self) -> list[Segment]:
-        """The three passes; and what hands over the results of the forward pass."""
+        """Cut the three passes, and a segment that hands over the results of the forward pass."""
         graph = Graph.of(self.closed)
         segment = self.segment
         results = len(segment.parts) + len(segment.gives)
@@ -242,7 +199,7 @@ class StagePrograms:
         return cut(graph, groups, lambda equation: id(equation) in repeated)
 
     def _lasting(self, graph: Graph) -> set[int]:
-        """The numbers of the equations whose results are the same for all micro-batches."""
+        """Return the numbers of the equations whose results are the same for all micro-batches."""
         varying = {
             graph.arguments[place] for place, number in enumerate(self.segment.inputs) if number in self._staged.varying
         }
@@ -266,7 +223,7 @@ class StagePrograms:
 
     # ---- compiling
 
-    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def compiled(self, device: jax.Device) -> list[CompiledStage | None]:
         """The executables of the three passes on a device, None for those that have nothing to compute.
 
         They are compiled when they are asked for first.
@@ -275,17 +232,18 @@ class StagePrograms:
             self._compiled[device] = self._compile(device)
         return self._compiled[device]
 
-    def _compile(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def _compile(self, device: jax.Device) -> list[CompiledStage | None]:
         values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.closed.in_avals]
-        kept: dict[int, Any] = {}
-        found: list[Any] = []
+        kept: dict[int, jax.ShapeDtypeStruct] = {}
+        found: list[CompiledStage | None] = []
         for one in self._passes[:2]:
             if one is self._inputs and not self.steep:
                 found.append(None)
                 continue
             given = [values[place] for place in one.inputs] + [kept[number] for number in one.takes]
-            found.append(self._executables.compiled(device, one.function, given))
-            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found[-1].out_info)]
+            program = self._executables.compiled(device, one.function, given)
+            found.append(program)
+            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.out_info)]
             kept.update(zip(one.gives, made[len(one.parts) :], strict=True))
         given = [values[place] for place in self._weights.inputs] + [kept[number] for number in self._weights.takes]
         if not self.weights:
@@ -302,38 +260,52 @@ class StagePrograms:
     # ---- running
 
     def needed(self, forward_again: bool) -> frozenset[int]:
-        """The places of the values that backward passes read; of those of the forward pass too if that runs again."""
+        """Return the places of the values that backward passes read, and the forward pass if it runs again."""
         count = len(self.segment.inputs) + len(self.segment.takes)
         passes = self._passes if forward_again else self._passes[1:]
         return frozenset(place for one in passes for place in one.inputs if place < count)
 
     def kept_bytes(self, device: jax.Device, forward_again: bool) -> int:
-        """What is kept of a micro-batch for the backward passes at most, besides the arguments of the step.
-
-        Args:
-            device: where.
-            forward_again: whether the forward pass runs again for the backward passes.
-        """
+        """Return the bytes kept of a micro-batch for the backward passes, besides the arguments of the step."""
         if not self.has_backward:
             return 0
         taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
         kept = [self.closed.in_avals[place] for place in taken if place in self.needed(forward_again)]
         if not forward_again:
-            forward: Any = self.compiled(device)[0]
+            forward = self.compiled(device)[0]
+            assert forward is not None
             made = dict(zip(self._forward.gives, jax.tree.leaves(forward.out_info), strict=True))
             kept += [made[number] for number in self._kept]
         return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in kept)
 
-    def zeros(self, device: jax.Device) -> list[Any]:
-        """New accumulators."""
+    def zeros(self, device: jax.Device) -> list[jax.Array]:
+        """Return new accumulators."""
         return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
-    def forward(self, device: jax.Device, values: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The parts and what is given; and what the backward passes read of it, by numbers."""
-        forward = self._forward
-        made = _when_ready(self.compiled(device)[0](*[values[place] for place in forward.inputs]))
-        found = dict(zip(forward.gives, made, strict=True))
-        return [one.of(values, found) for one in self._handed], {number: found[number] for number in self._kept}
+    def forward(self, device: jax.Device, values: Sequence[Array]) -> tuple[list[Array], dict[int, jax.Array]]:
+        """Return the parts and what is given; and what the backward passes read of it, by numbers."""
+        found = self._run_forward(device, values)
+        given = [values[place] for place in self._outputs.inputs] + [found[one] for one in self._outputs.takes]
+        handed = [given[one] if isinstance(one, _Handed) else one for one in self._handed]
+        return handed, {number: found[number] for number in self._kept}
+
+    def forward_again(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        """Return what the backward passes read, made once more of the values that `needed` names."""
+        found = self._run_forward(device, values)
+        return {number: found[number] for number in self._kept}
+
+    def _run_forward(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        made = self._run(device, FORWARD, [values[place] for place in self._forward.inputs])
+        return dict(zip(self._forward.gives, made, strict=True))
+
+    def _run(self, device: jax.Device, number: int, given: Sequence[Array | None]) -> Sequence[jax.Array]:
+        """Run one of the three passes; all of its results are ready when one is."""
+        program = self.compiled(device)[number]
+        assert program is not None
+        results = program(*given)
+        if results:
+            results[-1].block_until_ready()
+        return results
 
     @cached_property
     def _kept(self) -> list[int]:
@@ -346,8 +318,10 @@ class StagePrograms:
         """What the backward pass for the inputs reads last."""
         return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
 
-    def backward_inputs(self, device: jax.Device, values: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
-        """The gradients of `steep`.
+    def backward_inputs(
+        self, device: jax.Device, values: Sequence[Array | None], kept: dict[int, jax.Array]
+    ) -> list[jax.Array]:
+        """Return the gradients of `steep`.
 
         Args:
             device: where.
@@ -358,16 +332,21 @@ class StagePrograms:
         if not self.steep:
             return []
         given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
-        made = _when_ready(self.compiled(device)[1](*given))
+        made = self._run(device, INPUTS, given)
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
         for number in self._last_read:
             del kept[number]
         return list(made[: len(inputs.parts)])
 
     def backward_weights(
-        self, device: jax.Device, values: Sequence[Any], kept: Mapping[int, Any], sums: Sequence[Any], number: Any
-    ) -> list[Any]:
-        """The new accumulators; the old ones are used up.
+        self,
+        device: jax.Device,
+        values: Sequence[Array | None],
+        kept: Mapping[int, jax.Array],
+        sums: Sequence[jax.Array],
+        number: np.int32,
+    ) -> list[jax.Array]:
+        """Return the new accumulators; the old ones are used up.
 
         Args:
             device: where.
@@ -380,45 +359,15 @@ class StagePrograms:
         if not self.weights:
             return []
         given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
-        return list(_when_ready(self.compiled(device)[2](*given, *sums, number)))
+        return list(self._run(device, WEIGHTS, [*given, *sums, number]))
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """A result of a forward pass: a value of the segment, what the program has made, or a constant.
-
-    Attributes:
-        place: of the value; None if it is none.
-        number: of what was made; None if it is none.
-        constant: else.
-    """
-
-    place: int | None = None
-    number: int | None = None
-    constant: Any = None
-
-    def of(self, values: Sequence[Any], found: Mapping[int, Any]) -> Any:
-        """It, where the program has run."""
-        if self.number is not None:
-            return found[self.number]
-        return self.constant if self.place is None else values[self.place]
-
-
-def _forwarded(outputs: Segment) -> list[_Handed]:
-    """What a segment without equations hands on."""
-    every = [_Handed(place=place) for place in outputs.inputs] + [_Handed(number=number) for number in outputs.takes]
-    return [one if isinstance(one, _Handed) else _Handed(constant=one) for one in outputs.function(*every)]
-
-
-def _when_ready(results: Sequence[Any]) -> Sequence[Any]:
-    """The results of a program, all of which are ready when one is."""
-    if results:
-        results[-1].block_until_ready()
-    return results
+class _Handed(int):
+    """The number of a value, in its place where a segment without equations is evaluated."""
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
-    """The numbers of the equations that read some arguments, or what is made of them."""
+    """Return the numbers of the equations that read some arguments, or what is made of them."""
     known, found = set(atoms), set()
     for number, equation in enumerate(graph.equations):
         if known & set(variables(equation.invars)):
@@ -428,8 +377,4 @@ def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
 
 
 def _movements(graph: Graph) -> set[int]:
-    return {number for number, equation in enumerate(graph.equations) if _is_movement(equation)}
-
-
-def _is_movement(equation: Equation) -> bool:
-    return bool(equation.primitive.name in MOVEMENTS)
+    return {number for number, equation in enumerate(graph.equations) if equation.primitive.name in MOVEMENTS}
