@@ -161,13 +161,9 @@ def looped(strategy, module, steps=4, **options):
 
 class TestFrozenParameters:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = KINDS[kind]()
-        found = [
-            bits
-            for count in (1, 2, 4)
-            for bits in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
-        ]
+        found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 
@@ -193,7 +189,7 @@ class TestFrozenParameters:
             sgd_trainer(2, module, loss_fn, **options).step(batch)
             torch.testing.assert_close(module.key.bias.detach(), before * 0.9 + expected)
 
-    def test_may_be_kept_by_each_replica(self, on_instances):
+    def test_may_be_kept_by_each_replica(self, everywhere):
         options = {"model_state_aggregation": {"key.bias": "per_replica"}}
 
         first = Momentum(of_the_rows)
@@ -206,7 +202,7 @@ class TestFrozenParameters:
                 trainer.step(batch)
             return np.array(trainer.state.model_state["key.bias of each replica"])
 
-        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        found = everywhere(2, train)
         assert found[0].shape == (2, 6)
         assert (found[0][0] != found[0][1]).all()
         assert all(np.array_equal(found[0], each) for each in found)
@@ -251,7 +247,7 @@ class TestFrozenParameters:
             with pytest.raises(StrategyError, match=r"key\.weight.* is frozen, and was written .*'key.weight': 'mean'"):
                 trainer.step(batch)
 
-    def test_may_be_thawed(self, on_instances):
+    def test_may_be_thawed(self, everywhere):
         first = Momentum(lambda key, query, rows: None)
 
         def train(strategy):
@@ -263,7 +259,7 @@ class TestFrozenParameters:
                 module.key.requires_grad_()
             return bits(module), bool((module.key.weight != before).all())
 
-        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        found = everywhere(2, train)
         assert found == [(found[0][0], True)] * 3
 
 
@@ -319,13 +315,9 @@ class TestFrozenParametersInALoop:
 
 class TestBuffersThatGrow:
     @pytest.mark.parametrize("kind", [Grows, quantisation_aware], ids=["own", "quantisation aware"])
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = kind()
-        found = [
-            each
-            for count in (1, 2, 4)
-            for each in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
-        ]
+        found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 

@@ -82,9 +82,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("groups", "count", "group_of"), KINDS)
-def test_a_row_is_trained_by_its_group(groups, count, group_of, on_instances):
+def test_a_row_is_trained_by_its_group(groups, count, group_of, everywhere):
     expected = plainly(group_of, count)
-    found = [each for n in (1, 2, 4) for each in on_instances(n, REPLICAS, lambda s: trained(s, groups, count))]
+    found = everywhere(REPLICAS, lambda strategy: trained(strategy, groups, count))
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[0].get_parameter(name), value, rtol=1e-5, atol=1e-6)
         assert all(torch.equal(each.get_parameter(name), found[0].get_parameter(name)) for each in found)

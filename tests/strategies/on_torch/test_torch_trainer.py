@@ -19,7 +19,6 @@ import strategies.torch
 from strategies import DisagreementError, NonFiniteGradientError, StrategyError
 
 REPLICAS = 4
-SPREADS = (1, 2, 4)
 
 
 def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_fn, lr=1e-2, **options):
@@ -37,16 +36,6 @@ def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_
     return losses, *map(strategies.fingerprint, parts)
 
 
-@pytest.fixture
-def on_spreads(on_instances):
-    """What a training finds on one, two and four instances: of all of them, in one list."""
-
-    def run(function):
-        return [found for count in SPREADS for found in on_instances(count, REPLICAS, function)]
-
-    return run
-
-
 def check_all_alike(found):
     assert all(one == found[0] for one in found)
     assert all(np.isfinite(found[0][0]))
@@ -55,9 +44,9 @@ def check_all_alike(found):
 
 class TestBits:
     @pytest.mark.parametrize("name", MODULES)
-    def test_do_not_depend_on_the_instances(self, name, on_spreads):
+    def test_do_not_depend_on_the_instances(self, name, everywhere):
         module = new_module(name)
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
     @pytest.mark.parametrize(
         "options",
@@ -79,9 +68,9 @@ class TestBits:
         ],
         ids=", ".join,
     )
-    def test_nor_with_an_option(self, options, on_spreads):
+    def test_nor_with_an_option(self, options, everywhere):
         module = new_module("convolutions")
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module, **options)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module, **options)))
 
     def test_are_those_of_plain_pytorch_for_one_replica(self):
         module, count = new_module("embedding"), 2
@@ -133,12 +122,14 @@ class TestBits:
 
 class TestSharding:
     @pytest.mark.parametrize("optimizer", first_of(["Adam", "SGD", "RMSprop"]))
-    def test_gives_the_same_parameters(self, optimizer, on_spreads):
+    def test_gives_the_same_parameters(self, optimizer, everywhere):
         module, kind = new_module("mlp"), getattr(torch.optim, optimizer)
         options = {"momentum": 0.9, "weight_decay": 0.1} if optimizer == "SGD" else {}
         make = functools.partial(kind, **options)
         found = check_all_alike(
-            on_spreads(lambda strategy: trained(strategy, module, make, replicated_optimizer_state_sharding=True))
+            everywhere(
+                REPLICAS, lambda strategy: trained(strategy, module, make, replicated_optimizer_state_sharding=True)
+            )
         )
         assert found == trained(strategies.IPUStrategy(REPLICAS), module, make)[:3]
 
@@ -277,7 +268,7 @@ class TestTheModule:
             module[4].bias.zero_()
         assert trainer.step(batch)["loss"] == pytest.approx(np.log(5))
 
-    def test_tied_parameters_are_one(self, on_spreads):
+    def test_tied_parameters_are_one(self, everywhere):
         class Tied(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -291,9 +282,9 @@ class TestTheModule:
 
         torch.manual_seed(0)
         module = Tied()
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
-    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, on_spreads):
+    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, everywhere):
         module = new_module("mlp")
         module.unused = nn.Linear(3, 3)
 
@@ -308,7 +299,7 @@ class TestTheModule:
             trainer.step({name: each[: 2 * local] for name, each in data().items()})
             return torch.equal(own.unused.weight, module.unused.weight), own.unused.weight.grad
 
-        assert on_spreads(train) == [(True, None)] * 7
+        assert everywhere(REPLICAS, train) == [(True, None)] * 7
 
 
 class TestLossScaling:
