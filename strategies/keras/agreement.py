@@ -30,15 +30,12 @@ def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
         number: of this one.
         name: of the call.
     """
-
-    def told(number: int, root: int) -> int:
-        return _of(replicas, number, root, name)
-
+    told = _teller(replicas, name)
     return _together(replicas, lambda: told(number, 0), told, number)
 
 
 def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
-    """Whether it is so on one instance at least; a collective call.
+    """Return whether a flag is set on any instance; a collective call.
 
     Args:
         replicas: connects the instances.
@@ -49,10 +46,7 @@ def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
     def asked() -> int:
         return int(replicas.communicator.all_reduce(np.array([flag], np.float32), "max", name=name)[0])
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    return bool(_together(replicas, asked, told, int(flag)))
+    return bool(_together(replicas, asked, _teller(replicas, name), int(flag)))
 
 
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
@@ -70,10 +64,7 @@ def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[
         of_all = replicas.communicator.all_gather(mine, name=name)
         return int(of_all[:, 0].any()) + 2 * int((of_all[:, 1:] == of_all[0, 1:]).all())
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    answer = _together(replicas, asked, told, int(flag) + 2)
+    answer = _together(replicas, asked, _teller(replicas, name), int(flag) + 2)
     return bool(answer & 1), bool(answer & 2)
 
 
@@ -94,10 +85,7 @@ def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
         insist_on_agreement(replicas, terms, name, way_out)
         return 1
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    _together(replicas, asked, told, 1)
+    _together(replicas, asked, _teller(replicas, name), 1)
 
 
 def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
@@ -138,8 +126,12 @@ def _together(replicas: Replicas, attempt: Callable[[], T], share: Callable[[T, 
     return surviving(replicas, attempt, catch_up, share)
 
 
-def _of(replicas: Replicas, number: int, root: int, name: str) -> int:
-    """The number of instance `root`; a collective call."""
-    array = np.array(number, np.int64)
-    replicas.communicator.broadcast(array, root, name=name)
-    return int(array)
+def _teller(replicas: Replicas, name: str) -> Callable[[int, int], int]:
+    """Return a collective call, which returns the number of instance `root` on all instances."""
+
+    def told(number: int, root: int) -> int:
+        array = np.array(number, np.int64)
+        replicas.communicator.broadcast(array, root, name=name)
+        return int(array)
+
+    return told

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import keras
 
 import strategies.checkpoints.checkpoints as saved
 from strategies.data.datasets import DistributedDataset
+from strategies.keras.protocols import Callbacks
 from strategies.roles import Batch
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
 
-class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
-    """Has `fit` saved by `strategies.Checkpoints`, and go on from the newest one where it was.
+class FitCheckpoints(keras.callbacks.Callback):
+    """A callback that has `fit` saved by `strategies.Checkpoints`, and go on from the newest one where it was.
+
+    Its public name is `strategies.keras.Checkpoints`.
 
         model.fit(x, y, epochs=10, callbacks=[strategies.keras.Checkpoints("digits.checkpoints", every=100)])
 
@@ -48,7 +50,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         return self._open(trainer, dataset)
 
 
-def given_in(callbacks: Any) -> Checkpoints | None:
+def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
     """That among the callbacks of the user's; None where there is none.
 
     Raises:
@@ -56,7 +58,7 @@ def given_in(callbacks: Any) -> Checkpoints | None:
     """
     listed = getattr(callbacks, "callbacks", callbacks)
     listed = listed if isinstance(listed, Sequence) else [listed]
-    found = [one for one in listed if isinstance(one, Checkpoints)]
+    found = [one for one in listed if isinstance(one, FitCheckpoints)]
     if len(found) > 1:
         raise ValueError(f"there are {len(found)} callbacks strategies.keras.Checkpoints; give fit one of them")
     return found[0] if found else None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import keras
 from keras import tree
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.keras.options import ModelOptions
-from strategies.keras.stages import Assignments, StagedModel, assignments_of
+from strategies.keras.options import ModelOptions, Option
+from strategies.keras.protocols import ModelLike
+from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
+from strategies.programs.recomputation import recomputation_checkpoint
+from strategies.roles import Tree
 from strategies.switches import require_switches, require_switches_or_none
 
 METHODS = (
@@ -54,11 +57,28 @@ _OF_PIPELINE = {
     "watch": "watch",
     "memory_limit_bytes": "memory_limit_bytes",
 }
-_OF_INFEED = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
-_OF_OUTFEED = dict.fromkeys(("buffer_depth", "optimise_latency"))
+_OF_INFEED: Mapping[str, None] = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
+_OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_latency"))
 _BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
 _NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
 _OF_PIPELINING_OPTIONS = ("gradient_accumulation_count", "device_mapping", "accumulate_outfeed")
+
+
+@keras.saving.register_keras_serializable(package="strategies")
+class RecomputationCheckpoint(keras.layers.Layer):
+    """Keep a value for the backward pass of a stage that recomputes, which so computes again from there.
+
+    The original's `keras.ipu.layers.RecomputationCheckpoint`. Values stay as they are. The layer has an effect in
+    stages with the `recomputation_mode` `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`.
+    """
+
+    def call(self, inputs: Tree) -> Tree:
+        """Mark the inputs, one array or several."""
+        return recomputation_checkpoint(inputs)
+
+    def compute_output_shape(self, input_shape: Tree) -> Tree:
+        """Return the shape of the inputs."""
+        return input_shape
 
 
 class Extensions:
@@ -71,7 +91,7 @@ class Extensions:
         options: what was set.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ModelLike) -> None:
         self.options = ModelOptions()
         self._model = model
 
@@ -84,7 +104,7 @@ class Extensions:
         staged = self.staged
         return 1 if staged is None else staged.count
 
-    def _set(self, **options: Any) -> None:
+    def _set(self, **options: Option) -> None:
         self.options = replace(self.options, **options)
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
@@ -93,7 +113,7 @@ class Extensions:
         require_switches(asynchronous=asynchronous)
         self._set(each_step=asynchronous)
 
-    def set_replication_options(self, replicated_metric_reduction_method: Any = "NONE") -> None:
+    def set_replication_options(self, replicated_metric_reduction_method: object = "NONE") -> None:
         """Metrics are merged over all replicas, whatever the method: they are exact.
 
         Raises:
@@ -109,9 +129,9 @@ class Extensions:
     def set_gradient_accumulation_options(
         self,
         gradient_accumulation_steps_per_replica: int | None = None,
-        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        gradient_accumulation_reduction_method: Option = GradientAccumulationReductionMethod.SUM,
         use_v2_gradient_accumulation_optimizer: bool = False,
-        **optimizer_kwargs: Any,
+        **optimizer_kwargs: Option,
     ) -> None:
         """Have each replica accumulate the gradients of several micro-batches for one update.
 
@@ -129,17 +149,17 @@ class Extensions:
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
         self._set(step={**self.options.step, **_translated("optimizer_kwargs", optimizer_kwargs, _OF_OPTIMIZER)})
 
-    def _set_accumulation(self, steps: int | None, method: Any) -> None:
+    def _set_accumulation(self, steps: int | None, method: Option) -> None:
         parsed = GradientAccumulationReductionMethod.parse(method)
         self._set(accumulated=self.options.accumulated if steps is None else steps, reduction_method=parsed)
 
     def set_pipelining_options(
         self,
         gradient_accumulation_steps_per_replica: int | None = None,
-        device_mapping: Any = None,
+        device_mapping: Sequence[int] | None = None,
         accumulate_outfeed: bool | None = None,
-        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
-        **pipelining_kwargs: Any,
+        gradient_accumulation_reduction_method: Option = GradientAccumulationReductionMethod.SUM,
+        **pipelining_kwargs: Option,
     ) -> None:
         """Say how the stages of a replica run.
 
@@ -165,7 +185,7 @@ class Extensions:
         step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
         self._set(pipelining=given, step=step)
 
-    def set_infeed_queue_options(self, **kwargs: Any) -> None:
+    def set_infeed_queue_options(self, **kwargs: Option) -> None:
         """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
 
         Raises:
@@ -176,7 +196,7 @@ class Extensions:
         if "prefetch_depth" in kwargs:
             self._set(prefetch=kwargs["prefetch_depth"])
 
-    def set_outfeed_queue_options(self, **kwargs: Any) -> None:
+    def set_outfeed_queue_options(self, **kwargs: Option) -> None:
         """Nothing of it changes anything: what a step returns is there when it ends.
 
         Raises:
@@ -190,7 +210,7 @@ class Extensions:
     @property
     def assignments(self) -> Assignments:
         """The calls of the layers of this model, to which stages can be assigned."""
-        return assignments_of(self._model)
+        return Assignments(self._model)
 
     @property
     def staged(self) -> StagedModel | None:
@@ -200,13 +220,13 @@ class Extensions:
             return None if found is None else self.assignments.runner(found)
         return self.assignments.runner(self.options.stages)
 
-    def get_pipeline_stage_assignment(self) -> list[Any]:
+    def get_pipeline_stage_assignment(self) -> list[Assignment]:
         """The stage of each call of a layer, in the order in which they are made."""
         stages = self.options.stages
         scoped = self.assignments.scoped(partly=True) if stages is None else stages
         return self.assignments.listed(scoped)
 
-    def set_pipeline_stage_assignment(self, pipeline_stage_assignment: Any) -> None:
+    def set_pipeline_stage_assignment(self, pipeline_stage_assignment: object) -> None:
         """Assign a stage to each call of a layer.
 
         Raises:
@@ -263,7 +283,7 @@ class Extensions:
         )
 
 
-def _as_tuples(stages: Any) -> Any:
+def _as_tuples(stages: Tree) -> Tree:
     return tuple(map(_as_tuples, stages)) if isinstance(stages, list) else stages
 
 
@@ -274,8 +294,8 @@ _STEP_OF_PIPELINE = {
 }
 
 
-def _translated(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by the names that they have here.
+def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
+    """Return options by the names that they have here.
 
     Raises:
         TypeError: if there is no such option.
@@ -283,10 +303,10 @@ def _translated(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -
     for name in given:
         if name not in names:
             raise TypeError(f"{what} has {name!r}, which is not known; known are {', '.join(sorted(names))}")
-    return {names[name]: value for name, value in given.items() if names[name] is not None}
+    return {new: value for name, value in given.items() if (new := names[name]) is not None}
 
 
-def _refuse(why: str, given: Mapping[str, Any], names: tuple[str, ...], way_out: str) -> None:
+def _refuse(why: str, given: Mapping[str, Option], names: tuple[str, ...], way_out: str) -> None:
     found = [name for name in given if name in names]
     if found:
         raise ValueError(f"{', '.join(found)}: {way_out} {why}")

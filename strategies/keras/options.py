@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from strategies.feeds.infeed import checked_depth
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.numbers import positive
 from strategies.pipelines.pipelining import Pipelining
 from strategies.step.options import StepOptions
+
+Option: TypeAlias = Any
+"""The value of an option."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class ModelOptions:
 
     accumulated: int | None = None
     reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
-    step: Mapping[str, Any] = field(default_factory=dict)
-    pipelining: Mapping[str, Any] | None = None
+    step: Mapping[str, Option] = field(default_factory=dict)
+    pipelining: Mapping[str, Option] | None = None
     stages: tuple[int, ...] | None = None
     prefetch: int = 2
     each_step: bool = False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 
 from strategies.evaluation.evaluation_program import Task
 from strategies.gradients.outcome import Outcome
+from strategies.keras.protocols import Array, Logs, ModelLike, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, words_of_metrics
 from strategies.programs.additions import looks
 from strategies.replicas.replica_context import get_replica_context
@@ -32,15 +33,15 @@ class ModelFunctions:
         tracing: entered while losses to train with are traced.
     """
 
-    model: Any
+    model: ModelLike
     seeds: Seeds
-    unscaled: Sequence[Any] = ()
-    tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    unscaled: Values = ()
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def losses(
-        self, variables: Variables, others: Sequence[Any], metrics: Sequence[Any], batch: Batch, training: bool
-    ) -> tuple[jax.Array, list[Any], list[Any], dict[str, Any]]:
-        """The loss, the new values of variables that are not trained and of metrics, and the logs; traceable."""
+        self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
+    ) -> tuple[jax.Array, list[Array], list[Array], Logs]:
+        """Return the loss, the new values of variables that are not trained and of metrics, and the logs; traceable."""
         x, y, sample_weight = unpack_x_y_sample_weight(batch)
         named = {"optimizer_variables": list(self.unscaled)} if training else {}
         with self.tracing() if training else nullcontext():
@@ -50,32 +51,40 @@ class ModelFunctions:
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
 
-    def words_of_metrics(self, variables: Any, others: Any, metrics: Sequence[Any], batch: Any) -> list[str]:
-        """How replicas agree on the variables of metrics where nothing is trained; of shapes and dtypes.
+    def words_of_metrics(self, variables: Variables, others: Values, metrics: Values, batch: Batch) -> list[str]:
+        """Return how replicas agree on the variables of metrics where nothing is trained; of shapes and dtypes.
 
         Raises:
             StrategyError: see `strategies.keras.state.words_of_metrics`.
         """
 
-        def after(old: list[Any], variables: Any, others: Any, batch: Any) -> list[Any]:
+        def after(old: Values, variables: Variables, others: Values, batch: Batch) -> list[Array]:
             return self.losses(variables, others, old, batch, training=False)[2]
 
         changed, adds = looks(after, metrics, variables, others, batch)
         return words_of_metrics(self.model.metrics_variables, changed, adds)
 
-    def outputs(self, variables: Variables, others: Sequence[Any], batch: Batch) -> Tree:
-        """What the model says of each row; traceable."""
+    def outputs(self, variables: Variables, others: Values, batch: Batch) -> Tree:
+        """Return what the model says of each row; traceable."""
         x, _, _ = unpack_x_y_sample_weight(batch)
         named = {"training": False} if self.model._call_has_training_arg else {}
         outputs, _ = self.model.stateless_call(variables, others, x, **named)
         return outputs
 
-    def results(self, metrics: Sequence[Any]) -> dict[str, Any]:
-        """What metrics say, by their names; traceable."""
-        mapping = list(zip(self.model.metrics_variables, metrics, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            results: dict[str, Any] = self.model.get_metrics_result()
-        return results
+    def results(self, metrics: Values) -> Logs:
+        """See `results_of`."""
+        return results_of(self.model, metrics)
+
+
+def results_of(model: ModelLike, metrics: Values) -> Logs:
+    """Return the results of metrics with these values of their variables; traceable."""
+    with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics, strict=True))):
+        return model.get_metrics_result()
+
+
+def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that an array has in a program."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +100,7 @@ class TrainLoss:
     functions: ModelFunctions
     names: tuple[str, ...] = ()
 
-    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Any]) -> Outcome:
+    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
         """See `Trainer`. The model has random states of its own, so the key is not used."""
         seeds, given = self.functions.seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
@@ -110,7 +119,7 @@ class _OfRows(Task):
     is_exact: ClassVar[bool] = True
     functions: ModelFunctions
 
-    def _state(self, numbers: jax.Array, model_state: Mapping[str, Any]) -> list[Any]:
+    def _state(self, numbers: jax.Array, model_state: Mapping[str, Values]) -> list[Array]:
         replica = get_replica_context().replica_id_in_sync_group
         return self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
 

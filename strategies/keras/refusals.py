@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import keras
 
 from strategies.errors import StrategyError
 from strategies.keras.options import ModelOptions
+from strategies.keras.protocols import ModelClass, ModelLike, OptimizerLike
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
-def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
+def refuse_outside(model: ModelLike, strategy: Strategy, called: str) -> None:
     """Refuse a model of a strategy outside of its scope.
 
     Raises:
@@ -27,12 +27,12 @@ def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
         )
 
 
-def is_own(stock: type, name: str) -> bool:
+def is_own(stock: ModelClass, name: str) -> bool:
     """Return whether a class of models has a method of its own in place of Keras's."""
     return getattr(stock, name) is not getattr(keras.Model, name)
 
 
-def refuse_own_steps(stock: type, step: str) -> None:
+def refuse_own_steps(stock: ModelClass, step: str) -> None:
     """Refuse a step or a function of the user's own, which stands for what all replicas do together.
 
     Args:
@@ -50,7 +50,7 @@ def refuse_own_steps(stock: type, step: str) -> None:
             )
 
 
-def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: bool) -> None:
+def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpoints: bool) -> None:
     """Refuse what the step of a strategy does, where a model has a `train_step` of its own.
 
     Args:
@@ -61,7 +61,7 @@ def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: 
     Raises:
         RuntimeError: naming it, or the arguments of a `train_step` that is written for another backend.
     """
-    parameters = list(inspect.signature(stock.train_step).parameters)  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(stock.train_step).parameters)
     if len(parameters) != 3:
         raise RuntimeError(
             f"{stock.__name__}.train_step takes ({', '.join(parameters)}), and on JAX it is called with (state, data) "
@@ -81,7 +81,7 @@ def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: 
             )
 
 
-def refuse_eager(model: Any) -> None:
+def refuse_eager(model: ModelLike) -> None:
     """Refuse a model that is to run without being compiled.
 
     Raises:
@@ -125,7 +125,7 @@ def refuse_other_size(found: int, of_all: int | None) -> None:
         )
 
 
-def refuse_states_of_rows(model: Any) -> None:
+def refuse_states_of_rows(model: ModelLike) -> None:
     """Refuse recurrent layers that keep a state for each row of a batch, of which replicas have different ones.
 
     Raises:
@@ -139,7 +139,7 @@ def refuse_states_of_rows(model: Any) -> None:
             )
 
 
-def refuse_changed_layers(model: Any) -> None:
+def refuse_changed_layers(model: ModelLike) -> None:
     """Refuse to train other variables than those for which the optimizer was built.
 
     Raises:
@@ -156,7 +156,7 @@ def refuse_changed_layers(model: Any) -> None:
         )
 
 
-def refuse_compiled(model: Any, hook: str) -> None:
+def refuse_compiled(model: ModelLike, hook: str) -> None:
     """Refuse a model that a callback of `fit` has compiled anew, whose loop would go on with a function that is gone.
 
     Raises:
@@ -169,7 +169,7 @@ def refuse_compiled(model: Any, hook: str) -> None:
         )
 
 
-def refuse_optimizer(optimizer: Any, accumulates: bool) -> None:
+def refuse_optimizer(optimizer: OptimizerLike | None, accumulates: bool) -> None:
     """Refuse what an optimizer cannot do where the step accumulates.
 
     Args:

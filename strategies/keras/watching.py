@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from strategies.comparing.agreement import Terms
 from strategies.comparing.digest import digest_of
+from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
 
 WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
@@ -21,7 +21,7 @@ _FEW = 4  # elements of a variable that are shown
 _OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
 
 
-class Watch:
+class VariableWatch:
     """A watcher of the variables of a model that were changed since the last step.
 
     Arrays of JAX never change, so an array that is the same object has the same value.
@@ -30,16 +30,16 @@ class Watch:
         model: of Keras.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ModelLike) -> None:
         self._model = model
-        self._left: list[Any] = []
+        self._left: list[Array] = []
         self._changes = hashlib.blake2b(digest_size=16)  # since `taken` was called last
 
-    def before_step(self, state: Sequence[Any]) -> None:
+    def before_step(self, state: State) -> None:
         """Note what was changed in the state that a step begins with; see `TrainFunction`."""
         self._note(_arrays(state))
 
-    def after_step(self, state: Sequence[Any]) -> None:
+    def after_step(self, state: State) -> None:
         """Know the state that a step has left."""
         self._left = _arrays(state)
 
@@ -61,16 +61,16 @@ class Watch:
         changes, self._changes = self._changes, hashlib.blake2b(digest_size=16)
         return changes.digest()
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[Array]:
         """Return the values of all variables but those of metrics, as Keras knows them."""
         return [variable._value for variable in _variables(self._model)]
 
-    def assign(self, values: Sequence[Any]) -> None:
+    def assign(self, values: Values) -> None:
         """Have Keras know other values, in the order of `arrays`."""
         for variable, value in zip(_variables(self._model), values, strict=True):
             variable.assign(value)
 
-    def _note(self, arrays: list[Any]) -> None:
+    def _note(self, arrays: list[Array]) -> None:
         pairs = enumerate(zip(arrays, self._left, strict=False))
         for place, (new, old) in pairs:
             if new is not old:
@@ -78,16 +78,19 @@ class Watch:
         self._left = arrays
 
 
-def _variables(model: Any) -> list[Any]:
-    optimizer = [] if model.optimizer is None else model.optimizer.variables
-    return [*model.trainable_variables, *model.non_trainable_variables, *optimizer]
+def _variables(model: ModelLike) -> list[VariableLike]:
+    return [*model.trainable_variables, *model.non_trainable_variables, *_variables_of_optimizer(model)]
 
 
-def _arrays(state: Sequence[Any]) -> list[Any]:
+def _variables_of_optimizer(model: ModelLike) -> list[VariableLike]:
+    return [] if model.optimizer is None else model.optimizer.variables
+
+
+def _arrays(state: State) -> list[Array]:
     return [array for part in state[:-1] for array in part]  # metrics, which are last, begin anew in each epoch
 
 
-def terms_of_call(model: Any, called: str, callbacks: Sequence[str], arguments: Mapping[str, Any]) -> Terms:
+def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], arguments: Mapping[str, object]) -> Terms:
     """Return the terms on which all instances must call a function of Keras.
 
     Args:
@@ -104,27 +107,27 @@ def terms_of_call(model: Any, called: str, callbacks: Sequence[str], arguments: 
     return [{"a call of": called}, listed, given, _of_optimizer(model), _flags(model), compiled]
 
 
-def terms_of_model(model: Any, hook: str) -> Terms:
+def terms_of_model(model: ModelLike, hook: str) -> Terms:
     """Return the terms that must be the same on all instances after a hook of callbacks: flags and all variables."""
-    scalars = [variable for variable in model.optimizer.variables if not variable.shape]
+    scalars = [variable for variable in _variables_of_optimizer(model) if not variable.shape]
     rates = {f"{variable.name} behind {hook},": _value(variable._value) for variable in scalars}
     pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) behind {hook},": _value(variable._value) for number, variable in pairs}
     return [_flags(model), rates, values]  # others follow from rates
 
 
-def _flags(model: Any) -> dict[str, str]:
+def _flags(model: ModelLike) -> dict[str, str]:
     pairs = enumerate(model.variables)
     return {f"trainable of variable {number} ({each.name})": str(each.trainable) for number, each in pairs}
 
 
-def _of_optimizer(model: Any) -> dict[str, str]:
+def _of_optimizer(model: ModelLike) -> dict[str, str]:
     if model.optimizer is None:
         return {"optimizer": "None"}
     return {"optimizer": type(model.optimizer).__name__} | _flat("optimizer", model.optimizer.get_config())
 
 
-def _flat(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
+def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
     """Return the values of a nested configuration by their paths, without those that may differ: names and rates."""
     found: dict[str, str] = {}
     for name, value in config.items():
@@ -135,12 +138,12 @@ def _flat(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=lambda other: type(other).__name__, skipkeys=True)
 
 
-def _value(array: Any) -> str:
+def _value(array: Array) -> str:
     values = np.asarray(array)
     return str(values.tolist()) if values.size <= _FEW else f"{values.shape} {digest_of(values)[0]:016x}"

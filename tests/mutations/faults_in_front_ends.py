@@ -152,7 +152,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="weights that a callback of Keras restores on the chief stay there",
         path="strategies/keras/callbacks.py",
-        old="self._watch.assign(broadcast(replicas, arrays))",
+        old="self.watch.assign(broadcast(replicas, arrays))",
         new="broadcast(replicas, arrays)",
         caught_by=(
             "tests/strategies/keras_models/test_keras_backups.py::test_callbacks_go_on_everywhere_from_what_the_chief_has_restored",

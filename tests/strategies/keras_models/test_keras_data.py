@@ -11,7 +11,7 @@ from tiers import first_of, only
 from strategies.data.layout import Layout
 from strategies.data.sources import Masked
 from strategies.keras.batches import NumberedBatches, StreamOfBatches
-from strategies.keras.data import Given, open_feed
+from strategies.keras.data import DataArguments, open_feed
 
 BATCH = 4
 COUNT = ROWS // BATCH
@@ -146,7 +146,7 @@ def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
             return X[:3], np.array([0, 1, 0])
 
     def program(strategy):
-        feed = open_feed(Given(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
+        feed = open_feed(DataArguments(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
         return feed.example[2].tolist()
 
     assert alone(program) == [1.0, 2.5, 1.0]
@@ -157,7 +157,7 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
 
     def program(strategy):
         def is_shuffled(shuffle):
-            return open_feed(Given(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
+            return open_feed(DataArguments(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
 
         with pytest.raises(ValueError, match=r"shuffle is 'no'; it is True, False or 'batch'"):
             regression().fit(X, TARGETS, shuffle="no", verbose=0)
@@ -171,7 +171,7 @@ def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_si
     """48 rows of 4 replicas."""
 
     def program(strategy):
-        feed = open_feed(Given(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
+        feed = open_feed(DataArguments(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
         return feed.batch_size // strategy.num_replicas_in_sync
 
     assert alone(program) == batch_size

@@ -26,16 +26,42 @@ def test_a_model_is_used_where_it_was_made(alone):
     outside.fit(X, TARGETS, verbose=0)
 
 
-@pytest.mark.complete
-def test_a_scope_may_come_before_the_first_import_of_keras(in_new_process):
-    program = (
-        "import strategies\n"
-        "with strategies.IPUStrategy().scope():\n"
-        "    import strategies.keras\n"
-        "    import keras\n"
-        "    print(hasattr(keras.Sequential(), 'set_infeed_queue_options'))"
-    )
-    assert in_new_process(program, KERAS_BACKEND="jax") == "True\n"
+LATE = """
+import importlib.util, sys, threading, strategies
+
+def refusal(name):
+    try:
+        __import__(name)
+    except ImportError as error:
+        return str(error)
+
+def in_thread(name):
+    thread = threading.Thread(target=lambda: told.append(refusal(name)))
+    thread.start()
+    thread.join()
+
+told = []
+with strategies.IPUStrategy().scope():
+    assert importlib.util.find_spec("keras") is not None
+    told += [refusal(name) for name in ("keras", "keras.layers", "strategies.keras")]
+    with strategies.IPUStrategy().scope():
+        pass
+    in_thread("keras")
+assert "keras" not in sys.modules
+print(set(told))
+import keras
+outside = keras.Sequential()
+with strategies.IPUStrategy().scope():
+    print(hasattr(keras.Sequential(), "set_infeed_queue_options"), hasattr(outside, "set_infeed_queue_options"))
+"""
+
+
+def test_the_first_import_of_keras_inside_of_a_scope_is_refused(in_new_process):
+    """In all threads: models would be trained by each instance alone. After the scope Keras is imported as ever."""
+    refused, known = in_new_process(LATE, KERAS_BACKEND="jax").splitlines()
+    assert "keras is imported for the first time inside of strategy.scope()" in refused
+    assert refused.count("import keras before the scope") == 1
+    assert known == "True False"
 
 
 class OwnStep(keras.Sequential):
