@@ -19,6 +19,7 @@ import numpy as np
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import Masked, Source, SourceFactory
 from strategies.roles import Batch
+from strategies.strategy import Strategy
 
 Read = Callable[[int], Batch]
 
@@ -27,6 +28,28 @@ def rows_of(batch: Batch) -> int:
     """How many rows a batch has."""
     rows: int = jax.tree.leaves(batch)[0].shape[0]
     return rows
+
+
+def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
+    """Return the rows of the local replicas of a batch for all replicas, placed as a step needs them.
+
+    Args:
+        strategy: whose replicas they are for.
+        batch: arrays of NumPy.
+        accumulated: micro-batches of a step.
+
+    Raises:
+        ValueError: if the rows cannot be divided.
+    """
+    replicas, rows = strategy.num_replicas_in_sync, rows_of(batch)
+    if rows % (replicas * accumulated):
+        raise ValueError(
+            f"a batch of {rows} rows for {replicas} replicas x {accumulated} micro-batches; its rows must be a "
+            f"multiple of {replicas * accumulated}"
+        )
+    local, each = strategy.replicas.local_replicas, rows // replicas
+    own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+    return strategy.replicas.dealing.batch(own)
 
 
 @final

@@ -16,11 +16,19 @@ from keras.callbacks import CallbackList
 
 from strategies.comparing.digest import digest_of
 from strategies.errors import StrategyError
-from strategies.keras.agreement import broadcast, compared, insist, is_so_anywhere, number_of_leader
+from strategies.keras.agreement import (
+    WAY_OUT,
+    VariableWatch,
+    broadcast,
+    compared,
+    insist,
+    is_so_anywhere,
+    number_of_leader,
+    terms_of_model,
+)
 from strategies.keras.backups import with_whole_backups
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
-from strategies.keras.watching import WAY_OUT, VariableWatch, terms_of_model
 from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
@@ -161,86 +169,56 @@ class Running:
         self.watch.begin()
 
 
-class _First(keras.callbacks.Callback):
-    """The callback that comes before all others.
+class _OfStrategy(keras.callbacks.LambdaCallback):
+    """A callback of a strategy, before or behind those of the user."""
+
+
+def _first(running: Running, unites_batches: bool) -> _OfStrategy:
+    """Return the callback that comes before all others.
 
     Args:
         running: the loop.
         unites_batches: whether others may write files, or read the state, in the midst of an epoch.
     """
 
-    def __init__(self, running: Running, unites_batches: bool) -> None:
-        super().__init__()
-        self._running = running
-        self._unites_batches = unites_batches
+    def unite(number: int, logs: Logs | None = None) -> None:
+        running.unite()
 
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._running.begin_epoch(epoch)
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        if self._unites_batches:
-            self._running.unite()
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._running.unite()
+    return _OfStrategy(
+        on_epoch_begin=lambda epoch, logs=None: running.begin_epoch(epoch),
+        on_epoch_end=unite,
+        on_train_batch_end=unite if unites_batches else None,
+    )
 
 
-class _Told(keras.callbacks.Callback):
-    """Tells sinks of metrics what Keras has found: at the end of an epoch, and of an evaluation outside of `fit`.
+def _teller(running: Running) -> _OfStrategy:
+    """Return a callback that tells sinks of metrics the logs of each epoch, and of an evaluation outside of `fit`."""
 
-    Args:
-        running: the loop.
-    """
-
-    def __init__(self, running: Running) -> None:
-        super().__init__()
-        self._running = running
-        self._fits = False
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._fits = True
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._fits = False
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._tell(EPOCH, logs)
-
-    def on_test_end(self, logs: Logs | None = None) -> None:
-        if not self._fits:  # otherwise the epoch has them
-            self._tell(EVALUATION, logs)
-
-    def _tell(self, prefix: str, logs: Logs | None) -> None:
+    def tell(prefix: str, logs: Logs | None) -> None:
         values = {f"{prefix}{name}": value for name, value in (logs or {}).items()}
-        for each in self._running.strategy.replicas.sinks:
-            each.log_scalars(values, self._running.steps_made())
+        for each in running.strategy.replicas.sinks:
+            each.log_scalars(values, running.steps_made())
+
+    if running.watch is None:
+        return _OfStrategy(on_test_end=lambda logs=None: tell(EVALUATION, logs))
+    return _OfStrategy(on_epoch_end=lambda epoch, logs=None: tell(EPOCH, logs))
 
 
-class _Last(keras.callbacks.Callback):
-    """Comes behind all others.
+def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
+    """Return the callback that comes behind all others.
 
     Args:
         running: the loop.
         looks_at_batches: whether callbacks of the user's may change something in the midst of an epoch.
     """
 
-    def __init__(self, running: Running, looks_at_batches: bool) -> None:
-        super().__init__()
-        self._running = running
-        self._looks_at_batches = looks_at_batches
+    def agree(hook: str) -> Callable[..., None]:
+        return lambda number, logs=None: running.agree(hook)
 
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._running.agree_on_begin()
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        if self._looks_at_batches:
-            self._running.agree("on_train_batch_end")
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._running.agree("on_epoch_begin")
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._running.agree("on_epoch_end")
+    hooks = ["on_epoch_begin", "on_epoch_end"] + ["on_train_batch_end"] * looks_at_batches
+    return _OfStrategy(
+        on_train_begin=lambda logs=None: running.agree_on_begin(), **{hook: agree(hook) for hook in hooks}
+    )
 
 
 def listed(callbacks: Callbacks, running: Running, **settings: object) -> CallbackList:
@@ -263,13 +241,13 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     if is_new:
         add_progbar = settings.get("verbose") != 0
         prepared = CallbackList(callbacks, add_progbar=add_progbar, **settings)
-    own = [each for each in prepared.callbacks if not isinstance(each, _First | _Told | _Last)]
+    own = [each for each in prepared.callbacks if not isinstance(each, _OfStrategy)]
     looks = any(map(_has_batch_hooks, own))
     writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
     if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
         prepared._async_train = False
-    first, last = _First(running, looks or writes), _Last(running, looks)
-    told = [_Told(running)] if running.strategy.replicas.sinks else []
+    first, last = _first(running, looks or writes), _last(running, looks)
+    told = [_teller(running)] if running.strategy.replicas.sinks else []
     prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
     if is_new:  # only when they are placed: some write when they are told of the model
         prepared.set_model(running.model)

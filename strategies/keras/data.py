@@ -58,16 +58,10 @@ class DataArguments:
 class KerasFeed(DataAdapter):
     """An adapter for Keras's loops: the batches of this instance's replicas, one for each step of all of them.
 
-    Args:
+    Attributes:
         dataset: the data set of the strategy.
         example: a batch of the source, of whatever size.
         compared: rows that all instances have to see.
-        hooks: called when an epoch begins, and when it ends.
-
-    Attributes:
-        dataset: see above.
-        example: see above.
-        compared: see above.
         epoch: the number of the epoch that is to come next.
     """
 
@@ -240,6 +234,31 @@ def open_feed(
     return feed
 
 
+def rows_of_replica(strategy: Strategy, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
+    """Return the rows of a replica and micro-batch; None where nobody has said so.
+
+    Args:
+        strategy: whose replicas they are for.
+        batch_size: of a replica and micro-batch.
+        of_all: the rows of all replicas in a step.
+        accumulated: micro-batches of a step.
+
+    Raises:
+        ValueError: if both sizes are given, or that of all replicas cannot be divided.
+    """
+    if of_all is None:
+        return batch_size
+    if batch_size is not None:
+        raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
+    parts = strategy.num_replicas_in_sync * accumulated
+    if of_all % parts or of_all < parts:
+        raise ValueError(
+            f"global_batch_size is {of_all}, and there are {strategy.num_replicas_in_sync} replicas x "
+            f"{accumulated} micro-batches; use a multiple of {parts}"
+        )
+    return of_all // parts
+
+
 def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
     """Refuse data of which no step can be made.
 
@@ -259,10 +278,6 @@ def _spread(arrays: Batch) -> Batch:
     each = sum(leaf[:1].nbytes for leaf in jax.tree.leaves(arrays))
     places = np.linspace(0, count - 1, min(count, max(2, COMPARED_BYTES // max(1, each))), dtype=np.int64)
     return np.int64(count), jax.tree.map(lambda leaf: leaf[places], arrays)
-
-
-def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
-    return lambda: batches
 
 
 def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
@@ -365,7 +380,8 @@ def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Bat
     first = next(batches, None)
     if first is None:
         raise ValueError(f"there is no batch in the {type(given).__name__}; give one at least")
-    return StreamOfBatches(_once(itertools.chain([first], batches))), first
+    whole = itertools.chain([first], batches)
+    return StreamOfBatches(lambda: whole), first
 
 
 def _standard(batch: Tree) -> Batch:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -17,14 +20,75 @@ from strategies.gradients.model_state import FIRST, MEAN
 from strategies.gradients.outcome import Outcome
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
-from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask, shape_of
-from strategies.keras.protocols import Logs, ModelLike, State
+from strategies.keras.programs import ModelFunctions, shape_of
+from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
 from strategies.programs.program import jit
+from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+
+
+class _OfRows(Task):
+    """A task of a model, for rows that count and no others.
+
+    Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
+    different random states.
+    """
+
+    is_exact: ClassVar[bool] = True
+    functions: ModelFunctions
+
+    def _state(self, numbers: jax.Array, model_state: Mapping[str, Values]) -> list[Array]:
+        replica = get_replica_context().replica_id_in_sync_group
+        return self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
+
+
+@dataclass(frozen=True)
+class _MetricsTask(_OfRows):
+    """What the rows of a replica add to the variables of metrics."""
+
+    title: ClassVar[str] = "evaluation"
+    functions: ModelFunctions
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `Task`."""
+        numbers, rows = batch
+        zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
+        others = self._state(numbers, model_state[0])
+        _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
+        return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `Task`."""
+        return computed
+
+
+@dataclass(frozen=True)
+class _OutputsTask(_OfRows):
+    """What the model says of each row."""
+
+    title: ClassVar[str] = "prediction"
+    functions: ModelFunctions
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `Task`."""
+        numbers, rows = batch
+        outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
+        return jax.tree.map(jnp.asarray, outputs)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `Task`: as many rows as others tell, of which those behind the ones that count are zeros."""
+
+        def padded(leaf: np.ndarray) -> np.ndarray:
+            whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)
+            count = int(mask.sum())
+            whole[:count] = leaf[:count]
+            return whole
+
+        return jax.tree.map(padded, computed)
 
 
 class _Function(ABC):
@@ -78,7 +142,7 @@ class TestFunction(_Function):
     """Evaluates for `evaluate` and `test_on_batch`."""
 
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, MetricsTask)
+        super().__init__(model, strategy, steps_per_execution, _MetricsTask)
         self._results = jit(self.functions.results)
         self.begin()
 
@@ -101,8 +165,8 @@ class TestFunction(_Function):
         """
         if self._words is None:
             self._words = self._looked_at(state, iterator.feed.example)
-        told, (trained, others, metrics) = self.taken(state, iterator)
-        metrics = [np.asarray(one) for one in metrics]
+        told, (trained, others, of_metrics) = self.taken(state, iterator)
+        metrics = [np.asarray(one) for one in of_metrics]
         logs: Logs = {}
         for of_replicas in told:
             counted = [of_replica for of_replica, mask in of_replicas if mask.any()]
@@ -131,7 +195,7 @@ class PredictFunction(_Function):
     """Predicts for `predict` and `predict_on_batch`."""
 
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, OutputsTask)
+        super().__init__(model, strategy, steps_per_execution, _OutputsTask)
 
     def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
         """Return the outputs for the next batches, in the order of the data, and the state."""

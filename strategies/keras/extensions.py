@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeAlias
 
 import keras
 from keras import tree
 
+from strategies.feeds.infeed import checked_depth
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.keras.options import ModelOptions, Option
 from strategies.keras.protocols import ModelLike
 from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
+from strategies.numbers import positive
+from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.recomputation import recomputation_checkpoint
 from strategies.roles import Tree
+from strategies.step.options import StepOptions
 from strategies.switches import require_switches, require_switches_or_none
-
-METHODS = (
-    "set_asynchronous_callbacks",
-    "set_replication_options",
-    "set_gradient_accumulation_options",
-    "set_pipelining_options",
-    "set_infeed_queue_options",
-    "set_outfeed_queue_options",
-    "get_pipeline_stage_assignment",
-    "set_pipeline_stage_assignment",
-    "reset_pipeline_stage_assignment",
-    "print_pipeline_stage_assignment_summary",
-    "save_assets",
-    "load_assets",
-)
-"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
 
 _FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
@@ -62,6 +51,84 @@ _OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_laten
 _BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
 _NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
 _OF_PIPELINING_OPTIONS = ("gradient_accumulation_count", "device_mapping", "accumulate_outfeed")
+
+
+Option: TypeAlias = Any
+"""The value of an option."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the extensions of a model have set.
+
+    Attributes:
+        accumulated: micro-batches of each replica for one update; None where the model was not told.
+        reduction_method: of their gradients.
+        step: further options of the step; see `strategies.StepOptions`.
+        pipelining: how a replica is cut into stages; None for one that is not.
+        stages: the stage of each call of a layer; see `strategies.keras.stages`.
+        prefetch: how many batches are prepared ahead.
+        each_step: whether callbacks are told of each step, and not of each execution.
+
+    Raises:
+        TypeError, ValueError: if an option is out of range.
+    """
+
+    accumulated: int | None = None
+    reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    step: Mapping[str, Option] = field(default_factory=dict)
+    pipelining: Mapping[str, Option] | None = None
+    stages: tuple[int, ...] | None = None
+    prefetch: int = 2
+    each_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.accumulated is not None:
+            positive("gradient_accumulation_steps_per_replica", self.accumulated)
+        checked_depth(self.prefetch)
+        _ = StepOptions(**self.step)  # refuses what is out of range, and so does a pipeline
+        if self.pipelining is not None:
+            self.pipeline(0, 1)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each replica and step."""
+        return self.accumulated or 1
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it was told that a replica is cut into stages."""
+        return self.pipelining is not None or self.stages is not None
+
+    def executed(self, steps_per_execution: int) -> int:
+        """How many updates an execution makes of so many micro-batches of each replica. 1 stands for one update.
+
+        Raises:
+            RuntimeError: if the micro-batches do not fill updates.
+        """
+        if self.accumulated is None or steps_per_execution == 1:
+            return 1 if self.each_step else steps_per_execution
+        if steps_per_execution % self.accumulated:
+            kind = "pipelined model" if self.is_pipelined else "model"
+            raise RuntimeError(
+                f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
+                f"replica, and steps_per_execution is {steps_per_execution}, which is no multiple of it; use one, or "
+                "leave steps_per_execution out for one update"
+            )
+        return 1 if self.each_step else steps_per_execution // self.accumulated
+
+    def pipeline(self, stages: int, devices: int) -> Pipelining:
+        """The option of the step.
+
+        Args:
+            stages: how many there are.
+            devices: that a replica spans.
+        """
+        given = dict(self.pipelining or {})
+        mapping = given.pop("device_mapping", None)
+        if mapping is None:
+            mapping = list(range(stages)) if devices > 1 else [0] * stages
+        return Pipelining(device_mapping=mapping, **given)
 
 
 @keras.saving.register_keras_serializable(package="strategies")
@@ -281,6 +348,10 @@ class Extensions:
             prefetch=saved["prefetch_depth"],
             each_step=saved["asynchronous_callbacks"],
         )
+
+
+METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
+"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
 
 
 def _as_tuples(stages: Tree) -> Tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
@@ -16,6 +15,7 @@ from strategies.keras.protocols import Array, ModelLike, OptimizerLike, Values, 
 from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import current_program
+from strategies.programs.remembering import digest
 from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.replicas import Replicas
 
@@ -134,7 +134,7 @@ class KerasState:
         """Return for each value whether all replicas of all instances have the same bits."""
         if self._replicas.num_replicas_in_sync == 1:
             return [True] * len(own[0])
-        mine = np.array([[_digest(value) for value in values] for values in own], np.uint64)
+        mine = np.array([[digest(value, most_bytes=None) | 1 for value in values] for values in own], np.uint64)
         is_alike = (mine == mine[0]).all(axis=0)
         name = "whether replicas assign the same"
         every = self._replicas.communicator.all_gather(np.where(is_alike, mine[0], np.uint64(0)), name=name)
@@ -144,7 +144,8 @@ class KerasState:
     def _agreed(self, number: int, own: Sequence[np.ndarray]) -> Array:
         variable = self._variables[number]
         if np.issubdtype(own[0].dtype, np.floating) and variable.aggregation != "only_first_replica":
-            return self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
+            mean: Array = self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
+            return mean
         return self._replicas.broadcast(own[0])
 
     def _set(self, changes: Changes) -> None:
@@ -184,9 +185,3 @@ def _averaging(optimizer: OptimizerLike) -> Iterator[None]:
 
 def _seeds(model: ModelLike) -> list[VariableLike]:
     return seed_variables(model) if hasattr(model, "_flatten_layers") else []
-
-
-def _digest(value: np.ndarray) -> int:
-    """Return a checksum of a value's bits that is never 0."""
-    found = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).digest()
-    return int.from_bytes(found, "little") | 1

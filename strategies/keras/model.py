@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,30 +15,33 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from strategies.keras.agreement import insist, number_of_leader, refuse_other_rows
+from strategies.keras.agreement import (
+    WAY_OUT,
+    VariableWatch,
+    insist,
+    number_of_leader,
+    refuse_other_rows,
+    terms_of_call,
+)
+from strategies.keras.batches import own_rows
 from strategies.keras.callbacks import Running, described, listed
 from strategies.keras.checkpointing import FitCheckpoints, SavedFit, given_in, shape_of_step
-from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_feed
+from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_feed, rows_of_replica
 from strategies.keras.evaluating import PredictFunction, TestFunction
-from strategies.keras.extensions import Extensions
-from strategies.keras.options import ModelOptions
+from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.own_steps import OwnTrainFunction
 from strategies.keras.protocols import Callbacks, FunctionLike, ModelClass, ModelLike, State
 from strategies.keras.refusals import (
     is_own,
     refuse_beside_own_step,
     refuse_changed_layers,
-    refuse_eager,
     refuse_optimizer,
     refuse_other_size,
-    refuse_outside,
-    refuse_own_distribution,
     refuse_own_steps,
-    refuse_states_of_rows,
+    refuse_use,
 )
 from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
-from strategies.keras.watching import WAY_OUT, VariableWatch, terms_of_call
 from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
 
@@ -142,7 +145,7 @@ class ReplicatedModel:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
+        batch_size = rows_of_replica(self.strategy, batch_size, global_batch_size, self.options.micro_batches)
         given = DataArguments(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
         if checkpoints is not None and steps_per_epoch is not None:
             raise ValueError(
@@ -174,7 +177,7 @@ class ReplicatedModel:
             self._watch,
         )
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
-        with self._while(running, train=feed, test=validation), self._executing(training=True), stack:
+        with self._while(running, train=feed, test=validation), stack:
             return self.stock.fit(
                 self._model,
                 feed,
@@ -208,14 +211,11 @@ class ReplicatedModel:
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
                 )
         self._check("evaluate", "test_step")
-        arguments = {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
-        self._insist("evaluate", callbacks, arguments | {"sample_weight": sample_weight is not None})
-        batch_size = self._rows_of_replica(batch_size, global_batch_size)
-        feed = self._feed(DataArguments(x, y, sample_weight, None, batch_size, steps), trains=False)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        given = DataArguments(x, y, sample_weight, None, batch_size, steps)
+        feed = self._feed_of("evaluate", callbacks, given, global_batch_size, sample_weight=sample_weight is not None)
         running = Running(self._model, self.strategy, steps_made=self._made)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
-        with self._while(running, test=feed), self._executing(training=False):
+        with self._while(running, test=feed):
             return self.stock.evaluate(
                 self._model, feed, callbacks=prepared, steps=steps, return_dict=return_dict, **named
             )
@@ -232,16 +232,12 @@ class ReplicatedModel:
     ) -> Tree:
         """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
         self._check("predict", "predict_step", is_compiled=False)
-        self._insist(
-            "predict", callbacks, {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
-        )
-        batch_size = self._rows_of_replica(batch_size, global_batch_size)
-        feed = self._feed(DataArguments(x, None, None, None, batch_size, steps), trains=False)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        given = DataArguments(x, batch_size=batch_size, steps=steps)
+        feed = self._feed_of("predict", callbacks, given, global_batch_size)
         self._build(feed.example)
         running = Running(self._model, self.strategy)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
-        with self._while(running, predict=feed), self._executing(training=False):
+        with self._while(running, predict=feed):
             return self.stock.predict(self._model, feed, callbacks=prepared, steps=steps)
 
     def train_on_batch(
@@ -307,7 +303,7 @@ class ReplicatedModel:
 
     def _is_current(self, called: FunctionLike | None) -> bool:
         """Whether a function is there, and no layer was frozen or thawed since it was made."""
-        return called is not None and called.function.functions.seeds.flags == tuple(seeds_of(self._model))
+        return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
     def _symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
@@ -332,11 +328,8 @@ class ReplicatedModel:
 
     def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
         """Refuse what cannot be done on replicas."""
-        refuse_outside(self._model, self.in_scope, called)
-        refuse_eager(self._model)
-        refuse_own_distribution()
+        refuse_use(self._model, self.in_scope, called)
         refuse_own_steps(self.stock, step)
-        refuse_states_of_rows(self._model)
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
@@ -351,6 +344,22 @@ class ReplicatedModel:
         if replicas.communicator.size > 1:
             terms = terms_of_call(self._model, called, described(callbacks), arguments)
             insist(replicas, terms, f"the arguments of {called}", WAY_OUT)
+
+    def _feed_of(
+        self,
+        called: str,
+        callbacks: Callbacks,
+        given: DataArguments,
+        global_batch_size: int | None,
+        **arguments: object,
+    ) -> KerasFeed:
+        """Return the feed of `evaluate` or `predict`, on which all instances agree; a collective call."""
+        sizes = {"batch_size": given.batch_size, "global_batch_size": global_batch_size, "steps": given.steps}
+        self._insist(called, callbacks, sizes | arguments)
+        rows = rows_of_replica(self.strategy, given.batch_size, global_batch_size)
+        feed = self._feed(replace(given, batch_size=rows), trains=False)
+        refuse_other_size(feed.batch_size, global_batch_size)
+        return feed
 
     @contextmanager
     def _resumed(self, checkpoints: FitCheckpoints, feed: KerasFeed) -> Iterator[None]:
@@ -388,24 +397,6 @@ class ReplicatedModel:
         """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
         return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
 
-    def _rows_of_replica(self, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
-        """The rows of a replica and micro-batch.
-
-        Raises:
-            ValueError: if both sizes are given, or that of all replicas cannot be divided.
-        """
-        if of_all is None:
-            return batch_size
-        if batch_size is not None:
-            raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
-        parts = self.strategy.num_replicas_in_sync * accumulated
-        if of_all % parts or of_all < parts:
-            raise ValueError(
-                f"global_batch_size is {of_all}, and there are {self.strategy.num_replicas_in_sync} replicas x "
-                f"{accumulated} micro-batches; use a multiple of {parts}"
-            )
-        return of_all // parts
-
     def _say_batch_size(self, feed: KerasFeed) -> None:
         count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
         logger.info(
@@ -426,7 +417,8 @@ class ReplicatedModel:
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
-            yield
+            with self._executing(training=running.watch is not None):
+                yield
         finally:
             self._running, self._feeds = outer
         self.unite()
@@ -485,22 +477,9 @@ class ReplicatedModel:
             refuse_other_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
 
     def _alone(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This instance's rows of a batch for all replicas.
-
-        Raises:
-            ValueError: if it cannot be divided.
-        """
+        """Return this instance's rows of a batch for all replicas."""
         batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
-        replicas, count = self.strategy.num_replicas_in_sync, self.options.micro_batches
-        rows = len(jax.tree.leaves(batch)[0])
-        if rows % (replicas * count):
-            raise ValueError(
-                f"a batch of {rows} rows for {replicas} replicas x {count} micro-batches; its rows must be a multiple "
-                f"of {replicas * count}"
-            )
-        local, each = self.strategy.replicas.local_replicas, rows // replicas
-        own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
-        return iter([self.strategy.replicas.dealing.batch(own)])
+        return iter([own_rows(self.strategy, batch, self.options.micro_batches)])
 
     def _pass_over(self, batches: Iterator[Batch]) -> Pass:
         """A pass over one batch for all replicas."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class KerasOptimizer(Optimizer):
         """Return the values of the variables of a `LossScaleOptimizer` itself after a step."""
         if scale is None:
             return list(own)
-        new = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
+        new: dict[str, Any] = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
         pairs = zip(self._own, own, strict=True)
         return [new.get(variable.name, value) for variable, value in pairs]
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from strategies.evaluation.evaluation_program import Task
-from strategies.gradients.outcome import Outcome
 from strategies.keras.protocols import Array, Logs, ModelLike, Values
-from strategies.keras.state import METRICS, VARIABLES, Seeds, words_of_metrics
+from strategies.keras.state import Seeds, words_of_metrics
 from strategies.programs.additions import looks
-from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Batch, Key, Tree, Variables
+from strategies.roles import Batch, Tree, Variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,85 +80,3 @@ def results_of(model: ModelLike, metrics: Values) -> Logs:
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype that an array has in a program."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class TrainLoss:
-    """The loss function of a `Trainer` for a model.
-
-    Attributes:
-        functions: of the model.
-        names: of logs that are no results of metrics, such as what an own `compute_metrics` returns; their means are
-            metrics of the step.
-    """
-
-    functions: ModelFunctions
-    names: tuple[str, ...] = ()
-
-    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
-        """See `Trainer`. The model has random states of its own, so the key is not used."""
-        seeds, given = self.functions.seeds, model_state[VARIABLES]
-        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        loss, made, metrics, logs = self.functions.losses(variables, own, model_state[METRICS], batch, training=True)
-        after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
-        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self.names}, after)
-
-
-class _OfRows(Task):
-    """A task of a model, for rows that count and no others.
-
-    Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
-    different random states.
-    """
-
-    is_exact: ClassVar[bool] = True
-    functions: ModelFunctions
-
-    def _state(self, numbers: jax.Array, model_state: Mapping[str, Values]) -> list[Array]:
-        replica = get_replica_context().replica_id_in_sync_group
-        return self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
-
-
-@dataclass(frozen=True)
-class MetricsTask(_OfRows):
-    """What the rows of a replica add to the variables of metrics."""
-
-    title: ClassVar[str] = "evaluation"
-    functions: ModelFunctions
-
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
-        numbers, rows = batch
-        zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
-        others = self._state(numbers, model_state[0])
-        _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
-        return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
-
-    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
-        return computed
-
-
-@dataclass(frozen=True)
-class OutputsTask(_OfRows):
-    """What the model says of each row."""
-
-    title: ClassVar[str] = "prediction"
-    functions: ModelFunctions
-
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
-        numbers, rows = batch
-        outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
-        return jax.tree.map(jnp.asarray, outputs)
-
-    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`: as many rows as others tell, of which those behind the ones that count are zeros."""
-
-        def padded(leaf: np.ndarray) -> np.ndarray:
-            whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)
-            count = int(mask.sum())
-            whole[:count] = leaf[:count]
-            return whole
-
-        return jax.tree.map(padded, computed)

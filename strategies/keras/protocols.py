@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
 import jax
+import numpy as np
 
 from strategies.roles import Batch, Data, Number, Tree
 
-Array: TypeAlias = Any
+Array: TypeAlias = jax.Array | np.ndarray
 """The value of a variable: an array of JAX or NumPy."""
 
 Values: TypeAlias = Sequence[Array]
@@ -32,7 +33,7 @@ class VariableLike(Protocol):
     """A `keras.Variable`."""
 
     trainable: bool
-    _value: Array
+    _value: Any  # an array, or None while Keras's loops have it
     _path: str
     constraint: Any
 

@@ -7,24 +7,47 @@ import inspect
 import keras
 
 from strategies.errors import StrategyError
-from strategies.keras.options import ModelOptions
+from strategies.keras.extensions import ModelOptions
 from strategies.keras.protocols import ModelClass, ModelLike, OptimizerLike
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
-def refuse_outside(model: ModelLike, strategy: Strategy, called: str) -> None:
-    """Refuse a model of a strategy outside of its scope.
+def refuse_use(model: ModelLike, strategy: Strategy, called: str) -> None:
+    """Refuse a model of a strategy outside of its scope, and models and settings that replicas cannot have.
+
+    Args:
+        model: of the strategy.
+        strategy: in whose scope it was made.
+        called: the name of the method.
 
     Raises:
-        StrategyError: saying where to call it.
+        StrategyError: outside of the scope, beside a distribution of Keras's own, or if layers keep states of rows.
+        RuntimeError: if the model is to run without being compiled.
     """
     if get_strategy() is not strategy:
         raise StrategyError(
             f"model {model.name!r} was made inside of the scope of a {type(strategy).__name__}, and {called} is called "
             f"outside of it; call it inside: with strategy.scope(): model.{called}(...)"
         )
+    if model.run_eagerly:
+        raise RuntimeError(
+            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
+            "with jax.debug.print"
+        )
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise StrategyError(
+            f"keras.distribution is a {type(distribution).__name__}, and the strategy spreads rows over replicas; call "
+            "keras.distribution.set_distribution(None), or use the model outside of a scope"
+        )
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
+            raise StrategyError(
+                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
+                "rows; make it with stateful=False, or use the model outside of a scope"
+            )
 
 
 def is_own(stock: ModelClass, name: str) -> bool:
@@ -81,33 +104,6 @@ def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpo
             )
 
 
-def refuse_eager(model: ModelLike) -> None:
-    """Refuse a model that is to run without being compiled.
-
-    Raises:
-        RuntimeError: saying what to do instead.
-    """
-    if model.run_eagerly:
-        raise RuntimeError(
-            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
-            "with jax.debug.print"
-        )
-
-
-def refuse_own_distribution() -> None:
-    """Refuse a distribution of Keras's own, which would spread rows over devices beside the strategy.
-
-    Raises:
-        StrategyError: naming it.
-    """
-    found = keras.distribution.distribution()
-    if found is not None:
-        raise StrategyError(
-            f"keras.distribution is a {type(found).__name__}, and the strategy spreads rows over replicas; call "
-            "keras.distribution.set_distribution(None), or use the model outside of a scope"
-        )
-
-
 def refuse_other_size(found: int, of_all: int | None) -> None:
     """Refuse a size of batches that a source does not have, which makes its own.
 
@@ -123,20 +119,6 @@ def refuse_other_size(found: int, of_all: int | None) -> None:
             f"global_batch_size is {of_all}, and the data come in batches that make {found} rows for all replicas; "
             "make them of another size, or leave global_batch_size out"
         )
-
-
-def refuse_states_of_rows(model: ModelLike) -> None:
-    """Refuse recurrent layers that keep a state for each row of a batch, of which replicas have different ones.
-
-    Raises:
-        StrategyError: naming the layer.
-    """
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
-            raise StrategyError(
-                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
-                "rows; make it with stateful=False, or use the model outside of a scope"
-            )
 
 
 def refuse_changed_layers(model: ModelLike) -> None:

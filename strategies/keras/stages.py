@@ -188,6 +188,13 @@ class Assignments:
     def _layers(self) -> list[ModelLike]:
         return list(self._model.layers) if self._is_sequential else [node.operation for node in self.nodes]
 
+    @property
+    def _kinds(self) -> tuple[Any, Any]:
+        """The classes of assignments: for models that are layers, and for other layers."""
+        if self._is_sequential:
+            return SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment
+        return FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment
+
     # ---- as the user sees them
 
     def listed(self, stages: Stages | None) -> list[Assignment]:
@@ -196,21 +203,13 @@ class Assignments:
         if stages is not None and len(stages) != len(layers):
             stages = None
         stages = stages or (None,) * len(layers)
-        if self._is_sequential:
-            pairs = zip(layers, stages, strict=True)
-            return [
-                SequentialNestedModelPipelineStageAssignment(layer, Assignments(layer).listed(stage))
-                if isinstance(stage, tuple)
-                else SequentialLayerPipelineStageAssignment(layer, stage)
-                for layer, stage in pairs
-            ]
+        nested, own = self._kinds
+        places = [()] * len(layers) if self._is_sequential else [(_index_of(node),) for node in self.nodes]
         return [
-            FunctionalNestedModelPipelineStageAssignment(
-                node.operation, _index_of(node), Assignments(node.operation).listed(stage)
-            )
+            nested(layer, *place, Assignments(layer).listed(stage))
             if isinstance(stage, tuple)
-            else FunctionalLayerPipelineStageAssignment(node.operation, _index_of(node), stage)
-            for node, stage in zip(self.nodes, stages, strict=True)
+            else own(layer, *place, stage)
+            for layer, place, stage in zip(layers, places, stages, strict=True)
         ]
 
     def parsed(self, given: object) -> Stages:
@@ -237,12 +236,7 @@ class Assignments:
             _check_stage(one)
             return number_given
         layer = self._layers[number]
-        kinds: Any = (
-            (SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment)
-            if self._is_sequential
-            else (FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment)
-        )
-        nested, own = kinds
+        nested, own = self._kinds
         if isinstance(one, nested) and one.nested_model is layer:
             inner = Assignments(layer)
             return tuple(inner._parsed(each, place) for place, each in enumerate(one.pipeline_stage_assignments))

@@ -72,7 +72,7 @@ class Seeds:
         """
         return [self._own(one, replica, draw) if flag else one for one, flag in zip(values, self.flags, strict=True)]
 
-    def _own(self, state: jax.Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
+    def _own(self, state: Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.asarray(state), impl="threefry2x32")
         derived = jax.random.key_data(jax.random.fold_in(key, replica))
         own = jnp.where(replica == 0, state, derived)

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from strategies.gradients.outcome import Outcome
 from strategies.keras.agreement import broadcast, is_so_anywhere
 from strategies.keras.checkpointing import SavedFit
+from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
-from strategies.keras.options import ModelOptions
-from strategies.keras.programs import ModelFunctions, TrainLoss, shape_of
+from strategies.keras.programs import ModelFunctions, shape_of
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.additions import looks
 from strategies.programs.program import jit
+from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Batch, Number, Variables
+from strategies.roles import Batch, Key, Number, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class _TrainLoss:
+    """The loss function of a `Trainer` for a model.
+
+    Attributes:
+        functions: of the model.
+        names: of logs that are no results of metrics, such as what an own `compute_metrics` returns; their means are
+            metrics of the step.
+    """
+
+    functions: ModelFunctions
+    names: tuple[str, ...] = ()
+
+    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
+        """See `Trainer`. The model has random states of its own, so the key is not used."""
+        seeds, given = self.functions.seeds, model_state[VARIABLES]
+        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
+        loss, made, metrics, logs = self.functions.losses(variables, own, model_state[METRICS], batch, training=True)
+        after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
+        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self.names}, after)
 
 
 class TrainFunction:
@@ -222,7 +247,7 @@ class TrainFunction:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
         shapes = jax.tree.map(self._micro_shape, rows)
         self.words, self._names = self._looked_at(state, shapes)
-        loss = TrainLoss(self._functions, self._names)
+        loss = _TrainLoss(self._functions, self._names)
         options = self._options
         return Trainer(
             self._strategy,

@@ -2,10 +2,9 @@
 
 import itertools
 
-import keras
 import numpy as np
 import pytest
-from small_models import ROWS, TARGETS, WEIGHTS, X, bits_of, regression
+from small_models import ROWS, TARGETS, WEIGHTS, Batches, X, bits_of, regression
 from tiers import first_of, only
 
 from strategies.data.layout import Layout
@@ -17,17 +16,14 @@ BATCH = 4
 COUNT = ROWS // BATCH
 
 
-class Numbered(keras.utils.PyDataset):
+class Numbered(Batches):
     def __init__(self, **named):
         super().__init__(**named)
         self.read, self.begun, self.ended = [], 0, 0
 
-    def __len__(self):
-        return COUNT
-
     def __getitem__(self, number):
         self.read.append(number)
-        return X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+        return super().__getitem__(number)
 
     def on_epoch_begin(self):
         self.begun += 1
@@ -53,8 +49,7 @@ def as_tensorflow():
 
 
 def as_generator():
-    for number in itertools.cycle(range(COUNT)):
-        yield X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+    yield from map(Batches().__getitem__, itertools.cycle(range(COUNT)))
 
 
 SOURCES = {
@@ -299,32 +294,18 @@ def test_what_a_source_has_itself_is_not_given_beside_it(alone):
 
 
 def test_an_empty_source_says_so(alone):
-    def program(strategy):
-        regression().fit(iter_of_nothing(), verbose=0)
-
     with pytest.raises(ValueError, match="must yield at least one batch|no batch"):
-        alone(program)
-
-
-def iter_of_nothing():
-    yield from ()
+        alone(lambda strategy: regression().fit((batch for batch in ()), verbose=0))
 
 
 @pytest.mark.parametrize("rows", [4, 7])
 def test_rows_that_are_too_few_for_all_micro_batches_are_refused(alone, rows):
     """Arrays, and batches of one row: they are enough for four replicas, not for two micro-batches of each."""
 
-    class Single(keras.utils.PyDataset):
-        def __len__(self):
-            return rows
-
-        def __getitem__(self, number):
-            return X[number : number + 1], TARGETS[number : number + 1]
-
     def program(strategy):
         model = regression()
         model.set_gradient_accumulation_options(2)
-        for data in ((X[:rows], TARGETS[:rows]), (Single(),)):
+        for data in ((X[:rows], TARGETS[:rows]), (Batches(1, rows),)):
             with pytest.raises(
                 ValueError, match=f"the data have {rows} rows, for 4 replicas x 2 micro-batches; give at"
             ):

@@ -16,6 +16,7 @@ import pytest
 import small_models
 from keras import layers, ops, optimizers
 from keras.callbacks import EarlyStopping, LambdaCallback, LearningRateScheduler, ReduceLROnPlateau
+from small_models import Batches
 from test_keras_own_steps import OfTheGuide
 
 ROWS = 32  # two steps of four replicas
@@ -136,17 +137,6 @@ class OwnTestStep(keras.Sequential):
         return super().test_step(state, data)
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self):
-        super().__init__()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, number):
-        return X[4 * number : 4 * number + 4], TARGETS[4 * number : 4 * number + 4]
-
-
 def rebuilt(kind):
     return lambda: kind([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
 
@@ -198,11 +188,7 @@ def with_lora(model, idiom):
 
 
 def with_generator(model, idiom):
-    batches = (
-        (X[4 * number : 4 * number + 4], TARGETS[4 * number : 4 * number + 4])
-        for number in range(24)
-        for number in [number % 8]
-    )
+    batches = (Batches()[number % 8] for number in range(24))
     return list(model.fit(batches, steps_per_epoch=3, epochs=2, verbose=0, shuffle=False).history["loss"])
 
 
@@ -271,7 +257,7 @@ IDIOMS = {
     "weights of classes": Idiom(classes, (X, LABELS), lambda: KINDS, fit=lambda: {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
     "validation": Idiom(mlp, compiled=lambda: {"metrics": ["mae"]}, fit=lambda: {"validation_data": (X[:20], TARGETS[:20], WEIGHTS[:20]), "validation_freq": 2}),
     "validation_split": Idiom(mlp, fit=lambda: {"validation_split": 0.25}),
-    "batches by number": Idiom(mlp, (Batches(),), fit=lambda: {"batch_size": None}),
+    "batches by number": Idiom(mlp, (Batches(4, 8),), fit=lambda: {"batch_size": None}),
     "a generator": Idiom(mlp, use=with_generator),
     # ---- callbacks
     "rates": Idiom(mlp, fit=callbacks(lambda: LearningRateScheduler(halved), lambda: ReduceLROnPlateau("loss", patience=1, min_delta=9.0))),
