@@ -24,12 +24,14 @@ class _LateImport(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return a specification of Keras that cannot be loaded, while a scope is open."""
         return spec_from_loader(fullname, self) if fullname == "keras" and self.scopes else None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Refuse to load Keras."""
         raise ImportError(
-            "keras is imported for the first time inside of strategy.scope(), and models are the strategy's only where "
-            "the scope finds Keras when it is entered; import keras before the scope",
+            "keras is imported for the first time while strategy.scope() is open, and models are the strategy's only "
+            "where the scope finds Keras when it is entered; import keras before the scope",
             name="keras",
         )
 

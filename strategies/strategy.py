@@ -524,7 +524,7 @@ class Strategy(ABC):
         """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own.
 
         Raises:
-            ImportError: by `import keras` inside, if it is the first import of Keras; import Keras before the scope.
+            ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
         """
         with keras_in_scope(get_strategy):
             token = _scope.set(self)

@@ -148,7 +148,7 @@ def _like(optimizer: OptimizerLike, config: dict[str, object], shapes: Shapes) -
     made = type(optimizer).from_config(dict(config))
     variables: list[VariableLike] = []
     for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
-        variable: VariableLike = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
+        variable: Any = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
         variable._path, variable.constraint = own.path, own.constraint
         variables.append(variable)
     if hasattr(optimizer, "_exclude_from_weight_decay_pattern"):

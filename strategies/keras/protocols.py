@@ -36,19 +36,13 @@ class VariableLike(Protocol):
     _value: Any  # an array, or None while Keras's loops have it
     _path: str
     constraint: Any
+    name: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    aggregation: str
+    value: jax.Array
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def aggregation(self) -> str: ...
-    @property
-    def value(self) -> jax.Array: ...
     def assign(self, value: Array) -> object: ...
 
 
@@ -58,15 +52,11 @@ class LayerLike(Protocol):
     name: str
     built: bool
     _inbound_nodes: list[NodeLike]
+    _seed_generators: Sequence[SeedGeneratorLike]
+    variables: list[VariableLike]
+    trainable_variables: list[VariableLike]
+    non_trainable_variables: list[VariableLike]
 
-    @property
-    def _seed_generators(self) -> Sequence[SeedGeneratorLike]: ...
-    @property
-    def variables(self) -> list[VariableLike]: ...
-    @property
-    def trainable_variables(self) -> list[VariableLike]: ...
-    @property
-    def non_trainable_variables(self) -> list[VariableLike]: ...
     def __call__(self, *arguments: Tree, **named: Tree) -> Tree: ...
 
 
@@ -104,9 +94,8 @@ class OptimizerLike(Protocol):
     _iterations: VariableLike
     _exclude_from_weight_decay_pattern: object
     _exclude_from_weight_decay: set[str]
+    variables: list[VariableLike]
 
-    @property
-    def variables(self) -> list[VariableLike]: ...
     def build(self, variables: Sequence[VariableLike]) -> None: ...
     def get_config(self) -> dict[str, object]: ...
     @classmethod
@@ -145,9 +134,8 @@ class ModelLike(LayerLike, Protocol):
     _jax_state_synced: bool
     _call_has_training_arg: bool
     _functional: FunctionalLike | None
+    metrics_variables: list[VariableLike]
 
-    @property
-    def metrics_variables(self) -> list[VariableLike]: ...
     def _flatten_layers(self) -> Sequence[LayerLike]: ...
     def _assert_compile_called(self, method_name: str) -> None: ...
     def jax_state_sync(self) -> None: ...

@@ -216,6 +216,7 @@ IDIOMS = {
     "clipvalue": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, clipvalue=0.1)}),
     "average of weights": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)}),
     "weight decay": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.AdamW(0.01, weight_decay=0.1)}),
+    "nadam": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Nadam(0.01), "loss": keras.losses.Huber()}),
     "adafactor": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Adafactor(0.05)}),
     "lamb": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Lamb(0.05)}),
     "lion": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Lion(0.01)}),
@@ -243,6 +244,8 @@ IDIOMS = {
     "lstm": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.Bidirectional(layers.LSTM(3, seed=1)), layers.Dense(1)]), (SERIES, TARGETS)),
     "gru with dropout": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.GRU(3, dropout=0.2, seed=1), layers.Dense(1)]), (SERIES, TARGETS)),
     "stateful lstm": Idiom(lambda: keras.Sequential([keras.Input(batch_shape=(4, 4, 3)), layers.LSTM(3, stateful=True), layers.Dense(1)]), (SERIES, TARGETS), refused="layer 'lstm.*' is stateful"),
+    "convolutions of series": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.Conv1D(4, 2, strides=2, activation="relu"), layers.GRU(3, seed=1), layers.Dense(1)]), (SERIES, TARGETS)),
+    "pooled images": Idiom(lambda: keras.Sequential([keras.Input((4, 4, 2)), layers.Conv2D(4, 3, padding="same"), layers.MaxPooling2D(2), layers.Flatten(), layers.Dropout(0.5, seed=6), layers.Dense(3)]), (IMAGES, LABELS), lambda: {"loss": LOGITS, "metrics": [keras.metrics.SparseTopKCategoricalAccuracy(2)]}),
     "attention": Idiom(attention, (SERIES, TARGETS)),
     "masked tokens": Idiom(lambda: keras.Sequential([keras.Input((5,)), layers.Embedding(7, 3, mask_zero=True), layers.LSTM(3, seed=1), layers.Dense(1)]), (TOKENS, TARGETS)),
     "images": Idiom(lambda: keras.Sequential([keras.Input((4, 4, 2)), layers.RandomFlip(seed=3), layers.Conv2D(3, 3), layers.GlobalAveragePooling2D(), layers.Dense(1)]), (IMAGES, TARGETS)),
@@ -277,9 +280,10 @@ IDIOMS = {
 
 
 RARE = (
-    "warm-up", "clipvalue", "adafactor", "lamb", "lion", "accumulation of Keras", "a curve", "ignored classes", "without jit",
-    "group normalisation", "noise", "gru with dropout", "images", "lora", "validation_split", "a generator", "muon",
-    "swapped averages", "thawed between", "own train_step", "half precision", "two inputs",
+    "warm-up", "clipvalue", "nadam", "adafactor", "lamb", "convolutions of series", "pooled images", "lion",
+    "accumulation of Keras", "a curve", "ignored classes", "without jit", "group normalisation", "noise", "gru with dropout",
+    "images", "lora", "validation_split", "a generator", "muon", "swapped averages", "thawed between", "own train_step",
+    "half precision", "two inputs",
 )  # fmt: skip
 
 
