@@ -15,7 +15,7 @@ import optax
 
 from collectives.tree import combined
 from strategies.evaluation.data_pass import Told, in_order
-from strategies.evaluation.evaluation_program import Task
+from strategies.evaluation.evaluation_program import EvaluationTask
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.gradients.outcome import Outcome
 from strategies.keras.agreement import broadcast
@@ -31,7 +31,7 @@ from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
 
-class _OfRows(Task):
+class _OfRows(EvaluationTask):
     """A task of a model, for rows that count and no others.
 
     Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
@@ -54,7 +54,7 @@ class _MetricsTask(_OfRows):
     functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         numbers, rows = batch
         zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
         others = self._state(numbers, model_state[0])
@@ -62,7 +62,7 @@ class _MetricsTask(_OfRows):
         return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return computed
 
 
@@ -74,13 +74,13 @@ class _OutputsTask(_OfRows):
     functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         numbers, rows = batch
         outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
         return jax.tree.map(jnp.asarray, outputs)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`: as many rows as others tell, of which those behind the ones that count are zeros."""
+        """See `EvaluationTask`: as many rows as others tell, of which those behind the ones that count are zeros."""
 
         def padded(leaf: np.ndarray) -> np.ndarray:
             whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)
@@ -102,7 +102,11 @@ class _Function(ABC):
     """
 
     def __init__(
-        self, model: ModelLike, strategy: Strategy, steps_per_execution: int, task: Callable[[ModelFunctions], Task]
+        self,
+        model: ModelLike,
+        strategy: Strategy,
+        steps_per_execution: int,
+        task: Callable[[ModelFunctions], EvaluationTask],
     ) -> None:
         self._model = model
         self._strategy = strategy

@@ -7,7 +7,7 @@ from fault import Fault
 IN_TIMELINES = (
     Fault(
         name="collectives that failed are matched with those of other instances",
-        path="poprun/timeline/matching.py",
+        path="poprun/trace/matching.py",
         old='waits = waits[~waits["failed"]]',
         new="waits = waits",
         caught_by=(
@@ -16,7 +16,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="the time until a collective fails is not time of waiting",
-        path="poprun/timeline/spans.py",
+        path="poprun/trace/spans.py",
         old='rest["sort"][rest["failed"]] = Sort.WAIT  # it failed before all had come',
         new="pass",
         caught_by=(
@@ -25,7 +25,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="times in which connections of two instances are busy are added, though they overlap",
-        path="poprun/timeline/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="busy[link] = max(busy.get(link, 0.0), min(lasted, (end_ns - begin_ns) / 1e9))",
         new="busy[link] = busy.get(link, 0.0) + min(lasted, (end_ns - begin_ns) / 1e9)",
         caught_by=(
@@ -34,7 +34,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a link between hosts may be busy for longer than there is time",
-        path="poprun/timeline/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="min(lasted, (end_ns - begin_ns) / 1e9))",
         new="lasted)",
         caught_by=(
@@ -43,35 +43,35 @@ IN_TIMELINES = (
     ),
     Fault(
         name="the cause of lateness is what takes longer than in the mean of the others",
-        path="poprun/timeline/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="np.median(category_ns[others], axis=0)",
         new="np.mean(category_ns[others], axis=0)",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_cause_of_lateness",),
     ),
     Fault(
         name="an instance is said to be late by the mean",
-        path="poprun/timeline/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="float(np.median(late[own, row])) / 1e9",
         new="float(np.mean(late[own, row])) / 1e9",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_lateness_itself",),
     ),
     Fault(
         name="the load of a host is compared with the mean of the others",
-        path="poprun/timeline/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="float(np.median([waited[each] for each in others]))",
         new="float(np.mean([waited[each] for each in others]))",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_waits_for_cores",),
     ),
     Fault(
         name="clocks that are not known well enough are trusted",
-        path="poprun/timeline/aligned.py",
+        path="poprun/trace/aligned.py",
         old="elif each.uncertainty_ns > shortest_ns:",
         new="elif each.uncertainty_ns < 0:",
         caught_by=("tests/poprun/test_timeline_merge.py::TestClocks::test_that_are_not_known_well_enough_are_said",),
     ),
     Fault(
         name="clocks are trusted that are known well enough for the longest exchange only",
-        path="poprun/timeline/merging.py",
+        path="poprun/trace/merging.py",
         old="shortest = float(np.median(exchanges)) if len(exchanges) else 0.0",
         new="shortest = float(np.max(exchanges)) if len(exchanges) else 0.0",
         caught_by=(
@@ -80,7 +80,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="connections inside of a host count as links between hosts",
-        path="poprun/timeline/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="if link[0] != link[1]:",
         new="if True:",
         caught_by=(
@@ -89,7 +89,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a slow link is compared with the fastest one",
-        path="poprun/timeline/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="usual = float(np.median([each.rate for each in by_rate[place + 1 :]]))",
         new="usual = float(np.max([each.rate for each in by_rate[place + 1 :]]))",
         caught_by=(
@@ -98,7 +98,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="two collectives of one name in one step are one",
-        path="poprun/timeline/matching.py",
+        path="poprun/trace/matching.py",
         old="turn = np.arange(len(step)) - starts[np.cumsum(is_new) - 1] if len(step)",
         new="turn = np.zeros(len(step), np.int64) if len(step)",
         caught_by=(
@@ -107,7 +107,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="compiling inside of compute is counted twice",
-        path="poprun/timeline/report/step_table.py",
+        path="poprun/trace/report/step_table.py",
         old="of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)",
         new="of[COMPUTE] = of[COMPUTE] + 0",
         caught_by=(
@@ -116,14 +116,14 @@ IN_TIMELINES = (
     ),
     Fault(
         name="an evaluation counts as a part of the step after it",
-        path="poprun/timeline/report/step_table.py",
+        path="poprun/trace/report/step_table.py",
         old="np.where(follows & ~disturbed,",
         new="np.where(follows,",
         caught_by=("tests/poprun/test_timeline_confusions.py::test_a_step_does_not_begin_before_an_evaluation",),
     ),
     Fault(
         name="clocks on walls are compared without heed of when recordings began",
-        path="poprun/timeline/aligned.py",
+        path="poprun/trace/aligned.py",
         old="ahead = (recording.began_at_s - other.began_at_s) * 1e9 - (recording.began_ns - other.began_ns)",
         new="ahead = (recording.began_at_s - other.began_at_s) * 1e9 + (recording.began_ns - other.began_ns)",
         caught_by=(
@@ -132,7 +132,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="one of two that are late in turn is blamed",
-        path="poprun/timeline/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old=" or sums[row] < LEAST_SHARE * sums.sum():",
         new=":",
         caught_by=("tests/poprun/test_timeline_confusions.py::test_two_that_are_late_in_turn_are_none_to_blame",),
@@ -164,7 +164,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a host is blamed for slow links though others of its links are fast",
-        path="poprun/timeline/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="common -= {host for each in others for host in (each.source, each.target)}",
         new="pass",
         caught_by=(
@@ -198,7 +198,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="code between steps counts as what is in no phase",
-        path="poprun/timeline/report/step_table.py",
+        path="poprun/trace/report/step_table.py",
         old="free: np.ndarray = np.maximum(",
         new="free: np.ndarray = np.minimum(",
         caught_by=(
@@ -214,14 +214,14 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a report tells the first time of a step that was made twice",
-        path="poprun/timeline/report/step_table.py",
+        path="poprun/trace/report/step_table.py",
         old="known = len(made) - 1 - from_the_end",
         new='known = np.unique(made["step"], return_index=True)[1]',
         caught_by=("tests/poprun/test_timeline_report.py::test_of_a_step_that_was_made_twice_the_last_time_is_told",),
     ),
     Fault(
         name="bubbles of a pipeline are filled with the work of other replicas",
-        path="poprun/timeline/report/overlap.py",
+        path="poprun/trace/report/step_table.py",
         old='replicas["name"].astype(np.int64)',
         new='0 * replicas["name"].astype(np.int64)',
         caught_by=(

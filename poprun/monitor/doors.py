@@ -1,0 +1,158 @@
+"""Doors through which others look at a job, and the greeting by which both sides prove that they know its token.
+
+poprun sends a CHALLENGE; the viewer answers with random bytes of its own and a proof that it knows the token; poprun
+proves that it knows it too (WELCOME), and from then on sends a SEEN each second. On one machine the kernel says who
+calls: there is nothing but SEEN.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from poprun.cli.log import Log
+from poprun.errors import PopRunError, UsageError
+from poprun.ipc import wire
+from poprun.ipc.sockets import open_socket
+
+_PURPOSE = "poprun-top-{user}"
+_BACKLOG = 16
+_ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
+_ENTRY = re.compile(r" @(poprun-top-(\d+)-(\d+)-[0-9a-f]{12})$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Door:
+    """A socket at which viewers call.
+
+    Attributes:
+        socket: listens.
+        token: what they have to know; "": they have to be of the same user, as the kernel says.
+    """
+
+    socket: socket.socket
+    token: str = ""
+
+
+def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> list[Door]:
+    """Open the doors of a job: one for this user on this machine, and one at `HOST:PORT`, if given.
+
+    Raises:
+        PopRunError: there is no token, or nobody can listen at the address.
+    """
+    doors = [] if address is None else [_open_remote(address, environ, log)]
+    try:
+        listening, _ = open_socket(_PURPOSE.format(user=os.geteuid()))
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+        doors.append(Door(listening))
+    except OSError as error:
+        log.info(f"poprun top will not find this job: {error.strerror}")
+    return doors
+
+
+def read_address(text: str, option: str) -> tuple[str, int]:
+    """Return the host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
+        raise UsageError(f"{option} is {text!r}; write HOST:PORT or [IPv6]:PORT")
+    return found["bracketed"] or found["plain"], int(found["port"])
+
+
+def token_from(environ: Mapping[str, str], option: str) -> str:
+    """Return the token of the job.
+
+    Raises:
+        UsageError: there is none.
+    """
+    token = environ.get(TOKEN_VARIABLE, "").strip()
+    if not token:
+        raise UsageError(
+            f"{option} lets only those look who know the job's token, and {TOKEN_VARIABLE} is not set; set it for "
+            f"poprun and for poprun top alike: export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
+        )
+    return token
+
+
+def doors_in(listed: str, user: int) -> list[tuple[int, str]]:
+    """Return a user's jobs in the text of /proc/net/unix: the pid of each poprun, and the name of its door."""
+    found = {(int(pid), name) for name, owner, pid in _ENTRY.findall(listed) if int(owner) == user}
+    return sorted(found)
+
+
+def _open_remote(address: str, environ: Mapping[str, str], log: Log) -> Door:
+    option = "--top-address"
+    host, port = read_address(address, option)
+    token = token_from(environ, option)
+    try:
+        listening = _listen(host, port)
+    except OSError as error:
+        raise PopRunError(
+            f"{option} {address}: nobody can listen there: {error.strerror}; name an address of this machine, and a "
+            "port that is free"
+        ) from None
+    shown = f"[{host}]" if ":" in host else host
+    log.info(f"poprun top --address {shown}:{listening.getsockname()[1]} shows this job, to those who have its token")
+    return Door(listening, token)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.socket(family, kind)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
+"""That of the workers of TF_CONFIG, too; forwarded to other hosts by name."""
+
+CHALLENGE = 96
+"""poprun: random bytes; only over a network."""
+ANSWER = 97
+"""viewer: as many random bytes, and a proof; all that a viewer ever sends."""
+WELCOME = 98
+"""poprun: a proof."""
+SEEN = 99
+"""poprun: a snapshot."""
+FULL = 100
+"""poprun: it has as many viewers as it takes; the last message."""
+
+RANDOM_BYTES = 16
+_VIEWER, _POPRUN = b"viewer", b"poprun"
+
+
+def answer_to(token: str, challenge: bytes, own: bytes) -> bytes:
+    """Return a viewer's ANSWER to a challenge."""
+    return wire.pack(ANSWER, own + _prove(token, _VIEWER, challenge + own))
+
+
+def welcome_to(token: str, challenge: bytes, answer: bytes) -> bytes | None:
+    """Return the WELCOME to an answer; None if the viewer does not know the token."""
+    own, proof = answer[:RANDOM_BYTES], answer[RANDOM_BYTES:]
+    if not hmac.compare_digest(proof, _prove(token, _VIEWER, challenge + own)):
+        return None
+    return wire.pack(WELCOME, _prove(token, _POPRUN, challenge + own))
+
+
+def is_welcome(token: str, challenge: bytes, own: bytes, proof: bytes) -> bool:
+    """Return whether the sender of a challenge and of this WELCOME knows the token."""
+    return hmac.compare_digest(proof, _prove(token, _POPRUN, challenge + own))
+
+
+def _prove(token: str, who: bytes, random: bytes) -> bytes:
+    return hmac.digest(token.encode(errors="surrogateescape"), who + random, "sha256")

@@ -1,0 +1,259 @@
+"""The socket at which the agents report to poprun, and the events that their messages become."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from popdist.records.progress import ProgressRecord, parse_progress
+from poprun.ipc import wire
+from poprun.ipc.facts import Ending, EndKind
+from poprun.ipc.sockets import is_own, keep_alive, open_socket
+from poprun.supervisor.job_events import (
+    AgentOrder,
+    InstanceChange,
+    InstanceChanged,
+    InstanceEnded,
+    MemberConnected,
+    MemberEvent,
+    OutputPiece,
+    ProgressCame,
+)
+
+GREETING_LIMIT_S = 20.0
+"""How long somebody who has called may take to say who he is; an agent does it at once."""
+MOST_STRANGERS = 16
+"""So many more than there are instances may be connected without having said it."""
+PAUSE_S = 0.5
+"""After which another call is tried to be taken where descriptors or memory have run out."""
+
+_READ_BYTES = 1 << 18
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Member:
+    """poprun's end of the connection to one agent.
+
+    Attributes:
+        index: the instance; -1 until its agent has said so.
+        lag_s: what is added to times on the agent's clock to have them on ours.
+        fault: why the connection broke, where the kernel said so.
+        called_at_s: when it was made.
+
+    Args:
+        connection: to it.
+        token: what it has to prove that it belongs to the job.
+        shares_clock: whether it runs on this machine.
+    """
+
+    def __init__(self, connection: socket.socket, token: bytes, shares_clock: bool) -> None:
+        self.is_open = True
+        self.index = -1
+        self.lag_s = 0.0
+        self.fault = ""
+        self.called_at_s = time.monotonic()
+        self._connection = connection
+        self._reader = wire.MessageReader(wire.MOST_OF_STRANGERS)
+        self._token = token
+        self._shares_clock = shares_clock
+
+    def fileno(self) -> int:
+        """Return the descriptor for poll."""
+        return self._connection.fileno()
+
+    def order(self, order: AgentOrder) -> None:
+        """Send a command."""
+        kind = order.command.value
+        self.send(wire.pack_number(kind, order.number) if order.number else wire.pack(kind))
+
+    def send(self, message: bytes) -> None:
+        """Send a short message; an agent that is gone is noticed when reading."""
+        with suppress(OSError):
+            self._connection.sendall(message)
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the messages that have come; set `is_open` to false at the end."""
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except OSError as error:
+            data = b""
+            self.fault = error.strerror or str(error)
+        self.is_open = bool(data)
+        try:
+            return self._reader.feed(data)
+        except ValueError as error:
+            self.is_open = False
+            self.fault = str(error)
+            return []
+
+    def meet(self, content: bytes, count: int) -> tuple[int, str] | None:
+        """Take a HELLO: return the program's pid and its host, or None and end the connection of a stranger."""
+        try:
+            index, pid, clock_s, token, host = wire.unpack_hello(content)
+        except (ValueError, UnicodeDecodeError):
+            self.is_open = False
+            return None
+        if not hmac.compare_digest(token, self._token) or index >= count:
+            self.is_open = False
+            return None
+        self.index = index
+        self.lag_s = 0.0 if self._shares_clock else time.monotonic() - clock_s
+        return pid, host
+
+    def close(self) -> None:
+        """Close the connection, which tells the agent to end its instance."""
+        self._connection.close()
+
+
+class Reception:
+    """A listening socket, which is there only until every agent has connected: one of this machine, or of a network.
+
+    Attributes:
+        is_open: whether it is there.
+        shortage: what has run out, so that nobody could be let in lately; in the kernel's words.
+
+    Args:
+        interface: the address at which the other hosts reach us; "" where there are none.
+        silence_s: after which silence a host counts as gone.
+    """
+
+    def __init__(self, interface: str = "", silence_s: float = 0.0) -> None:
+        self._token = os.urandom(16)
+        self._silence_s = silence_s
+        self._is_local = not interface
+        if interface:
+            family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+            self._socket = socket.socket(family)
+            self._socket.bind((interface, 0))
+            self._address = f"tcp:{interface},{self._socket.getsockname()[1]},{silence_s:g}"
+        else:
+            self._socket, name = open_socket()
+            self._address = f"unix:{name}"
+        self._socket.listen(4096)
+        self._socket.setblocking(False)
+        self._pause_until_s = 0.0
+        self.is_open = True
+        self.shortage = ""
+
+    @property
+    def contact(self) -> str:
+        """The address for agents and the token that they show; the part before the colon names the kind."""
+        return f"{self._address} {self._token.hex()}"
+
+    def fileno(self) -> int:
+        """Return the descriptor for poll."""
+        return self._socket.fileno()
+
+    def is_ready(self, now_s: float) -> bool:
+        """Return whether to listen; right after a shortage there would be no end of events."""
+        return self.is_open and now_s >= self._pause_until_s
+
+    def accept(self, now_s: float) -> Member | None:
+        """Accept a caller; None if it is another user of this machine, or if that failed."""
+        try:
+            connection = self._socket.accept()[0]
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                self._pause_until_s = now_s + PAUSE_S
+                self.shortage = error.strerror or str(error)
+            return None  # who has called may be gone already; see accept(2)
+        self.shortage = ""
+        try:
+            if not self._is_local:
+                keep_alive(connection, self._silence_s)
+            elif not is_own(connection):
+                raise PermissionError("another user of this machine")
+        except OSError:
+            connection.close()
+            return None
+        return Member(connection, self._token, shares_clock=self._is_local)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self.is_open:
+            self.is_open = False
+            self._socket.close()
+
+
+def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
+    """Return callers that have not said in time who they are; of too many, the first callers."""
+    strangers = [member for member in members if member.index < 0]
+    too_many = max(0, len(strangers) - count - MOST_STRANGERS)
+    return [
+        member
+        for number, member in enumerate(strangers)
+        if number < too_many or now_s >= member.called_at_s + GREETING_LIMIT_S
+    ]
+
+
+@dataclass(frozen=True)
+class InputWanted:
+    """Instance 0 is ready for a piece of standard input, which is no matter of the machine."""
+
+
+Report = MemberEvent | OutputPiece | InputWanted
+
+
+def read_reports(member: Member, count: int) -> Iterator[Report]:
+    """Take in what an agent has sent; a stranger is turned away without a word.
+
+    Args:
+        member: our end of its connection, where something is to be read; not open any more after its end.
+        count: how many instances the job has.
+    """
+    for kind, content in member.receive():
+        if kind == wire.HELLO:
+            if (known := member.meet(content, count)) is not None:
+                yield MemberConnected(member.index, *known)
+        elif member.index < 0:
+            member.is_open = False  # a stranger
+        elif (report := _read(member, kind, content)) is not None:
+            yield report
+        if not member.is_open:
+            break
+    if not member.is_open and member.index >= 0:
+        yield InstanceChanged(member.index, InstanceChange.LOST, member.fault)
+
+
+def _read(member: Member, kind: int, content: bytes) -> Report | None:
+    index = member.index
+    if kind in (wire.STDOUT, wire.STDERR):
+        return OutputPiece(index, 1 if kind == wire.STDOUT else 2, content)
+    if kind == wire.PROGRESS:
+        return _read_progress(member, content)
+    if kind == wire.ENDED:
+        return _read_end(member, content)
+    if kind == wire.EXAMINED:
+        return InstanceChanged(index, InstanceChange.EXAMINED, content.decode(errors="replace"))
+    if kind == wire.TOLD:
+        is_orphaned = wire.unpack_number(content) == wire.ORPHANED
+        return InstanceChanged(index, InstanceChange.ORPHANED if is_orphaned else InstanceChange.TOLD)
+    if kind == wire.WANT:
+        return InputWanted()
+    return InstanceChanged(index, InstanceChange.CLOSED) if kind == wire.CLOSED else None
+
+
+def _read_progress(member: Member, content: bytes) -> ProgressCame:
+    _, page, is_stopped, effort, memory = wire.unpack_progress(content)
+    record = _on_our_clock(parse_progress(page), member.lag_s)
+    return ProgressCame(member.index, record, is_stopped, effort, *memory)
+
+
+def _on_our_clock(record: ProgressRecord, lag_s: float) -> ProgressRecord:
+    """Return the record with times on our clock."""
+    if record.made.from_s:
+        made = replace(record.made, from_s=record.made.from_s + lag_s, to_s=record.made.to_s + lag_s)
+        record = replace(record, made=made)
+    return replace(record, since_s=record.since_s + lag_s) if record.since_s else record
+
+
+def _read_end(member: Member, content: bytes) -> InstanceEnded:
+    by_signal, told, lacked_memory, number, at_s = wire.unpack_ended(content)
+    kind = EndKind.SIGNAL if by_signal else EndKind.EXIT
+    return InstanceEnded(member.index, Ending(kind, number, at_s + member.lag_s, told, lacked_memory=lacked_memory))

@@ -1,0 +1,315 @@
+"""Running a job: starts mpirun, tells the machine of the job what happens, and carries out its actions."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from poprun.cli.log import Level, Log, format_line
+from poprun.cli.wording import count
+from poprun.ipc import wire
+from poprun.ipc.facts import Facts, JobEnd
+from poprun.ipc.leavings import folder_of, remove_leavings
+from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
+from poprun.ipc.sockets import keep_to_loopback
+from poprun.ipc.streams import InputSource, describe_terminals
+from poprun.launch.across import Across
+from poprun.monitor.snapshot import Recent, look_at_all
+from poprun.monitor.viewers import Viewers
+from poprun.output.output import Output
+from poprun.supervisor.control import InputWanted, Member, Reception, read_reports, strangers_to_leave
+from poprun.supervisor.job_events import (
+    LOOK_S,
+    Action,
+    AgentOrder,
+    CleanUp,
+    Deed,
+    DeedKind,
+    Event,
+    Finish,
+    InstanceChange,
+    InstanceChanged,
+    MemberConnected,
+    OutputPiece,
+    ProgressCame,
+    Say,
+    SignalCame,
+    Tick,
+)
+from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, JobPhase
+from poprun.supervisor.mpirun import Mpirun
+
+DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
+"""With one of these, mpirun is told by the user where instances run."""
+END_LIMIT_S = 1.0
+"""How long processes may take to be gone that were killed."""
+LAST_WORDS_LIMIT_S = 0.2
+"""How long a reader may take for each piece of the last output after an interrupt."""
+
+
+class JobSupervisor:
+    """One running job. `run` is called once.
+
+    Args:
+        command: the mpirun command.
+        count: how many instances it starts.
+        output: where the instances' output goes.
+        log: poprun's own words.
+        across: how the hosts are reached, where there are several.
+        now_s: the clock, that of `time.monotonic`.
+        viewers: those who look at the job; None: nobody can.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        output: Output,
+        log: Log,
+        across: Across,
+        now_s: Callable[[], float] = time.monotonic,
+        viewers: Viewers | None = None,
+    ) -> None:
+        self._now_s = now_s
+        self._viewers = viewers or Viewers()
+        self._recent = Recent()
+        self._command = command
+        self._count = count
+        self._across = across
+        self._output = output
+        self._log = log
+        self._input = InputSource()
+        self._connections: list[Member] = []
+        self._members: dict[int, Member] = {}
+        self._damaged: set[int] = set()
+        self._is_mpirun_stopped = False
+        self._looked_at_s = 0.0
+        self._ended: JobEnd | None = None
+
+    def run(self, environ: Mapping[str, str]) -> JobEnd:
+        """Run the job to its end. Output may still be held back, which `Output.finish` shows."""
+        adopt_orphans()
+        self._environ = environ
+        self._wakeup = catch_signals((*INTERRUPTS, *PASSED_ON, signal.SIGCHLD))
+        self._reception = Reception(self._across.interface, self._across.silence_s)
+        try:
+            contact = f"{self._reception.contact} {describe_terminals(self._output.style.columns)}"
+            contact += wire.IGNORES_HANGUP * ignores_hangup()
+            if not any(word.partition("=")[0] in DIRECTORY_OPTIONS for word in self._command):
+                contact = f"{os.getcwd()} {contact}"
+            variables = {**environ, wire.CONTROL_VARIABLE: contact}
+            self._mpirun = Mpirun(self._command, variables, lambda pid: self._tidy(pid, sweeps=True))
+            self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
+            self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
+            self._machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
+            self._began_s = self._now_s()
+            while self._ended is None:
+                self._wait()
+                self._tell(self._tick(self._now_s()))
+                self._show_status()
+                self._show_viewers()
+        finally:
+            self._reception.close()
+        for number in heeded(INTERRUPTS):  # from here on nothing but a slow reader can keep us
+            signal.signal(number, signal.SIG_DFL)
+        return self._ended
+
+    @property
+    def facts(self) -> Sequence[Facts]:
+        """The knowledge about each instance; also when the job has ended."""
+        return self._machine.facts
+
+    @property
+    def losses(self) -> Sequence[str]:
+        """A line about each instance without which the others have gone on."""
+        return self._machine.losses
+
+    # What comes in.
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        handlers: dict[int, Callable[[], None]] = {self._wakeup: self._take_signals}
+        if self._reception.is_ready(self._now_s()):
+            handlers[self._reception.fileno()] = self._accept
+        for descriptor in self._mpirun_outputs:
+            handlers[descriptor] = partial(self._read_mpirun, descriptor)
+        takes_output = not self._output.is_behind or self._machine.phase is not JobPhase.RUNNING
+        for member in self._connections:
+            if takes_output or member.index < 0:
+                handlers[member.fileno()] = partial(self._take, member)
+        if self._input.is_ready:
+            handlers[self._input.descriptor] = self._pass_input
+        for descriptor in handlers:
+            poll.register(descriptor, select.POLLIN)
+        for sink in self._output.sinks:
+            if sink.held_bytes:
+                poll.register(sink.descriptor, select.POLLOUT)
+                handlers[sink.descriptor] = sink.flush
+        for descriptor, events, serve in self._viewers.handlers(self._now_s()):
+            handlers[descriptor] = serve
+            poll.register(descriptor, events)
+        for descriptor, _ in poll.poll(self._timeout_ms()):
+            handlers[descriptor]()
+        for stranger in strangers_to_leave(self._connections, self._count, self._now_s()):
+            self._part_from(stranger)
+
+    def _timeout_ms(self) -> int:
+        return min(1000, max(0, int(min(self._machine.deadline_s - self._now_s(), 1.0) * 1000) + 1))
+
+    def _take_signals(self) -> None:
+        for number in os.read(self._wakeup, 512):
+            if number in (*INTERRUPTS, *PASSED_ON):
+                self._tell(SignalCame(number))
+        self._mpirun.reap()
+
+    def _pass_input(self) -> None:
+        data = self._input.read()
+        if 0 in self._members:
+            self._members[0].send(wire.pack(wire.STDIN, data))
+
+    def _accept(self) -> None:
+        before = self._reception.shortage
+        if (member := self._reception.accept(self._now_s())) is not None:
+            self._connections.append(member)
+        elif (shortage := self._reception.shortage) and not before:
+            self._say(Level.WARN, f"instances cannot report: {shortage}; poprun goes on trying, see `ulimit -n`")
+
+    def _take(self, member: Member) -> None:
+        for report in read_reports(member, self._count):
+            if isinstance(report, InputWanted):
+                self._input.want()
+                continue
+            if isinstance(report, MemberConnected):
+                if not self._members and not self._across.interface:
+                    keep_to_loopback(self._mpirun.pid)  # it listens before it starts anything
+                self._members[report.instance] = member
+            elif isinstance(report, InstanceChanged) and report.change is InstanceChange.LOST:
+                self._members.pop(report.instance, None)
+            elif isinstance(report, OutputPiece):
+                self._output.record(report.instance, report.descriptor, report.data)
+            elif isinstance(report, ProgressCame):
+                self._recent.note(report.instance, report.record.made)
+                if report.record.fault:
+                    self._warn_of_page(report.instance, report.record.fault)
+            self._tell(report)
+        if not member.is_open:
+            self._part_from(member)
+
+    def _warn_of_page(self, instance: int, fault: str) -> None:
+        if instance not in self._damaged:
+            self._damaged.add(instance)
+            self._say(
+                Level.WARN,
+                f"instance {instance}: its progress page was overwritten ({fault}), so nothing is known about its "
+                "collectives; look for what writes to memory of others in its program",
+            )
+
+    def _part_from(self, member: Member) -> None:
+        self._connections.remove(member)
+        member.close()
+
+    def _read_mpirun(self, descriptor: int) -> None:
+        data = self._mpirun.read(descriptor)
+        if not data:
+            self._mpirun_outputs.remove(descriptor)
+        elif descriptor == self._mpirun.stdout:
+            # What logins on other hosts print comes here too, and is no output of the job.
+            self._output.show_own(2 if self._across.others else 1, data)
+        elif self._log.level >= Level.DEBUG:
+            self._output.show_own(2, data)
+
+    def _tick(self, now_s: float) -> Tick:
+        if now_s >= self._looked_at_s + LOOK_S:
+            self._looked_at_s = now_s
+            self._is_mpirun_stopped = self._mpirun.is_stopped
+        stdout = self._output.stdout
+        closed = stdout.fault if stdout.is_closed else None
+        return Tick(self._mpirun.status, self._is_mpirun_stopped, self._output.is_behind, closed)
+
+    # What follows from it.
+
+    def _tell(self, event: Event) -> None:
+        for action in self._machine.advance(event, self._now_s()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case OutputPiece(instance, descriptor, data):
+                self._output.show(instance, descriptor, data)
+            case AgentOrder(instance=instance):
+                if instance in self._members:
+                    self._members[instance].order(action)
+            case Deed(kind, number):
+                self._do(kind, number)
+            case Say(level, text):
+                self._say(level, text)
+            case CleanUp():
+                self._clean_up(action)
+            case Finish(ended):
+                self._ended = ended
+
+    def _do(self, kind: DeedKind, number: int) -> None:
+        match kind:
+            case DeedKind.STOP_LISTENING:
+                self._reception.close()
+            case DeedKind.SEND_TO_MPIRUN:
+                self._mpirun.send(number)
+            case DeedKind.SHOW_HIDDEN_ERRORS:
+                self._output.show_hidden_errors(number)
+            case DeedKind.SHOW_COMPLAINT:
+                self._output.show_own(2, self._mpirun.complaint)
+
+    def _clean_up(self, action: CleanUp) -> None:
+        self._reception.close()
+        self._say(Level.INFO, f"mpirun ({self._mpirun.pid}) ended with exit status {self._mpirun.status}")
+        end_descendants(END_LIMIT_S)
+        self._mpirun.read_rest()
+        self._tidy(self._mpirun.pid, action.sweeps, action.silent)
+
+    def _tidy(self, mpirun: int, sweeps: bool, silent: Collection[str] = ()) -> None:
+        """Remove what is left when nothing runs here any more."""
+        if sweeps and self._across.others:
+            from poprun.hosts.sweep import sweep
+
+            sweep(self._across.others, silent, self._across.ssh, f"{os.uname().nodename}-{mpirun}", dict(self._environ))
+        remove_leavings(folder_of(self._environ), [mpirun])
+
+    def _show_status(self) -> None:
+        is_wanted = self._machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
+        hosts = len(set(self._output.style.hosts))
+        text = status_text(self._machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
+        self._output.show_status(text)
+
+    def _show_viewers(self) -> None:
+        now_s = self._now_s()
+        self._viewers.push(now_s, lambda: look_at_all(self.facts, self._recent, now_s), len(self.losses))
+
+    def _say(self, level: Level, text: str) -> None:
+        if level <= self._log.level:
+            self._output.show_own(2, format_line(level, text).encode(errors="surrogateescape"))
+
+
+SHOW_AFTER_S = 0.5
+"""The time without a status line; most jobs on this machine have started before."""
+
+
+def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
+    """Return whether the user wants a line that comes and goes, if there is a terminal."""
+    return level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
+
+
+def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
+    """Return the status of a job that has not shown anything `since_s` after its begin; "" if there is none."""
+    if since_s < SHOW_AFTER_S:
+        return ""
+    started = sum(each.is_started for each in facts)
+    if started < len(facts):
+        there = f", {started} of {len(facts)} are there" if started else ""
+        return f"starting {count(len(facts), 'instance')} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
+    if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts):
+        return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+    return ""
