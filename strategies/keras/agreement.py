@@ -95,7 +95,7 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
 
 
 def _together(replicas: Replicas, attempt: Callable[[], T], share: Callable[[T, int], T], mine: T) -> T:
-    """What `attempt` returns, also where instances are lost.
+    """Return what `attempt` returns, also where instances are lost.
 
     Args:
         replicas: connects the instances.

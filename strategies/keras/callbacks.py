@@ -1,4 +1,4 @@
-"""Where callbacks run: those that write on the chief, others on every instance; and what instances agree on then."""
+"""The places of callbacks: those that write run on the chief, others on every instance, which then agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRITERS: tuple[type, ...] = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""Those that write, and of which the other instances need to know nothing but what the model becomes."""
+"""The callbacks that write, and tell the other instances nothing but what the model becomes."""
 Callback: TypeAlias = Any
 """A callback of Keras, or None."""
 
@@ -110,7 +110,7 @@ for _name in _HOOKS:
 
 @dataclass(frozen=True)
 class Running:
-    """One of Keras's loops, while it runs on all instances.
+    """A loop of Keras's, while it runs on all instances.
 
     Attributes:
         model: of Keras.
@@ -222,7 +222,7 @@ def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
 
 
 def listed(callbacks: Callbacks, running: Running, **settings: object) -> CallbackList:
-    """Keras's list of callbacks, each of which is called where it has to be.
+    """Return Keras's list of callbacks, each of which is called where it has to be.
 
     Args:
         callbacks: what the user gave, or a list of Keras's.
@@ -263,7 +263,7 @@ def described(callbacks: Callbacks) -> list[str]:
 
 
 def _given_to(callbacks: Callbacks) -> list[Callback]:
-    """The callbacks that the user gave."""
+    """Return the callbacks that the user gave."""
     return list(tree.flatten(callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks))
 
 
@@ -296,7 +296,7 @@ def _placed(callback: Callback, strategy: Strategy) -> Callback:
 
 
 def _has_batch_hooks(callback: Callback) -> bool:
-    """Whether a callback of the user's is told of batches."""
+    """Return whether a callback of the user's is told of batches."""
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in callback.__dict__ for name in _BATCH_HOOKS)
     stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)

@@ -46,12 +46,12 @@ class FitCheckpoints(keras.callbacks.Callback):
         )
 
     def open(self, trainer: Trainer, dataset: DistributedDataset) -> saved.Checkpoints:
-        """The checkpoints of a training."""
+        """Open the checkpoints of a training."""
         return self._open(trainer, dataset)
 
 
 def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
-    """That among the callbacks of the user's; None where there is none.
+    """Return the one among the callbacks of the user's; None where there is none.
 
     Raises:
         ValueError: if there are several.
@@ -91,13 +91,13 @@ class SavedFit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The last step is saved, but after an error."""
+        """Save the last step, but not after an error."""
         if error is None and self._last is not None:
             self._opened.save(self._last)
         self._opened.__exit__(kind, error, trace)
 
     def restored(self, state: TrainState) -> TrainState:
-        """The state of the newest checkpoint; `state` where there is none. A collective call."""
+        """Return the state of the newest checkpoint; `state` where there is none. A collective call."""
         found = self._opened.restore(state)
         position = self._dataset.position()
         self.first_epoch, self.skipped = position.epoch, position.step
@@ -112,7 +112,7 @@ class SavedFit:
             return False
 
     def skip(self, steps: int) -> int:
-        """How many of the next steps were made before; all of them behind the last one of an epoch."""
+        """Return how many of the next steps were made before; all of them behind the last one of an epoch."""
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
         return steps if skipped and self._is_at_end else skipped
@@ -124,5 +124,5 @@ class SavedFit:
 
 
 def shape_of_step(example: Batch, rows: int) -> Batch:
-    """The shapes and dtypes of a step's batch of so many rows, like a batch of any size."""
+    """Return the shapes and dtypes of a step's batch of so many rows, like a batch of any size."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), example)

@@ -1,4 +1,4 @@
-"""Where the batches of a model of Keras come from: arrays, and all that Keras reads, dealt out among replicas."""
+"""Batches for a model of Keras: arrays, and all else that Keras reads, dealt out among replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 @dataclass(frozen=True)
 class DataArguments:
-    """What Keras's functions take of data; see there.
+    """The data that Keras's functions take; see there.
 
     Attributes:
         x: inputs, or all of it.
@@ -76,7 +76,7 @@ class KerasFeed(DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """How many steps an epoch has; None where nobody knows."""
+        """The number of steps of an epoch; None where nobody knows."""
         try:
             return len(self.dataset)
         except TypeError:
@@ -95,7 +95,7 @@ class KerasFeed(DataAdapter):
     partial_batch_size = None
 
     def get_jax_iterator(self) -> Pass:
-        """The batches of the next epoch."""
+        """Return the batches of the next epoch."""
         self._end_pass()
         self._pass = Pass(self)
         return self._pass
@@ -111,18 +111,18 @@ class KerasFeed(DataAdapter):
         self.epoch = epoch
 
     def next_epoch(self) -> int:
-        """The number of the pass that begins to be read."""
+        """Return the number of the pass that begins to be read."""
         self.epoch += 1
         return self.epoch - 1
 
     def on_epoch_begin(self) -> None:
-        """Told by Keras."""
+        """Call the hook of the source, once an epoch; called by Keras."""
         if not self._is_in_epoch:
             self._is_in_epoch = True
             self._hooks[0]()
 
     def on_epoch_end(self) -> None:
-        """Told by Keras."""
+        """Call the hook of the source, once an epoch; called by Keras."""
         if self._is_in_epoch:
             self._is_in_epoch = False
             self._hooks[1]()
@@ -154,7 +154,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """What is told of the next batches.
+        """Yield what is told of the next batches.
 
         Args:
             begin: begins to tell of all batches of an epoch.
@@ -281,7 +281,7 @@ def _spread(arrays: Batch) -> Batch:
 
 
 def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
-    """Arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
+    """Return arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
 
     Args:
         given: see there.
@@ -301,7 +301,7 @@ def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
 
 
 def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
-    """The batches of what is no arrays, each `(x, y, sample_weight)`, the first of them, and what an epoch calls."""
+    """Return batches `(x, y, sample_weight)` of what is no arrays, the first of them, and what an epoch calls."""
     x = given.x
     adapter = data_adapters.get_data_adapter(  # which refuses what a source does not take besides
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
@@ -328,7 +328,7 @@ def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches
 def _numbered(
     read: Callable[[int], Batch], count: int | None, given: DataArguments
 ) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
-    """Batches that can be read by their numbers, and the first of them.
+    """Return batches that can be read by their numbers, and the first of them.
 
     Args:
         read: reads one.
@@ -346,7 +346,7 @@ def _numbered(
 
 
 def _has_no_end(x: Data) -> bool:
-    """Whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
+    """Return whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
     cardinality = getattr(x, "cardinality", None)
     return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
 
@@ -359,20 +359,20 @@ def _refuse_endless(x: Data) -> NoReturn:
 
 
 def _is_map_dataset(x: Data) -> bool:
-    """Whether it is one of grain, whose batches have numbers."""
+    """Return whether it is a data set of grain, whose batches have numbers."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(x, grain.MapDataset)
 
 
 def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[[int], Batch]:
-    """Reads a batch by its number, as Keras does without workers: batches are prepared ahead already."""
+    """Return a reader of batches by their numbers, as Keras reads without workers: batches are prepared ahead."""
     adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
     adapter.py_dataset, adapter.class_weight = x, class_weight
     return lambda number: _standard(adapter._standardize_batch(x[number]))
 
 
 def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """A stream that goes on with these batches each time, and the first of them.
+    """Return a stream that goes on with these batches each time, and the first of them.
 
     Raises:
         ValueError: if there is none.
@@ -385,5 +385,5 @@ def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Bat
 
 
 def _standard(batch: Tree) -> Batch:
-    """A batch as `(x, y, sample_weight)` of arrays of NumPy."""
+    """Return a batch as `(x, y, sample_weight)` of arrays of NumPy."""
     return jax.tree.map(np.asarray, unpack_x_y_sample_weight(batch))

@@ -48,7 +48,7 @@ class _OfRows(EvaluationTask):
 
 @dataclass(frozen=True)
 class _MetricsTask(_OfRows):
-    """What the rows of a replica add to the variables of metrics."""
+    """A task that finds what the rows of a replica add to the variables of metrics."""
 
     title: ClassVar[str] = "evaluation"
     functions: ModelFunctions
@@ -68,7 +68,7 @@ class _MetricsTask(_OfRows):
 
 @dataclass(frozen=True)
 class _OutputsTask(_OfRows):
-    """What the model says of each row."""
+    """A task that finds what the model says of each row."""
 
     title: ClassVar[str] = "prediction"
     functions: ModelFunctions
@@ -92,7 +92,7 @@ class _OutputsTask(_OfRows):
 
 
 class _Function(ABC):
-    """What both have in common.
+    """The common part of both functions.
 
     Args:
         model: of Keras, built.
@@ -143,7 +143,7 @@ class _Function(ABC):
 
 
 class TestFunction(_Function):
-    """Evaluates for `evaluate` and `test_on_batch`."""
+    """The function that evaluates for `evaluate` and `test_on_batch`."""
 
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
         super().__init__(model, strategy, steps_per_execution, _MetricsTask)
@@ -196,7 +196,7 @@ class TestFunction(_Function):
 
 
 class PredictFunction(_Function):
-    """Predicts for `predict` and `predict_on_batch`."""
+    """The function that predicts for `predict` and `predict_on_batch`."""
 
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
         super().__init__(model, strategy, steps_per_execution, _OutputsTask)

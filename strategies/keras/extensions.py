@@ -1,4 +1,4 @@
-"""What models of the original have besides Keras: options of accumulation, pipelines, replication and feeds."""
+"""Extensions of a model: the original's options of accumulation, pipelines, replication and feeds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Option: TypeAlias = Any
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the extensions of a model have set.
+    """The options that the extensions of a model have set.
 
     Attributes:
         accumulated: micro-batches of each replica for one update; None where the model was not told.
@@ -92,7 +92,7 @@ class ModelOptions:
 
     @property
     def micro_batches(self) -> int:
-        """Of each replica and step."""
+        """The number of micro-batches of each replica and step."""
         return self.accumulated or 1
 
     @property
@@ -101,7 +101,7 @@ class ModelOptions:
         return self.pipelining is not None or self.stages is not None
 
     def executed(self, steps_per_execution: int) -> int:
-        """How many updates an execution makes of so many micro-batches of each replica. 1 stands for one update.
+        """Return how many updates an execution makes of so many micro-batches of each replica; 1 stands for one update.
 
         Raises:
             RuntimeError: if the micro-batches do not fill updates.
@@ -118,7 +118,7 @@ class ModelOptions:
         return 1 if self.each_step else steps_per_execution // self.accumulated
 
     def pipeline(self, stages: int, devices: int) -> Pipelining:
-        """The option of the step.
+        """Return the option of the step.
 
         Args:
             stages: how many there are.
@@ -164,7 +164,7 @@ class Extensions:
 
     @property
     def devices(self) -> int:
-        """How many a replica spans, as the model knows it now."""
+        """The number of devices that a replica spans, as the model knows it now."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
@@ -181,7 +181,7 @@ class Extensions:
         self._set(each_step=asynchronous)
 
     def set_replication_options(self, replicated_metric_reduction_method: object = "NONE") -> None:
-        """Metrics are merged over all replicas, whatever the method: they are exact.
+        """Accept a method of merging metrics: with each of them they are merged over all replicas, exactly.
 
         Raises:
             ValueError: if there is no such method.
@@ -264,7 +264,7 @@ class Extensions:
             self._set(prefetch=kwargs["prefetch_depth"])
 
     def set_outfeed_queue_options(self, **kwargs: Option) -> None:
-        """Nothing of it changes anything: what a step returns is there when it ends.
+        """Accept options that change nothing: what a step returns is there when it ends.
 
         Raises:
             TypeError, ValueError: for what is unknown, and for what Keras decides.
@@ -281,14 +281,14 @@ class Extensions:
 
     @property
     def staged(self) -> StagedModel | None:
-        """What computes the model stage by stage; None where none are assigned."""
+        """The model in stages; None where none are assigned."""
         if self.options.stages is None:
             found = self.assignments.scoped()
             return None if found is None else self.assignments.runner(found)
         return self.assignments.runner(self.options.stages)
 
     def get_pipeline_stage_assignment(self) -> list[Assignment]:
-        """The stage of each call of a layer, in the order in which they are made."""
+        """Return the stage of each call of a layer, in the order in which they are made."""
         stages = self.options.stages
         scoped = self.assignments.scoped(partly=True) if stages is None else stages
         return self.assignments.listed(scoped)

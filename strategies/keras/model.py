@@ -1,4 +1,4 @@
-"""A model of Keras that belongs to a strategy: what its `fit`, `evaluate`, `predict` and their relatives do instead."""
+"""A model of Keras that belongs to a strategy: its `fit`, `evaluate`, `predict` and their relatives."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _by_chief(name: str) -> Callable[..., object]:
 
 
 class ReplicatedModel:
-    """What a model of a strategy does instead of Keras, whose own loops it uses.
+    """The methods of a model of a strategy in place of Keras's, whose own loops they use.
 
     Args:
         model: of Keras.
@@ -96,7 +96,7 @@ class ReplicatedModel:
 
     @property
     def options(self) -> ModelOptions:
-        """How it is trained."""
+        """The options of its training."""
         return self._extensions.options
 
     # ---- what Keras has by the same names
@@ -302,7 +302,7 @@ class ReplicatedModel:
         return self._model.predict_function
 
     def _is_current(self, called: FunctionLike | None) -> bool:
-        """Whether a function is there, and no layer was frozen or thawed since it was made."""
+        """Return whether a function is there, and no layer was frozen or thawed since it was made."""
         return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
     def _symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
@@ -312,7 +312,7 @@ class ReplicatedModel:
         self.stock._symbolic_build(self._model, data_batch=data_batch)
 
     def _made(self) -> int:
-        """How many steps were made."""
+        """Return the number of steps that were made."""
         function = self._model.train_function
         return 0 if function is None else int(function.function.steps_made)
 
@@ -394,7 +394,7 @@ class ReplicatedModel:
         return feed
 
     def _agreed_seed(self) -> int:
-        """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
+        """Return a seed that instance 0 draws from NumPy, as Keras does for each permutation."""
         return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
 
     def _say_batch_size(self, feed: KerasFeed) -> None:
@@ -441,7 +441,7 @@ class ReplicatedModel:
 
     @property
     def _steps_per_execution(self) -> int:
-        """What the user has said."""
+        """The number that the user has said."""
         return int(self._said or self._model.steps_per_execution)
 
     @property
@@ -482,7 +482,7 @@ class ReplicatedModel:
         return iter([own_rows(self.strategy, batch, self.options.micro_batches)])
 
     def _pass_over(self, batches: Iterator[Batch]) -> Pass:
-        """A pass over one batch for all replicas."""
+        """Return a pass over one batch for all replicas."""
         x, y, sample_weight = unpack_x_y_sample_weight(next(batches))
         rows = len(jax.tree.leaves(x)[0])
         size = -(-rows // self.strategy.num_replicas_in_sync)

@@ -42,7 +42,7 @@ class KerasOptimizer(Optimizer):
 
     @property
     def num_whole(self) -> int:
-        """How many of them come before the first one that is not a scalar."""
+        """The number of variables before the first one that is not a scalar."""
         return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
 
     def hold_places(self) -> None:
@@ -52,7 +52,7 @@ class KerasOptimizer(Optimizer):
                 variable._value = _nothing_like(variable)
 
     def _for(self, variables: Values) -> OptimizerLike:
-        """The optimizer for variables of these shapes: those of the model, or parts of them."""
+        """Return the optimizer for variables of these shapes: those of the model, or parts of them."""
         shapes = tuple(tuple(one.shape) for one in variables)
         if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
             return self._optimizer
@@ -63,7 +63,7 @@ class KerasOptimizer(Optimizer):
 
     @property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not, or by a constant that only the optimizer knows."""
+        """The scaling of losses; None where there is none, or by a constant that only the optimizer knows."""
         if not isinstance(self._given, LossScaleOptimizer):
             return None
         return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))

@@ -1,4 +1,4 @@
-"""What one replica computes of a model of Keras: losses and metrics to train with, metrics to evaluate, outputs."""
+"""The stateless functions of a model of Keras, of which one replica computes losses, metrics and outputs."""
 
 from __future__ import annotations
 

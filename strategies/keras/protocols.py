@@ -108,7 +108,7 @@ class OptimizerLike(Protocol):
 
 
 class FunctionLike(Protocol):
-    """One of the functions that Keras's loops call, such as a model's `train_function`.
+    """A function that Keras's loops call, such as a model's `train_function`.
 
     Attributes:
         function: the function of a strategy behind it.

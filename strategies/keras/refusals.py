@@ -1,4 +1,4 @@
-"""What replicas cannot do for a model of Keras, refused before anything is computed."""
+"""Refusals of what replicas cannot do for a model of Keras, before anything is computed."""
 
 from __future__ import annotations
 

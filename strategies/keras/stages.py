@@ -1,4 +1,4 @@
-"""Which stage of a pipeline computes which call of a layer, and models that are computed stage by stage."""
+"""Stages of pipelines, assigned to calls of layers, and models that are computed stage by stage."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Assignments:
     # ---- as the user sees them
 
     def listed(self, stages: Stages | None) -> list[Assignment]:
-        """An assignment for each call; those of other calls than the model has now are forgotten."""
+        """Return an assignment for each call; those of other calls than the model has now are forgotten."""
         layers = self._layers
         if stages is not None and len(stages) != len(layers):
             stages = None
@@ -213,7 +213,7 @@ class Assignments:
         ]
 
     def parsed(self, given: object) -> Stages:
-        """The stages of a list of assignments, or of numbers.
+        """Return the stages of a list of assignments, or of numbers.
 
         Raises:
             TypeError, ValueError, RuntimeError: see `Extensions.set_pipeline_stage_assignment`.
@@ -300,7 +300,7 @@ class Assignments:
     # ---- scopes
 
     def scoped(self, partly: bool = False) -> Stages | None:
-        """The stages of `PipelineStage` in which calls were made; None where there is none.
+        """Return the stages of `PipelineStage` in which calls were made; None where there is none.
 
         Args:
             partly: whether some calls may have none.
@@ -332,13 +332,13 @@ class Assignments:
     # ---- running
 
     def runner(self, stages: Stages) -> StagedModel:
-        """What has the model computed stage by stage."""
+        """Return what has the model computed stage by stage."""
         self.check(stages)
         return StagedModel(self, stages)
 
 
 class StagedModel:
-    """Has a model computed stage by stage while it is traced.
+    """A model that is computed stage by stage while it is traced.
 
     Args:
         assignments: of the model.

@@ -1,4 +1,4 @@
-"""What a model of Keras has besides trainable variables, and how replicas agree on it."""
+"""State of a model of Keras besides trainable variables, and the ways in which replicas agree on it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Seeds:
 
 
 def words_of(variables: Sequence[VariableLike], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
-    """How replicas agree on variables that are not trained.
+    """Return the ways in which replicas agree on variables that are not trained.
 
     Args:
         variables: those of Keras, which say how they are aggregated.
@@ -113,7 +113,7 @@ def _word(variable: VariableLike) -> str:
 
 
 def words_of_metrics(variables: Sequence[VariableLike], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
-    """How replicas agree on the variables of metrics: sums, which are exact, where Keras does not say otherwise.
+    """Return the ways in which replicas agree on the variables of metrics: exact sums, if Keras says nothing else.
 
     Args:
         variables: those of Keras.

@@ -54,7 +54,7 @@ class _TrainLoss:
 
 
 class TrainFunction:
-    """Makes the steps of `fit` and `train_on_batch`.
+    """The function that makes the steps of `fit` and `train_on_batch`.
 
     Args:
         model: of Keras, built and compiled.
@@ -98,7 +98,7 @@ class TrainFunction:
 
     @property
     def steps_made(self) -> int:
-        """How many steps were made when it was called last."""
+        """The number of steps that were made when it was called last."""
         return self._step
 
     def unite(self) -> None:

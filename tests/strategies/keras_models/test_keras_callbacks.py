@@ -216,22 +216,6 @@ def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
     assert in_scopes(2, program) == [[0], []]
 
 
-def test_early_stopping_and_rates_are_the_same_everywhere(in_scopes):
-    def program(strategy):
-        model = regression(keras.optimizers.SGD(0.5))
-        stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
-        rates = [
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.ReduceLROnPlateau("loss", patience=1),
-        ]
-        history = model.fit(X, TARGETS, batch_size=4, epochs=6, shuffle=False, verbose=0, callbacks=[stopping, *rates])
-        return bits_of(model), history.history, stopping.stopped_epoch
-
-    [alone] = in_scopes(1, program)
-    assert in_scopes(2, program) == [alone] * 2
-    assert alone[1]["learning_rate"][:2] == pytest.approx([0.25, 0.125])
-
-
 @pytest.mark.parametrize("hook", first_of(["on_epoch_end", "on_train_batch_end"]))
 def test_where_one_instance_stops_all_stop(in_scopes, hook):
     """As where a callback looks at the clock."""

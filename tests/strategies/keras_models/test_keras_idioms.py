@@ -210,6 +210,7 @@ IDIOMS = {
     "adam": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(0.01)}, use=asked),
     "momentum": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, momentum=0.9, nesterov=True)}),
     "schedule": Idiom(mlp, compiled=lambda: {"optimizer": SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))}),
+    "schedule in executions": Idiom(mlp, compiled=lambda: {"optimizer": SGD(optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.01])), "steps_per_execution": 3}),
     "warm-up": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(optimizers.schedules.CosineDecay(0.0, 4, warmup_target=0.1, warmup_steps=2))}),
     "clipnorm": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, clipnorm=0.1)}),
     "global_clipnorm": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, global_clipnorm=0.1)}),
@@ -264,6 +265,7 @@ IDIOMS = {
     "a generator": Idiom(mlp, use=with_generator),
     # ---- callbacks
     "rates": Idiom(mlp, fit=callbacks(lambda: LearningRateScheduler(halved), lambda: ReduceLROnPlateau("loss", patience=1, min_delta=9.0))),
+    "rates in executions": Idiom(mlp, compiled=lambda: {"steps_per_execution": 3}, fit=callbacks(lambda: LearningRateScheduler(halved))),
     "early stopping": Idiom(mlp, fit=callbacks(lambda: EarlyStopping("loss", min_delta=9.0, patience=1, restore_best_weights=True))),
     "swapped averages": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True)}, fit=callbacks(lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True))),
     "functions as callbacks": Idiom(mlp, fit=callbacks(lambda: LambdaCallback(on_train_batch_end=lambda batch, logs: None), keras.callbacks.TerminateOnNaN)),

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from small_models import TARGETS, Batches, X, bits_of, dense, hooked, largest_difference, regression, values_of
-from tiers import first_of, only
+from small_models import TARGETS, Batches, X, bits_of, dense, hooked, regression
+from tiers import first_of
 
 
 def functional(optimizer=None):
@@ -38,30 +38,6 @@ def test_kf_01_epochs_of_which_the_number_of_steps_is_said_have_orders_of_their_
 
     without, said = alone(program)
     assert said == without
-
-
-SCHEDULES = {
-    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5),
-    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay([4, 9], [0.1, 0.05, 0.01]),
-    "callback": lambda: 0.1,
-}
-
-
-@pytest.mark.parametrize("kind", only(["callback"], SCHEDULES))
-def test_kf_05_rates_that_fall_are_those_of_stock_keras(alone, kind):
-    """In an execution too, which has several steps."""
-
-    def program(strategy=None):
-        model = regression(keras.optimizers.SGD(SCHEDULES[kind]()), steps_per_execution=3)
-        falls = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)] if kind == "callback" else []
-        settings = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": falls}
-        model.fit(X[:48], TARGETS[:48], batch_size=16 if strategy is None else 4, **settings)
-        return values_of(model), float(model.optimizer.learning_rate)
-
-    values, rate = program()
-    ours, our_rate = alone(program)
-    assert largest_difference(ours, values) < 1e-6
-    assert our_rate == rate != SCHEDULES["callback"]()
 
 
 class Endless(keras.utils.PyDataset):
