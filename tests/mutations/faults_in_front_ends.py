@@ -97,7 +97,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="what a callback changes before a step of Keras is not compared",
-        path="strategies/keras/watching.py",
+        path="strategies/keras/agreement.py",
         old="        self._note(_arrays(state))\n",
         new="        self._left = _arrays(state)\n",
         caught_by=(
@@ -106,7 +106,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="trainable flags that a callback of Keras changes are not compared",
-        path="strategies/keras/watching.py",
+        path="strategies/keras/agreement.py",
         old="if with_flags:",
         new="if with_flags and not self._left:",
         caught_by=(
@@ -116,8 +116,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="files that Keras writes within an epoch have no optimizer state of other instances",
         path="strategies/keras/callbacks.py",
-        old="_First(running, looks or writes)",
-        new="_First(running, looks)",
+        old="_first(running, looks or writes)",
+        new="_first(running, looks)",
         caught_by=(
             "tests/strategies/keras_models/test_keras_disagreements.py::test_callbacks_that_only_write_may_be_on_the_chief_alone",
         ),
@@ -152,7 +152,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="weights that a callback of Keras restores on the chief stay there",
         path="strategies/keras/callbacks.py",
-        old="self._watch.assign(broadcast(replicas, arrays))",
+        old="self.watch.assign(broadcast(replicas, arrays))",
         new="broadcast(replicas, arrays)",
         caught_by=(
             "tests/strategies/keras_models/test_keras_backups.py::test_callbacks_go_on_everywhere_from_what_the_chief_has_restored",
