@@ -188,7 +188,5 @@ def _tell(folder: Path) -> None:
         "%s gets a recording of each instance, in place of PopVision's reports; open it with: "
         "poprun timeline report %s --html report.html, or poprun timeline merge %s -o trace.json and "
         "https://ui.perfetto.dev",
-        folder,
-        folder,
-        folder,
+        *[folder] * 3,
     )
