@@ -26,11 +26,10 @@ from typing import Any
 
 import control
 from against import WAYS, checked_out, finding
-from all_reduce import in_units, size
+from all_reduce import RANK_PROGRAM, in_units, size
 from cluster import free_addresses
 from timing import ROOT, OtherLoad, describe_machine, mpirun_command, one_core_each, pinned_command, write_figures
 
-RANK_PROGRAM = Path(__file__).with_name("against_all_reduce_rank.py")
 BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # of what is measured
 SETTINGS = ("instances", "replicas", "sizes", "rounds", "turn_s")
 CHECKS = {"before": "is_close", "now": "has_same_bits"}
@@ -85,13 +84,13 @@ def compare(
         backend = BACKENDS[over]
         if backend not in started:
             started[backend] = {way: start(coordinator, backend, way, root, cpus) for way, root in roots.items()}
-        yield row_of(started[backend], {"over": over, "nbytes": nbytes, "replicas": replicas}, options)
+        yield row_of(started[backend], {"way": over, "nbytes": nbytes, "replicas": replicas}, options)
 
 
 def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, cpus: Sequence[str]) -> control.Group:
     """The ranks of a version."""
     name = f"{way}, {backend}"
-    program = [sys.executable, str(RANK_PROGRAM), coordinator.path, name]
+    program = [sys.executable, RANK_PROGRAM, coordinator.path, name, backend]
     if backend == "mpi":
         commands = [mpirun_command(cpus, program)]
     else:
@@ -103,11 +102,12 @@ def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, 
 def row_of(versions: Versions, case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Both versions take their turn in each of the rounds, which begin with one as often as with the other one."""
     checks = {way: versions[way].ask(do="prepare", **case) for way in WAYS}
-    repeats = max(1, round(options.turn_s / max(versions["now"].ask(do="reduce", repeats=3))))
+    ask = {"do": "turn", "way": case["way"]}
+    repeats = max(1, round(options.turn_s / max(versions["now"].ask(**ask, repeats=3))))
     rounds_us: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         for way in WAYS if turn % 2 else reversed(WAYS):
-            rounds_us[way].append(1e6 * max(versions[way].ask(do="reduce", repeats=repeats)))
+            rounds_us[way].append(1e6 * max(versions[way].ask(**ask, repeats=repeats)))
     is_right = {way: all(check[CHECKS[way]] for check in checks[way]) for way in WAYS}
     return {**case, **compared(rounds_us), "is_right": is_right}
 
@@ -127,14 +127,14 @@ def compared(rounds_us: dict[str, list[float]]) -> dict[str, Any]:
 
 def faults(row: dict[str, Any]) -> list[str]:
     """In words, what is wrong with the sums of a row."""
-    case = f"{row['over']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
+    case = f"{row['way']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
     return [f"{way}: the sum over {case} is wrong" for way, is_right in row["is_right"].items() if not is_right]
 
 
 def formatted(row: dict[str, Any]) -> str:
     quarters = " - ".join(f"{ratio:.2f}" for ratio in row["quarters"])
     return (
-        f"{row['over']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>11.2f}"
+        f"{row['way']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>11.2f}"
         f"{row['us']['now']:>11.2f}{row['now_over_before']:>8.3f}{quarters:>14}{row['least_over_least']:>10.3f}"
     )
 

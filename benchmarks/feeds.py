@@ -8,7 +8,7 @@ process with all replicas. Usage:
 
 The columns, in ms per step, medians: "device" takes batches that are on the device already, "infeed" takes them from an
 `InfeedQueue`, "both" also puts the loss of each step into an `OutfeedQueue`. "device/infeed" and "device/both" are
-medians over the rounds of what the throughput keeps of that of "device"; the aim is 0.95.
+medians over the rounds of what the throughput keeps of that of "device".
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ import hosts_launch
 import pytest
 from all_reduce import in_units, size
 from control import Coordinator, Group
-from slow_link import bytes_per_s
 from timing import ROOT, OtherLoad, describe_machine
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
@@ -40,6 +39,7 @@ from beds import Bed, open_bed  # noqa: E402
 
 HERE = Path(__file__).parent
 SIZES = [1 << 16, 1 << 20, 1 << 24]
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WAYS = {
     "ordered": ("ours", "ordered"),
     "mpi": ("ours", "mpi"),
@@ -103,6 +103,18 @@ def hosts(count: int) -> Iterator[Bed]:
                 yield bed
         except pytest.skip.Exception as reason:
             raise SystemExit(str(reason)) from None
+
+
+def bytes_per_s(rate: str) -> float:
+    """What a rate such as "200mbit" means."""
+    number, unit = rate[:-4], rate[-4:].lower()
+    try:
+        bits_per_s = float(number) * UNITS[unit]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{rate!r} is not a rate; write a number with one of {', '.join(UNITS)}: 200mbit") from error
+    if not 0 < bits_per_s < float("inf"):
+        raise ValueError(f"the rate is {rate}; it has to be positive")
+    return bits_per_s / 8
 
 
 # ---- all-reduce

@@ -50,7 +50,7 @@ from timing import (
 )
 
 LIMIT_S = 600.0
-MULTI_WORKER = str(Path(__file__).with_name("keras_multi_worker.py"))
+MULTI_WORKER = str(Path(__file__).with_name("keras_task.py"))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:

@@ -37,8 +37,9 @@ from typing import Any
 import training_task
 from cluster import free_addresses, tf_config
 from control import Coordinator, Group
-from horovod_settings import HOROVOD_SCRIPT, TUNED
 from timing import (
+    HOROVOD_SCRIPT,
+    TUNED,
     OtherLoad,
     as_strategies_do,
     describe_machine,
@@ -118,8 +119,8 @@ class Contest:
 PEERS = (
     Peer("ddp", "torch", "training_torch.py", "ddp"),
     Peer("tensorflow", "tensorflow", "training_tensorflow.py", "tf"),
-    Peer("hvd", "horovod", "training_horovod.py", "hvd"),
-    Peer("hvd_tuned", "horovod", "training_horovod.py", "tuned", TUNED),
+    Peer("hvd", "horovod", "training_torch.py", "hvd"),
+    Peer("hvd_tuned", "horovod", "training_torch.py", "tuned", TUNED),
 )
 
 
@@ -135,7 +136,7 @@ def main() -> None:
         rows.append(measure(model, options, cpus, pythons))
         print_row(rows[-1], options)
     load.warn()
-    write_figures(options, SETTINGS, machine, load, mechanism=options.strategy_mechanism or "auto", rows=rows)
+    write_figures(options, SETTINGS, machine, load, rows=rows)
     wrong = [f"{row['model']}: {name}" for row in rows for name, holds in row["checks"].items() if not holds]
     if wrong:
         raise SystemExit("these do not hold: " + ", ".join(wrong))
@@ -151,7 +152,6 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
     add("--against", action="append", choices=tuple(MODULES), help="a library; may be repeated (default: torch)")
     add("--strategy", choices=tuple(STARTS), help="of ours (multi-worker against tensorflow, or popdist)")
-    add("--strategy-mechanism", choices=("window", "ring"), help="for popdist (default: what it chooses)")
     for library in MODULES:
         add(f"--{library}-python", metavar="PATH", help=f"has {library} and NumPy (default: this interpreter)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
@@ -159,8 +159,6 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.against = options.against or ["torch"]
     options.strategy = options.strategy or ("multi-worker" if "tensorflow" in options.against else "popdist")
-    if options.strategy_mechanism and options.strategy != "popdist":
-        parser.error("--strategy-mechanism is for --strategy popdist; the others have one only")
     return options
 
 
@@ -225,9 +223,7 @@ def measure(
 
 def start_popdist(contest: Contest) -> Group:
     """Ours under poprun."""
-    mechanism = contest.options.strategy_mechanism
-    told = {"TRAIN_STEP_MECHANISM": mechanism} if mechanism else {}
-    return contest.start("popdist", [poprun_command("popdist", contest)], environment(**told))
+    return contest.start("popdist", [poprun_command("popdist", contest)], environment())
 
 
 def start_horovod(contest: Contest) -> Group:
