@@ -241,15 +241,6 @@ def test_a_reason_that_rsync_loses_is_asked_for(environment):
     assert left == ""
 
 
-def test_a_host_that_is_down_is_named_before_anything_is_copied(environment):
-    environment.link("h2", "down")
-    done = launch(environment, ["h0", "h1", "h2"], *OPTION)
-    assert done.returncode == 1
-    (line,) = own_lines(done)
-    assert line.startswith("host h2: ssh: connect to host h2")
-    assert shell(environment, "h1", f"ls -A {ENV} | grep -v '^popdist-synchronised$' || true") == ""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_copying_and_the_next_launch_goes_on(environment, number):
     shell(environment, "h0", f"head -c 20000000 /dev/urandom >{ENV}/large")

@@ -126,12 +126,3 @@ def test_the_rows_of_popdist_strategy_hold():
     finished = start_mpirun(2, *python("popdist_strategy_rows.py")).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == ["all rows held"]
-
-
-@pytest.mark.complete
-class TestCollectivesBetweenReplicas:
-    """Inside compiled functions; in one process: tests/strategies/test_replica_context.py."""
-
-    def test_across_instances(self):
-        finished = finish("--num-replicas=6", "--num-instances=3", *compiled_once(), *python("replica_collectives.py"))
-        assert finished.stdout == "[1,0]<stdout>:all held\n"

@@ -46,17 +46,6 @@ class Fault:
             )
         return text.replace(self.old, self.new)
 
-    @property
-    def row(self) -> str:
-        """Of the Markdown table."""
-        tests = ", ".join(f"`{test}`" for test in self.caught_by)
-        return f"| {self.name} | `{self.path}` | {tests} |"
-
-
-def table(faults: Sequence[Fault]) -> str:
-    """All faults, in Markdown."""
-    return "\n".join(["| fault | file | test that catches it |", "|---|---|---|", *(fault.row for fault in faults)])
-
 
 def check(faults: Sequence[Fault], root: Path) -> None:
     """Whether every fault can be planted and told apart.

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from fault import Fault, OutOfDateError, check, chosen, table
+from fault import Fault, OutOfDateError, check, chosen
 from faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,3 @@ def test_faults_are_chosen_by_a_part_of_their_names() -> None:
     assert chosen([SOME], []) == chosen([SOME], ["swapped"]) == [SOME]
     with pytest.raises(OutOfDateError, match="no fault is called 'other'"):
         chosen([SOME], ["swapped", "other"])
-
-
-def test_they_are_listed_as_a_table() -> None:
-    assert table([SOME]).splitlines()[2] == "| two are swapped | `some.py` | `tests/test_some.py::test_order` |"
