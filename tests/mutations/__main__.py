@@ -85,7 +85,7 @@ def _trial(folder: Path) -> Trial:
 def _shares(faults: Sequence[Fault], count: int) -> list[list[str]]:
     """The tests that catch them, for each of so many trials those of some of the files, where there are as many."""
     files: dict[str, dict[str, None]] = {}
-    for test in (test for fault in faults for test in fault.caught_by):
+    for test in (fault.caught_by for fault in faults):
         files.setdefault(test.partition("::")[0], {})[test] = None
     shares = [[test for of_file in list(files.values())[first::count] for test in of_file] for first in range(count)]
     return [share for share in shares if share]

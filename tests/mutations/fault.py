@@ -21,14 +21,14 @@ class Fault:
         path: of the file, from the root of the project.
         old: the right text; it occurs there exactly once.
         new: the wrong one.
-        caught_by: the node ids of tests of the default tier that fail then.
+        caught_by: the node id of a test of the default tier that fails then.
     """
 
     name: str
     path: str
     old: str
     new: str
-    caught_by: tuple[str, ...]
+    caught_by: str
 
     def __post_init__(self) -> None:
         if self.old == self.new or not self.caught_by:
