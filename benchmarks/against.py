@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import training_task
-from timing import ROOT, OtherLoad, describe_machine, environment, write_figures
+from timing import ROOT, Machine, command_line, environment
 from training_jax import first_variables, loss_of
 
 WAYS = ("before", "now")
@@ -46,8 +46,7 @@ def main() -> None:
     if options.worker:
         serve(*options.worker, options.batch_size)
         return
-    machine = describe_machine()
-    load = OtherLoad()
+    machine = Machine()
     rows: list[dict[str, Any]] = []
     print(f"batch {options.batch_size} per replica, {options.commit} and now; medians of {options.rounds} turns")
     print(HEADING)
@@ -56,19 +55,17 @@ def main() -> None:
         for model, replicas in itertools.product(options.models, options.replicas):
             rows.append(row_of(model, replicas, before, options, rows))
             print(formatted(rows[-1]), flush=True)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
     add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
     add("--rounds", type=int, default=40, metavar="N", help="turns of each way (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     add("--turn-s", type=float, default=0.1, metavar="S", help="how long a turn takes, about (%(default)s)")
     add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
     add("--worker", nargs=4, help=argparse.SUPPRESS)

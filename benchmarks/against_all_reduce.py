@@ -28,7 +28,7 @@ import control
 from against import WAYS, checked_out, finding
 from all_reduce import RANK_PROGRAM, in_units, size
 from cluster import free_addresses
-from timing import ROOT, OtherLoad, describe_machine, mpirun_command, one_core_each, pinned_command, write_figures
+from timing import ROOT, Machine, command_line, mpirun_command, one_core_each, pinned_command
 
 BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # of what is measured
 SETTINGS = ("instances", "replicas", "sizes", "rounds", "turn_s")
@@ -39,9 +39,8 @@ Versions = dict[str, control.Group]
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(options.instances)
-    load = OtherLoad()
     other = str(options.against or options.commit)
     print(f"{options.instances} instances, {other} and now; us, medians of {options.rounds} turns")
     print(f"{'over':<8}{'size':>9}{'replicas':>9}{'before':>11}{'now':>11}{'ratio':>8}{'quarters':>14}{'of least':>10}")
@@ -51,14 +50,13 @@ def main() -> None:
         for row in compare(coordinator, before, cpus, options):
             rows.append(row)
             print(formatted(row), flush=True)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, before=other, rows=rows)
+    machine.write(options, SETTINGS, before=other, rows=rows)
     if wrong := [fault for row in rows for fault in faults(row)]:
         raise SystemExit("\n".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
     add("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, in place of a commit")
@@ -70,7 +68,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
     add("--turn-s", type=float, default=0.05, metavar="S", help="how long a turn takes, about (%(default)s)")
     add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

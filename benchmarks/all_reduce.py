@@ -36,14 +36,13 @@ from control import Coordinator, Group
 from timing import (
     HOROVOD_SCRIPT,
     TUNED,
-    OtherLoad,
-    describe_machine,
+    Machine,
+    command_line,
     environment,
     medians,
     mpirun_command,
     one_core_each,
     pinned_command,
-    write_figures,
 )
 
 HERE = Path(__file__).parent
@@ -81,18 +80,16 @@ TABLES = {
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(options.instances)
-    load = OtherLoad()
     rows = [row for backend in options.backends for row in compare(backend, options, cpus)]
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
     if wrong := [fault for row in rows for fault in faults(row)]:
         raise SystemExit("\n".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--backends", type=backend_names, default=["mpi"], metavar="NAMES", help="with commas between them (mpi)")
     add("--instances", type=int, default=2, metavar="N", help="(%(default)s)")
@@ -102,7 +99,6 @@ def read_options() -> argparse.Namespace:
     add("--block-s", type=float, default=0.05, metavar="S", help="about how long a turn lasts (%(default)s)")
     add("--stream-size", type=size, default=1 << 26, metavar="BYTES", help="to measure bandwidth (64M)")
     add("--limit-s", type=float, default=300.0, metavar="S", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     if "grpc" in options.backends and options.instances != PAIR:
         parser.error(f"--instances is {options.instances}, but over gRPC a pair is measured: --instances 2")

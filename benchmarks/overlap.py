@@ -25,14 +25,13 @@ from cluster import tf_config
 from control import Coordinator, Group
 from hosts import bytes_per_s, hosts
 from timing import (
-    OtherLoad,
+    Machine,
     as_strategies_do,
-    describe_machine,
+    command_line,
     environment,
     medians,
     one_core_each,
     pinned_command,
-    write_figures,
 )
 
 if TYPE_CHECKING:
@@ -90,16 +89,14 @@ class Place:
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(WORKERS)
-    load = OtherLoad()
     with hosts(WORKERS) as bed:
         bed.link("all", f"rate={options.rate}", *([f"delay={options.delay_ms:g}ms"] if options.delay_ms else []))
         print(header(options), flush=True)
         place = Place(bed, bytes_per_s(options.rate), cpus, options.limit_s)
         rows = [measure_and_print(batch_size, place, options) for batch_size in options.batch_sizes]
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
     differing = [str(row["batch_size"]) for row in rows if not row["has_same_bits"]]
     if differing:
         raise SystemExit(f"the fingerprints of the variables differ with batches of {', '.join(differing)}")
@@ -108,7 +105,7 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add(
         "--batch-sizes",
@@ -123,7 +120,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     if options.batch_sizes is None:
         options.batch_sizes = list(BATCH_SIZES_OF_TRANSFERS if options.gradient_transfer_dtype else BATCH_SIZES)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from resident_memory import MIB, peak_bytes, reset_peak, resident_bytes
-from timing import ROOT, OtherLoad, describe_machine, environment, medians, write_figures  # finds the project, too
+from timing import ROOT, Machine, command_line, environment, medians  # finds the project, too
 
 STAGES = 4
 SETTINGS = ("layers", "width", "batch_size", "micro_batches", "rounds", "kept_mib", "products")
@@ -59,7 +59,7 @@ def main() -> None:
         f"{STAGES} stages of {options.layers} layers of {options.width}, {options.micro_batches} micro-batches of "
         f"{options.batch_size}"
     )
-    load = OtherLoad()
+    machine = Machine()
     rows, sequential = measure(options)
     print_table(WIDTHS, [(r["way"], f"{r['ms']:.1f}", f"{r['speed']:.2f}", said(r["same_bits"])) for r in rows])
     print(f"sequential: {sequential['cores']:.2f} cores, stage ms {sequential['stage_ms']:.1f}", flush=True)
@@ -70,9 +70,8 @@ def main() -> None:
     )
     overhead_us = 1e6 * overhead_s(options.rounds)
     print(f"drivers take {overhead_us:.0f} us for a stage program")
-    load.warn()
     figures = {"rows": rows, "sequential": sequential, "memory": memory, "overhead_us": overhead_us}
-    write_figures(options, SETTINGS, describe_machine(), load, **figures)
+    machine.write(options, SETTINGS, **figures)
 
 
 def print_table(widths: dict[str, int], rows: Sequence[Sequence[str]]) -> None:
@@ -85,7 +84,7 @@ def said(holds: bool) -> str:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--layers", type=int, default=400, metavar="N", help="of each stage (%(default)s)")
     add("--width", type=int, default=64, metavar="N", help="(%(default)s)")
@@ -94,7 +93,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=3, metavar="N", help="turns of each way (%(default)s)")
     add("--kept-mib", type=int, default=10, metavar="N", help="of a micro-batch by a stage (%(default)s)")
     add("--products", action="store_true", help="layers of products of matrices, which XLA divides among cores")
-    add("--json", metavar="PATH", help="write the figures to this file")
     add("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import training_task
-from timing import OtherLoad, describe_machine, write_figures  # finds the project, too
+from timing import Machine, command_line  # finds the project, too
 
 from collectives.calls import Call
 from collectives.instruments import UPDATE, Instruments, is_seen
@@ -75,7 +75,7 @@ _NAMES = ("data", "forward and backward", "exchange", "update", "all_reduce 'gra
 
 def main() -> None:
     options = read_options()
-    load = OtherLoad()
+    machine = Machine()
     instruments = {
         "with no instrument": Instruments(),
         "with the progress page": Instruments(a_page()),
@@ -108,12 +108,9 @@ def main() -> None:
     for name, found in clocks.items():
         print(f"clocks over {name} are known to {found['error_us']:.0f} us; promised {LINKS[name][1]:.0f} us. ", end="")
         print(f"Said to be uncertain by {found['uncertainty_us']:.0f} us at most, by {found['least_us']:.0f} at least")
-    load.warn()
-    write_figures(
+    machine.write(
         options,
         SETTINGS,
-        describe_machine(),
-        load,
         events_ns=events_ns,
         step=step,
         share=share,
@@ -124,11 +121,10 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
     parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5, metavar="N", help="to compare clocks (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

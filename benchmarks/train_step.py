@@ -40,15 +40,14 @@ from control import Coordinator, Group
 from timing import (
     HOROVOD_SCRIPT,
     TUNED,
-    OtherLoad,
+    Machine,
     as_strategies_do,
-    describe_machine,
+    command_line,
     environment,
     medians,
     mpirun_command,
     one_core_each,
     pinned_command,
-    write_figures,
 )
 
 HERE = Path(__file__).parent
@@ -126,24 +125,22 @@ PEERS = (
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     pythons = find_pythons(options)
     cpus = one_core_each(options.instances)
     print_header(options)
-    load = OtherLoad()
     rows = []
     for model in options.models:
         rows.append(measure(model, options, cpus, pythons))
         print_row(rows[-1], options)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
     wrong = [f"{row['model']}: {name}" for row in rows for name, holds in row["checks"].items() if not holds]
     if wrong:
         raise SystemExit("these do not hold: " + ", ".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
     add("--models", nargs="+", choices=training_task.MODELS, default=training_task.MODELS)
@@ -155,7 +152,6 @@ def read_options() -> argparse.Namespace:
     for library in MODULES:
         add(f"--{library}-python", metavar="PATH", help=f"has {library} and NumPy (default: this interpreter)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     options.against = options.against or ["torch"]
     options.strategy = options.strategy or ("multi-worker" if "tensorflow" in options.against else "popdist")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import training_task
-from timing import OtherLoad, describe_machine, medians, write_figures
+from timing import Machine, command_line, medians
 from training_jax import first_variables, loss_of
 
 import strategies  # isort: skip  # timing makes the project importable
@@ -37,22 +37,20 @@ Way = Callable[[], None]
 
 def main() -> None:
     """Print a table for each kind and model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=training_task.MODELS, default=list(training_task.MODELS))
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="of an execution")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     strategy = strategies.IPUStrategy(1)
-    load = OtherLoad()
+    machine = Machine()
     figures = {}
     for model, kind in itertools.product(options.models, options.only):
         print(f"\n{model}, {kind}", flush=True)
         figures[f"{kind} of {model}, s"] = MEASURES[kind](strategy, model, options)
-    load.warn()
-    write_figures(options, SETTINGS, describe_machine(), load, **figures)
+    machine.write(options, SETTINGS, **figures)
 
 
 def accumulation(strategy: strategies.Strategy, model: str, options: argparse.Namespace) -> dict[str, float]:
