@@ -112,7 +112,7 @@ def kill_instance(job: Job, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_ancestor(job: Job, generation: int) -> None:
-    """SIGKILL what has started instance 1: its shim, the keeper of that, or mpirun."""
+    """SIGKILL what has started instance 1: its agent, the keeper of that, or mpirun."""
     pid = pid_of(job)
     for _ in range(generation):
         with open(f"/proc/{pid}/stat") as file:
@@ -143,7 +143,7 @@ def all_cases() -> list[Case]:
         ),
         *(
             Case(f"SIGKILL for its {name}", 1.5, waiting, partial(kill_ancestor, generation=generation))
-            for generation, name in enumerate(("shim", "keeper", "mpirun"), start=1)
+            for generation, name in enumerate(("agent", "keeper", "mpirun"), start=1)
         ),
         *(
             Case(f"{number.name} for poprun, {of}", 2.0, partial(start_two, program), telling(number))

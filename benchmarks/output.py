@@ -4,7 +4,7 @@ Every instance computes the same number of steps and prints the same lines throu
 (`nowhere`, which is what printing costs the program itself), or not at all (`silent`). The lines are as many as make
 the asked rate when the machine has nothing else to do; when it has, a job takes longer, and ratios of its time say
 little. So instances that only sleep, and print at the asked rate whatever the machine does (`paced`) or nothing
-(`resting`), tell which share of the machine's processor time poprun and its shims take at this rate.
+(`resting`), tell which share of the machine's processor time poprun and its agents take at this rate.
 
 What came out is checked: every line is there, whole, in order. Usage:
 
@@ -180,12 +180,12 @@ def compare(medians: dict[str, Job], jobs: dict[str, list[Job]]) -> dict[str, fl
         "processor time, shown / silent": spent["shown"] / spent["silent"],
         "processor time, nowhere / silent": spent["nowhere"] / spent["silent"],
         "processor time, shown / nowhere": spent["shown"] / spent["nowhere"],
-        "share of the machine, poprun and shims": share_of_machine(medians["paced"], medians["resting"]),
+        "share of the machine, poprun and agents": share_of_machine(medians["paced"], medians["resting"]),
     }
 
 
 def share_of_machine(paced: Job, resting: Job) -> float:
-    """How much of all cores' time poprun and its shims take for what is shown, at the asked rate."""
+    """How much of all cores' time poprun and its agents take for what is shown, at the asked rate."""
     return (paced.other_s - resting.other_s) / (paced.took_s * len(os.sched_getaffinity(0)))
 
 

@@ -30,10 +30,10 @@ from timing import Machine, command_line
 from collectives.backends.mpi import _sizes_between_hosts
 from collectives.plans.choice import Width
 from collectives.plans.comparing import relays
+from collectives.point_to_point.link import Link, Sizes, Transfer
+from collectives.point_to_point.planned import Planner
 from collectives.reduction import Reduction
-from collectives.ring.link import Link, Sizes, Transfer
-from collectives.ring.planned import Planner
-from simulator import Network, of_comparison, of_plan, steady_s
+from collectives.simulation import Network, of_comparison, of_plan, steady_s
 
 HOSTS = {2: (2, 1), 3: (3, 1), 4: (4, 1), 6: (3, 2), 8: (4, 2)}  # hosts, instances on each
 HEADER_BYTES = 64
@@ -91,7 +91,16 @@ def measured_s(group: Any, nbytes: int, options: argparse.Namespace) -> float:
 def measured_network(bed: Any, on_each: int) -> Network:
     """What messages cost between as many instances as there are, and inside of a host."""
     path = Path(bed.shared) / "network.json"
-    simulator = [sys.executable, "-m", "simulator", "measure", "--network", str(path), "--output", str(path)]
+    simulator = [
+        sys.executable,
+        "-m",
+        "collectives.simulation",
+        "measure",
+        "--network",
+        str(path),
+        "--output",
+        str(path),
+    ]
     Network().write(path)
     limits = {"check": True, "env": bed.environ, "timeout": 120}
     subprocess.run(bed.command("h0", *simulator, "--over", "memory", "--local"), **limits)

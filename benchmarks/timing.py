@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from popdist.xla import right_sums_setting, thread_pool_setting  # noqa: E402
-from poprun.asking.lookup import find_mpirun  # noqa: E402
+from poprun.cli.lookup import find_mpirun  # noqa: E402
 from poprun.hosts.cores import divide_cores, usable_cores  # noqa: E402
 
 PINNED = Path(__file__).with_name("pinned.py")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from collectives.assembly import Settings
 from collectives.backends.thread import ThreadHub, run_on_threads
 from collectives.communicator import Communicator
 from collectives.errors import (
@@ -21,6 +20,7 @@ from collectives.errors import (
     SecurityError,
     UnsupportedBufferError,
 )
+from collectives.factory import Settings
 from collectives.named import Handle
 from collectives.waiting import Limits
 

@@ -10,13 +10,13 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike
 
-from collectives import finishing
+from collectives import collective_ops
 from collectives.calls import CLOSE, Call
 from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismatchError
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
-from collectives.prepared import Preparations, Prepared, Result
-from collectives.ring.link import Link
+from collectives.point_to_point.link import Link
+from collectives.requests import Preparations, Request, Result
 from collectives.transport import Transport
 from collectives.waiting import Limits, Watch
 
@@ -131,7 +131,7 @@ class Communicator:
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
         tensors = [each.arguments for each in group]
-        return self._run(Prepared(call, (), group[0].count, finishing.reduce_group, (tensors,), outs))
+        return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
         """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
@@ -252,15 +252,15 @@ class Communicator:
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
-        prepared: Prepared[np.ndarray] = Prepared(call, (), 0, finishing.allocate, (nbytes,))
+        prepared: Request[np.ndarray] = Request(call, (), 0, collective_ops.allocate, (nbytes,))
         array = self._run(prepared).view(dtype).reshape(shape)
-        if nbytes >= finishing.SHARED_BYTES and self._transport.shares_memory:
+        if nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory:
             self._preparations.share(array)
         return array
 
     def is_shared(self, nbytes: int) -> bool:
         """Whether `allocate` returns, for so many bytes, an array that this rank has in common with others."""
-        return self.size > 1 and nbytes >= finishing.SHARED_BYTES and self._transport.shares_memory
+        return self.size > 1 and nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory
 
     @property
     def window_bytes(self) -> int:
@@ -320,7 +320,7 @@ class Communicator:
         self._named.begin_close()
         self._let_see(Instruments())  # what was seen last is the last collective of the program
         try:
-            self._run(Prepared(Call(CLOSE), (), 0, finishing.nothing))
+            self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
         finally:
             self.abandon()
@@ -345,7 +345,7 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, prepared: Prepared[Result]) -> Result:
+    def _run(self, prepared: Request[Result]) -> Result:
         call = prepared.call
         if not self._lock.acquire(False):
             raise BusyError(
@@ -383,7 +383,7 @@ class Communicator:
         self._moves = moves if is_seen(moves) else None
         self._ends = ends if is_seen(ends) else None
 
-    def _start(self, prepared: Prepared[np.ndarray]) -> Handle:
+    def _start(self, prepared: Request[np.ndarray]) -> Handle:
         if not prepared.call.name:
             raise ValueError(f"{prepared.call.operation} was started without a name; name it as on the other ranks")
         if self._state is not None:

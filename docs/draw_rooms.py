@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = Path(__file__).with_name("rooms.svg")
-COLUMNS = (("strategies",), ("poprun", "simulator"), ("popdist", "collectives"))
+COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 
@@ -28,7 +28,7 @@ GRADIENT = {
     "strategies/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
-    "collectives/window/transport.py": "reduce",
+    "collectives/shared_memory/transport.py": "reduce",
     "strategies/updates/update.py": "apply",
 }
 """The files through which a gradient goes, from `Trainer.step` to the new variables, over a shared window; and what is

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from popdist.timeline.asked import folder_beside  # noqa: E402
-from poprun.timeline.merging import Job, put_together  # noqa: E402
-from poprun.timeline.recordings import read_recordings  # noqa: E402
-from poprun.timeline.report.pictures import draw_shares, style  # noqa: E402
-from poprun.timeline.report.text import report_text  # noqa: E402
-from poprun.timeline.report.verdict import judge  # noqa: E402
+from poprun.trace.merging import Job, put_together  # noqa: E402
+from poprun.trace.recordings import read_recordings  # noqa: E402
+from poprun.trace.report.pictures import draw_shares, style  # noqa: E402
+from poprun.trace.report.text import report_text  # noqa: E402
+from poprun.trace.report.verdict import judge  # noqa: E402
 
 PROGRAM = """\
 import sys, time

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from collectives import Limits
-from collectives.assembly import MECHANISMS
+from collectives.factory import MECHANISMS
 from collectives.plans.network import Network
 from popdist.errors import EnvironmentMismatchError
 
@@ -56,7 +56,7 @@ def read_network(environ: Mapping[str, str]) -> Network | None:
         return Network.read(Path(path))
     except (OSError, ValueError) as error:
         raise EnvironmentMismatchError(
-            f"{name}={path!r}: {error}; name a file of `python -m simulator measure` that every host has, or unset it"
+            f"{name}={path!r}: {error}; name a file of `poprun simulate measure` that every host has, or unset it"
         ) from error
 
 

@@ -7,23 +7,23 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from poprun.answers import show
-from poprun.asking.command_line import CommandLine, read_command_line
-from poprun.asking.config import check_export, export_config, import_config
-from poprun.asking.lookup import check_user, check_word, quote_words
-from poprun.asking.options import describe_options
-from poprun.asking.settings import settings_from
-from poprun.asking.summary import read_summary
+from poprun.cli.answers import show
+from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.cli.config import check_export, export_config, import_config
+from poprun.cli.log import Level, Log, fault_of_level, level_from
+from poprun.cli.lookup import check_user, check_word, quote_words
+from poprun.cli.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.options import describe_options
+from poprun.cli.pages import USUAL_COLUMNS, columns_of
+from poprun.cli.settings import settings_from
+from poprun.cli.summary_setting import read_summary
 from poprun.errors import PopRunError
-from poprun.log import Level, Log, fault_of_level, level_from
-from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.pages import USUAL_COLUMNS, columns_of
-from poprun.planning.command import Launch, build_command
-from poprun.planning.dry_run import describe_plan, draw_placement
-from poprun.planning.hidden_packages import warn_of_hidden
-from poprun.planning.metrics import check_sinks
-from poprun.planning.plan import plan_launch
-from poprun.planning.topology import draw_topology
+from poprun.launch.command import Launch, build_command
+from poprun.launch.dry_run import describe_plan, draw_placement
+from poprun.launch.hidden_packages import warn_of_hidden
+from poprun.launch.metrics import check_sinks
+from poprun.launch.plan import plan_launch
+from poprun.launch.topology import draw_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,13 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return verify(words[1:])
         if list(words[:1]) == ["timeline"]:
-            from poprun.timeline.command import main as look
+            from poprun.trace.command import main as look
 
             return look(words[1:])
         if list(words[:1]) == ["top"]:
-            from poprun.top.command import main as watch
+            from poprun.monitor.command import main as watch
 
             return watch(words[1:])
+        if list(words[:1]) == ["simulate"]:
+            from collectives.simulation.__main__ import main as simulate
+
+            return simulate(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
@@ -105,24 +109,24 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
     """Run the job, and say what is wanted about it; its exit status."""
-    from poprun.job import run_job
-    from poprun.summary.of_job import Summary
-    from poprun.top.doors import open_doors
-    from poprun.top.viewers import Viewers
+    from poprun.monitor.doors import open_doors
+    from poprun.monitor.summary import Summary
+    from poprun.monitor.viewers import Viewers
+    from poprun.supervisor.job import run_job
 
     settings = launch.settings
     check_sinks(settings, launch.hosts, launch.places[0], environ)
     summary = Summary(read_summary(settings.summary), settings.program, log, environ)
     viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
     if settings.timeline is not None:
-        from poprun.timeline.of_job import make_room
+        from poprun.trace.of_job import make_room
 
         make_room(settings.timeline)
     exit_status = run_job(launch, environ, log, viewers, summary.note).exit_status
     viewers.close()
     summary.finish(exit_status)
     if settings.timeline is not None:
-        from poprun.timeline.of_job import write_timeline
+        from poprun.trace.of_job import write_timeline
 
         write_timeline(settings.timeline, log)
     return exit_status

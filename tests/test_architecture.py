@@ -49,7 +49,7 @@ def test_the_picture_shows_the_rooms_that_there_are() -> None:
 
 
 def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> None:
-    """On one instance: what several do in `collectives/window/transport.py`, one does alone.
+    """On one instance: what several do in `collectives/shared_memory/transport.py`, one does alone.
 
     No other file is entered on the way to any of them, and none is left and entered again.
     """
@@ -70,7 +70,7 @@ def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> No
         trainer.step(state, batch)
     finally:
         sys.setprofile(None)
-    expected = [file for file in draw_rooms.GRADIENT if file != "collectives/window/transport.py"]
+    expected = [file for file in draw_rooms.GRADIENT if file != "collectives/shared_memory/transport.py"]
     assert list(entered) == expected
     for files in between:
         assert files == tuple(sorted(set(files), key=expected.index)), "a file is entered twice, or not in order"

@@ -14,7 +14,7 @@ import draw_rooms
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = {"collectives", "popdist", "poprun", "simulator", "strategies", "launch_scripts"}
+OURS = {"collectives", "popdist", "poprun", "strategies", "launch_scripts"}
 
 NUMERIC = {"numpy", "ml_dtypes"}
 MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
@@ -23,7 +23,6 @@ ALLOWED = {
     "collectives": NUMERIC,
     "popdist": {"collectives", "mpi4py", "numpy"},
     "poprun": {"ClusterShell", "popdist", "tomli_w"},
-    "simulator": {"collectives", *NUMERIC},
     "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
     "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }
@@ -37,15 +36,16 @@ TRANSPORTS = {
     "collectives/network/peer.py": {"grpc"},
     "collectives/network/wire.py": {"grpc"},
     "collectives/network/worker.py": {"grpc"},
+    "collectives/simulation/plotting.py": {"matplotlib"},
     "launch_scripts/keras_digits.py": {"keras"},
     "launch_scripts/listings/keras_pipelined.py": {"keras"},
     "launch_scripts/listings/keras_quick_start.py": {"keras"},
     "launch_scripts/listings/poptorch_network.py": {"torch"},
     "launch_scripts/poptorch_digits.py": {"torch"},
     "launch_scripts/torch_digits.py": {"torch"},
-    "popdist/timeline/profiles/jax_profiler.py": {"jax"},
-    "popdist/timeline/profiles/torch_profiler.py": {"torch"},
-    "poprun/top/rich_screen.py": {"rich"},
+    "popdist/timeline/profiles.py": {"jax", "torch"},
+    "poprun/__main__.py": {"collectives"},
+    "poprun/monitor/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/data/grain_source.py": {"absl", "grain"},
     "strategies/sinks/mlflow_run.py": {"mlflow"},
@@ -53,7 +53,7 @@ TRANSPORTS = {
     "strategies/sinks/tensorboard.py": {"tensorboard"},
     "strategies/sinks/wandb_run.py": {"wandb"},
 }
-LIBRARIES = {"poprun/timeline": {"numpy"}, "strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
+LIBRARIES = {"poprun/trace": {"numpy"}, "strategies/keras": {"keras"}, "strategies/torch": {"torch"}}
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "timeline", "version", "xla")
 )
@@ -148,7 +148,7 @@ def loaded_by(module: str) -> set[str]:
 HEAVY = {"numpy", "jax", "jaxlib", "mpi4py", "ml_dtypes", "optax"}
 
 
-@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.shim.guard", "popdist", "popdist.environments"])
+@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.agent.guard", "popdist", "popdist.environments"])
 def test_what_starts_instances_loads_no_numeric_library(module: str) -> None:
     assert loaded_by(module) & HEAVY == set()
 

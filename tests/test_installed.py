@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "launch_scripts" / "constraints.txt"
-PACKAGES = ("collectives", "popdist", "poprun", "simulator", "strategies")
+PACKAGES = ("collectives", "popdist", "poprun", "strategies")
 LIMIT_S = 200.0
 PROGRAM = """\
 import collectives

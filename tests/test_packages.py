@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = ("collectives", "popdist", "poprun", "simulator", "strategies")
+INSTALLED = ("collectives", "popdist", "poprun", "strategies")
 CONSTRAINTS = ROOT / "launch_scripts" / "constraints.txt"
 
 

@@ -5,7 +5,7 @@ python tests/what_is_covered.py [--tree FOLDER] [--missing PACKAGE ...] [argumen
 Runs pytest with what it is given (nothing: the default tier), one worker more than there are cores where no number is
 said; pyproject.toml says what is measured. Prints a row for each package, and with `--missing` what no test reaches.
 It is a lower bound: not seen is what processes reach that are killed (SIGKILL) or run without installed packages (the
-shims of poprun), and what runs on threads that are not Python's (calls back from compiled programs). All is slower
+agents of poprun), and what runs on threads that are not Python's (calls back from compiled programs). All is slower
 under it, so that limits of time are longer.
 
 With `--tree` the tests of another checkout are run, an earlier commit's say, and measured alike.

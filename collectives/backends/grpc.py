@@ -10,14 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from collectives.assembly import Group, Settings, assemble
 from collectives.communicator import Communicator
+from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
-from collectives.ring.link import EXCHANGE, Fetch, Link, Sizes, Transfer
+from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Sizes, Transfer
 
 SIZES = Sizes(
     whole_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves
@@ -157,7 +157,7 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
         return _communicator(settings, node, name, chosen)
 
     of_rank = members.index(node.rank)
-    seen = Group(of_rank, [node.names[member] for member in members], members, lost)
+    seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost)
     links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
     lanes = {link.begin() for link in links}
     if group == ALL:  # who makes another group waits for nobody

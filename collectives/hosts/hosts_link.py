@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from collectives.hosts.near import NearLink
-from collectives.ring.link import Fetch, Link, Pause, Transfer
+from collectives.point_to_point.link import Fetch, Link, Pause, Transfer
 
 _MOST_HELD = 256
 """Transfers over the network of which nobody has asked whether they are done."""

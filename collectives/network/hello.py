@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from collectives.foreign import foreign
+from collectives.calls import foreign
 from collectives.network.identity import Runner
 
 PROTOCOL = 2

@@ -7,8 +7,8 @@ import ssl
 import threading
 from typing import Any
 
+from collectives.calls import foreign
 from collectives.errors import CollectiveTimeoutError, PeerRefusedError
-from collectives.foreign import foreign
 from collectives.network import wire
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
-from collectives.foreign import MOST_OF_PEERS, foreign
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
 from collectives.network.admission import Admission, channel_of
@@ -20,7 +20,7 @@ from collectives.network.claims import digest_incarnation
 from collectives.network.hello import CONTROL, PROTOCOL, Hello
 from collectives.network.identity import other_users
 from collectives.network.lanes import Bell, Inbox, Outbox
-from collectives.network.liveness import BEAT_S, Liveness
+from collectives.network.liveness import BEAT_S, PeerWatch
 from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, Security
@@ -67,7 +67,7 @@ class Node(Worker):
         self._bells: dict[str, Bell] = {}
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._server: grpc.Server | None = None
-        self._liveness = Liveness(self)
+        self._liveness = PeerWatch(self)
         self.admission = Admission(self)
 
     # ---- the beginning

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
+from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
 from poprun.hosts.schedulers.kubernetes import KubernetesScheduler
@@ -15,7 +16,6 @@ from poprun.hosts.schedulers.open_mpi_hostfile import OpenMPIHostfile
 from poprun.hosts.schedulers.pbs import PbsScheduler
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, describe_slots
 from poprun.hosts.schedulers.slurm import SlurmScheduler
-from poprun.wording import count
 
 BATCH_SYSTEMS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), LsfScheduler())
 """Those that reserve hosts for a job: where several seem to, they have to agree."""

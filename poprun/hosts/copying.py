@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from poprun.cli.wording import count, cut_off
 from poprun.hosts.environment_trees import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
 from poprun.hosts.errands import Ended, Errand
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
-from poprun.wording import count, cut_off
 
 OPTION = "--synchronise-python-venv"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from poprun.hosts.ssh import remote_words
-from poprun.talking.processes import die_with_parent, send, start
+from poprun.ipc.processes import die_with_parent, send, start
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from poprun.cli.wording import count
 from poprun.hosts.host_facts import COMPARED_PACKAGES, Fault, HostFacts
 from poprun.hosts.interfaces import Network
-from poprun.wording import count
 
 SHM_BYTES_PER_INSTANCE = 16 << 20
 """Open MPI 5 keeps a segment of this size for each instance that shares a host with others."""

@@ -26,7 +26,7 @@ class Question:
         directory: where the instances run.
         path: the PATH in which the program is looked up; poprun forwards its own.
         python: the interpreter, at the same place on every host.
-        project: the folder from which poprun is imported; shims are started from it.
+        project: the folder from which poprun is imported; agents are started from it.
         python_path: the folders of PYTHONPATH.
         has_user_site: whether packages are also taken from the user's own folder.
         mpirun: asked for its version where Open MPI was not installed by pip.

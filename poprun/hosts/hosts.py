@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
+from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.this_machine import LOCAL_NAMES
-from poprun.wording import count
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _LIST_CHARACTERS = re.compile(r"[A-Za-z0-9_.,\[\]/ -]*")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from poprun.hosts.ssh import user_arguments
 from poprun.hosts.this_machine import short_name
-from poprun.talking.keep_alive import probing_times
+from poprun.ipc.keep_alive import probing_times
 
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR")
 
@@ -30,7 +30,7 @@ FORWARDED_FAMILIES = (
 )
 FORWARDED_NAMES = ("LANG", "OPAL_PREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "VIRTUAL_ENV")
 DAEMONS_LATER_S = 3.0
-"""So much longer than poprun and the shims daemons bear with a silent host, at least: poprun then says who is lost,
+"""So much longer than poprun and the agents daemons bear with a silent host, at least: poprun then says who is lost,
 where a daemon that comes first only ends mpirun."""
 DAEMONS_ASK_S = 1
 """Daemons have nothing to say to each other, so the last word may be as old as this when a host falls silent."""

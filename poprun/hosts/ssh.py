@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from poprun.cli.wording import cut_off
 from poprun.errors import UsageError
-from poprun.wording import cut_off
 
 ARGUMENTS_VARIABLE = "POPRUN_SSH_ARGS"
 """Options for every ssh that is started, split like a shell does, such as `-F my_ssh_config -p 2222`."""

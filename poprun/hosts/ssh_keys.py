@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from poprun.cli.log import Log
+from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.errands import Ended, Errand, run_errands, shell_errands
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, ssh_words, user_arguments, way_out_of
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
-from poprun.log import Log
-from poprun.wording import count
 
 PASSWORD_LIMIT_S = 120.0
 

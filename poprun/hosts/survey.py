@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from poprun.cli.log import Log, level_from
 from poprun.hosts.errands import Ended, Errand, Notice, run_errands
 from poprun.hosts.host_checks import COPY_IT
 from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from
@@ -16,7 +17,6 @@ from poprun.hosts.own_text import words_for
 from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, remote_words, way_out_of
 from poprun.hosts.survey_script import CONNECTIONS, MARK
 from poprun.hosts.this_machine import is_this_machine
-from poprun.log import Log, level_from
 
 LIMIT_S = 20.0
 """A busy host may take long for a login; ssh gives up earlier by itself where nobody is there at all."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
-from poprun.talking.processes import die_with_parent, send, start
+from poprun.ipc.processes import die_with_parent, send, start
 
 SILENT_LIMIT_S = 0.7
 """For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
@@ -32,8 +32,9 @@ shell that is a C shell reads no word of several.
 def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
     """Kill the daemons of one job on all hosts that can be reached, all at the same time.
 
-    mpirun does it itself, unless it was killed or its connection to a daemon is gone. A shim whose daemon is gone ends
-    its instance, and removes what the daemon leaves; one that has ended before does not, so the folder is removed here.
+    mpirun does it itself, unless it was killed or its connection to a daemon is gone. An agent whose daemon is gone
+    ends its instance, and removes what the daemon leaves. One that has ended before does not, so the
+    folder is removed here.
 
     Args:
         hosts: without this machine.

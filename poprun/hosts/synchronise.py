@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts import copying
 from poprun.hosts.environment_trees import TOKEN_PREFIX, PythonEnvironment, digest_tree
 from poprun.hosts.errands import Ended, run_errands, shell_errands
 from poprun.hosts.ssh import ssh_words
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
-from poprun.log import Log
 
 COPY_LIMIT_S = 3600.0
 COPY_LIMIT_VARIABLE = "POPRUN_COPY_TIMEOUT_S"

@@ -8,11 +8,11 @@ import stat
 import time
 from collections import deque
 
-from poprun.log import Level, format_line
+from poprun.cli.log import Level, format_line
+from poprun.cli.pages import USUAL_COLUMNS, columns_of
 from poprun.output.output_files import Keeping, NoFiles, OutputFiles
 from poprun.output.output_lines import Cursor
 from poprun.output.output_style import OutputStyle
-from poprun.pages import USUAL_COLUMNS, columns_of
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20

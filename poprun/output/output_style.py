@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poprun.asking.settings import Settings
-from poprun.log import clock_text
+from poprun.cli.log import clock_text
+from poprun.cli.settings import Settings
 
 STREAMS = {1: "stdout", 2: "stderr"}
 _PALETTE = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # cyan, green, yellow, magenta, blue; the same, bright

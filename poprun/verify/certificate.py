@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poprun.asking.command_line import CommandLine
-from poprun.asking.config import open_own, read_trusted
-from poprun.asking.lookup import quote_words
+from poprun.cli.command_line import CommandLine
+from poprun.cli.config import open_own, read_trusted
+from poprun.cli.lookup import quote_words
 from poprun.errors import PopRunError, UsageError
 from poprun.verify.hints import differing_facts
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from poprun.answers import show
-from poprun.deciding.job_machine import INTERRUPTS
+from poprun.cli.answers import show
+from poprun.cli.log import Log
+from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows
+from poprun.cli.wording import count, duration_text, without_controls
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.cores import usable_cores
-from poprun.job import end_standard_input
-from poprun.log import Log
-from poprun.pages import USUAL_COLUMNS, columns_of, draw_rows
+from poprun.supervisor.job import end_standard_input
+from poprun.supervisor.job_machine import INTERRUPTS
 from poprun.verify.certificate import (
     Certificate,
     asked_again,
@@ -43,7 +44,6 @@ from poprun.verify.spreads import (
     run_with_failure,
 )
 from poprun.verify.words import Asked, describe_verify, read_words
-from poprun.wording import count, duration_text, without_controls
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.pages import draw_rows
+from poprun.cli.pages import draw_rows
+from poprun.cli.wording import count
 from poprun.verify.comparison import STEPS, Difference
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
 from poprun.verify.spreads import Run
 from poprun.verify.ulps import Distance
-from poprun.wording import count
 
 SHOWN_DIGITS = 16
 MOST_ROWS = 12

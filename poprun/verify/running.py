@@ -15,16 +15,16 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from popdist.records.recording import Recording
-from poprun.asking.command_line import CommandLine, Value
-from poprun.asking.lookup import check_user
-from poprun.asking.settings import Settings, settings_from
-from poprun.deciding.job_machine import INTERRUPTS
+from poprun.cli.command_line import CommandLine, Value
+from poprun.cli.log import Log, level_from
+from poprun.cli.lookup import check_user
+from poprun.cli.settings import Settings, settings_from
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
-from poprun.job import run_job
-from poprun.log import Log, level_from
-from poprun.planning.command import Launch
-from poprun.planning.plan import find_hosts, plan_launch
+from poprun.launch.command import Launch
+from poprun.launch.plan import find_hosts, plan_launch
+from poprun.supervisor.job import run_job
+from poprun.supervisor.job_machine import INTERRUPTS
 from poprun.verify.records import Place, Record, read_record, record_files
 from poprun.verify.spreads import Run
 from poprun.verify.words import GRPC, RING, Asked

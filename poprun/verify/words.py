@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poprun.asking.command_line import CommandLine, Value, find_option, read_command_line
-from poprun.asking.config import import_config
-from poprun.asking.options import OPTIONS, Kind, Option, describe_section
+from poprun.cli.command_line import CommandLine, Value, find_option, read_command_line
+from poprun.cli.config import import_config
+from poprun.cli.options import OPTIONS, Kind, Option, describe_section
+from poprun.cli.pages import USUAL_COLUMNS, wrap
 from poprun.errors import UsageError
-from poprun.pages import USUAL_COLUMNS, wrap
 
 VERIFY = "Verify"
 SOME_FAULT = "some"

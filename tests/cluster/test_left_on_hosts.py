@@ -28,7 +28,7 @@ print("all are up", flush=True)
 while True:
     popdist.allreduce(np.ones(10), tensor_name=None)
 """
-DAEMON, MPIRUN, POPRUN, SHIM = r"\S*prted ", r"\S*prterun ", r".* -m poprun ", r".*/poprun/shim/__main__[.]py "
+DAEMON, MPIRUN, POPRUN, AGENT = r"\S*prted ", r"\S*prterun ", r".* -m poprun ", r".*/poprun/agent/__main__[.]py "
 
 
 class Job:
@@ -91,12 +91,12 @@ def kill_mpirun(job: Job) -> None:
     job.kill("h0", MPIRUN)
 
 
-def kill_shim(job: Job) -> None:
-    job.kill("h1", SHIM, -1)
+def kill_agent(job: Job) -> None:
+    job.kill("h1", AGENT, -1)
 
 
 def kill_keeper(job: Job) -> None:
-    job.kill("h1", SHIM, 0)
+    job.kill("h1", AGENT, 0)
 
 
 def kill_poprun(job: Job) -> None:
@@ -115,7 +115,7 @@ def kill_group_beside_a_stopped_daemon(job: Job) -> None:
     kill_group(job)
 
 
-DEEDS = [kill_daemon, kill_mpirun, kill_shim, kill_keeper, kill_poprun, kill_group, kill_group_beside_a_stopped_daemon]
+DEEDS = [kill_daemon, kill_mpirun, kill_agent, kill_keeper, kill_poprun, kill_group, kill_group_beside_a_stopped_daemon]
 
 
 @pytest.mark.parametrize("deed", DEEDS)

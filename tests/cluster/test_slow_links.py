@@ -12,10 +12,10 @@ from beds import Bed, open_bed
 from sharing_cores import ALL
 from test_launch import run
 
-from poprun.timeline.merging import to_be_judged
-from poprun.timeline.recordings import read_recordings
-from poprun.timeline.report.sentences import findings
-from poprun.timeline.report.verdict import Verdict, judge
+from poprun.trace.merging import to_be_judged
+from poprun.trace.recordings import read_recordings
+from poprun.trace.report.sentences import findings
+from poprun.trace.report.verdict import Verdict, judge
 
 pytestmark = [
     pytest.mark.cluster,

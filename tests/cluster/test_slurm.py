@@ -14,7 +14,7 @@ import pytest
 from beds import ROOT
 from slurm_bed import Slurm
 
-from poprun.asking.lookup import find_mpirun
+from poprun.cli.lookup import find_mpirun
 from poprun.hosts.allocation import find_allocation
 from poprun.hosts.schedulers.slurm import expand_nodes
 

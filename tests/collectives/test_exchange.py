@@ -13,11 +13,11 @@ import pytest
 from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
-from collectives.ring.transport import RingTransport
+from collectives.point_to_point.transport import PointToPointTransport
+from collectives.shared_memory.transport import SharedMemoryTransport
+from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import Watch
-from collectives.window.layout import channel_bytes
-from collectives.window.transport import WindowTransport
 
 LIMIT_S = 60.0
 SIZE = 3
@@ -45,11 +45,11 @@ class Ranks:
         if mechanism == "ring":
             hub = ThreadHub(SIZE)
             self.transports: list[Transport] = [
-                RingTransport(ThreadLink(hub, rank, 0), watches[rank]) for rank in range(SIZE)
+                PointToPointTransport(ThreadLink(hub, rank, 0), watches[rank]) for rank in range(SIZE)
             ]
         else:
             memory = memoryview(bytearray(channel_bytes(SIZE)))
-            self.transports = [WindowTransport(memory, rank, SIZE, watches[rank], Path()) for rank in range(SIZE)]
+            self.transports = [SharedMemoryTransport(memory, rank, SIZE, watches[rank], Path()) for rank in range(SIZE)]
 
 
 def values(rank: int, turn: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from adding import added
 
 from collectives import Communicator, Settings, run_on_threads
-from collectives.ring.link import Sizes
+from collectives.point_to_point.link import Sizes
 
 RANKS = 3
 LENGTH = Sizes().whole_bytes // 4 + 7  # elements of float32

@@ -12,14 +12,14 @@ from reference import contributions, reduced
 from statements import assert_same_bits
 
 from collectives import Communicator, PeerRefusedError, Settings
-from collectives.assembly import Group, assemble, refuse_other_networks
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
+from collectives.factory import RankGroup, assemble, refuse_other_networks
 from collectives.plans.choice import Width, quickest
 from collectives.plans.network import Network
 from collectives.plans.spread import Spread
+from collectives.point_to_point.link import Sizes
+from collectives.point_to_point.planned import Planner
 from collectives.reduction import Reduction
-from collectives.ring.link import Sizes
-from collectives.ring.planned import Planner
 
 FEW_ROUNDS = Network(1.0, 1e-9, 1e6, 1.0, 1e-9, 1e6, 1e12)
 FEW_MESSAGES = Network(1.0, 1.0, 1e12, 1.0, 1.0, 1e12, 1e12)
@@ -43,7 +43,7 @@ def on_links(
         for link in links:
             link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
         settings = Settings(spins=0, network=costs if are_measured else None)
-        group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
+        group = RankGroup(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
         with assemble(settings, group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
             return program(communicator)
 

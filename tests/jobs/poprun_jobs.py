@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from poprun.talking.processes import parent_of
+from poprun.ipc.processes import parent_of
 
 ROOT = Path(__file__).parents[2]
 MARKER = "POPRUN_TEST_MARKER"

@@ -13,10 +13,10 @@ import pytest
 from poprun_jobs import MPI_HEAD, Job, await_none, end_all, leftovers, run, start, start_command, two
 from tiers import also
 
-from poprun.planning.command import SHIM
-from poprun.talking import wire
-from poprun.talking.processes import parent_of
-from poprun.watching.control import Member, Reception
+from poprun.ipc import wire
+from poprun.ipc.processes import parent_of
+from poprun.launch.command import AGENT
+from poprun.supervisor.control import Member, Reception
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -33,30 +33,30 @@ def segments_of(job: Job) -> set[Path]:
 
 
 class Instance:
-    """A shim with its program, for which this process is poprun, and no other that would adopt orphans is above it."""
+    """An agent with its program; this process is its poprun, and nobody above it adopts orphans."""
 
     def __init__(self) -> None:
         reception = Reception()
         environ = {wire.CONTROL_VARIABLE: f"{reception.contact} -", "OMPI_COMM_WORLD_RANK": "0"}
-        self.job = start_command(sys.executable, "-I", "-S", str(SHIM), "any", "sh", "-c", FAMILY, environ=environ)
+        self.job = start_command(sys.executable, "-I", "-S", str(AGENT), "any", "sh", "-c", FAMILY, environ=environ)
         member = None
         while member is None:
             member = reception.accept(time.monotonic())
         self._member: Member = member
-        self.shim = self._await_start()
+        self.agent = self._await_start()
         reception.close()
 
     def _await_start(self) -> int:
-        shim, output = 0, b""
+        agent, output = 0, b""
         while b"up" not in output:
             for kind, content in self._member.receive():
                 if kind == wire.HELLO:
                     found = self._member.meet(content, 1)
                     assert found is not None
-                    shim = parent_of(found[0])
+                    agent = parent_of(found[0])
                 elif kind == wire.STDOUT:
                     output += content
-        return shim
+        return agent
 
     def leave(self) -> None:
         """Close poprun's end of the connection."""
@@ -74,18 +74,18 @@ class Instance:
             stream.close()
 
 
-@pytest.mark.parametrize("whom", ["shim", "keeper"])
+@pytest.mark.parametrize("whom", ["agent", "keeper"])
 def test_after_sigkill_of_what_guards_an_instance_no_descendant_is_left(whom: str) -> None:
     instance = Instance()
-    keeper = parent_of(instance.shim)
-    assert keeper == instance.job.process.pid, "the shim has no keeper"
-    os.kill(instance.shim if whom == "shim" else keeper, signal.SIGKILL)
+    keeper = parent_of(instance.agent)
+    assert keeper == instance.job.process.pid, "the agent has no keeper"
+    os.kill(instance.agent if whom == "agent" else keeper, signal.SIGKILL)
     instance.await_end()
 
 
-def test_a_stopped_shim_ends_when_its_daemon_tells_it_to() -> None:
+def test_a_stopped_agent_ends_when_its_daemon_tells_it_to() -> None:
     instance = Instance()
-    os.kill(instance.shim, signal.SIGSTOP)
+    os.kill(instance.agent, signal.SIGSTOP)
     os.kill(instance.job.process.pid, signal.SIGTERM)
     instance.leave()
     instance.await_end()
@@ -94,8 +94,8 @@ def test_a_stopped_shim_ends_when_its_daemon_tells_it_to() -> None:
 def test_a_killed_keeper_is_a_lost_instance() -> None:
     program = (
         "import os, signal\n"
-        "shim = os.getppid()\n"
-        "print('keeper', open(f'/proc/{shim}/stat').read().rpartition(')')[2].split()[1], flush=True)\n"
+        "agent = os.getppid()\n"
+        "print('keeper', open(f'/proc/{agent}/stat').read().rpartition(')')[2].split()[1], flush=True)\n"
         "signal.pause()\n"
     )
     job = start(sys.executable, "-c", program)

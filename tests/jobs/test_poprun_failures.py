@@ -166,8 +166,8 @@ class TestProgramsThatKeepARecord:
         check(run(*two(program)), 3, 0)
 
 
-def test_a_killed_shim_takes_its_program_with_it_and_is_blamed():
-    program = "import os, signal\nprint('shim', os.getppid(), flush=True)\nsignal.pause()\n"
+def test_a_killed_agent_takes_its_program_with_it_and_is_blamed():
+    program = "import os, signal\nprint('agent', os.getppid(), flush=True)\nsignal.pause()\n"
     job = start(sys.executable, "-c", program)
     job.wait_for("\n")
     os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
@@ -178,8 +178,8 @@ def test_a_killed_mpirun_is_a_failure():
     program = (
         "import os, signal\n"
         "def parent(pid): return open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
-        "shim = os.getppid()\n"
-        "print('mpirun', parent(parent(shim)), flush=True)\n"
+        "agent = os.getppid()\n"
+        "print('mpirun', parent(parent(agent)), flush=True)\n"
         "signal.pause()\n"
     )
     job = start(sys.executable, "-c", program)

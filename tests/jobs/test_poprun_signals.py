@@ -12,8 +12,8 @@ import pytest
 from poprun_jobs import MPI_HEAD, leftovers, run, start, start_command, two
 from tiers import also
 
-from poprun.planning.command import SHIM
-from poprun.talking.wire import CONTROL_VARIABLE
+from poprun.ipc.wire import CONTROL_VARIABLE
+from poprun.launch.command import AGENT
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -48,7 +48,7 @@ IGNORED_BY_ALL = (
     "import os, signal\n"
     "ends = lambda pid: [line for line in open(f'/proc/{pid}/status') if line.startswith('SigIgn')][0].split()[1]\n"
     "parents, pid = [], os.getpid()\n"
-    "for _ in range(3):\n"  # the program, its shim, its keeper
+    "for _ in range(3):\n"  # the program, its agent, its keeper
     "    parents.append(int(ends(pid), 16) & 1)\n"
     "    pid = open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
     "print('ignored', parents, flush=True)\n"
@@ -154,9 +154,9 @@ def test_after_sigkill_during_the_start_nothing_is_left(tmp_path):
 
 def test_nothing_is_left_of_an_instance_that_has_begun_after_the_end_of_poprun():
     program = ["sh", "-c", "setsid sleep 100 & exec sleep 100"]
-    shim = [sys.executable, "-I", "-S", str(SHIM), "any"]
+    agent = [sys.executable, "-I", "-S", str(AGENT), "any"]
     environ = {CONTROL_VARIABLE: f"unix:poprun-gone-{os.getpid()} {'00' * 16} -", "OMPI_COMM_WORLD_RANK": "0"}
-    assert start_command(*shim, *program, environ=environ).finish().status == 1  # nothing is left, or this fails
+    assert start_command(*agent, *program, environ=environ).finish().status == 1  # nothing is left, or this fails
 
 
 @pytest.mark.parametrize("ending", [also("pass"), also("os._exit(3)"), "os.kill(os.getpid(), 9)"])

@@ -1,4 +1,4 @@
-"""Jobs that would never end: an instance that is stopped or blocked at any time, a shim or mpirun that is stopped.
+"""Jobs that would never end: an instance that is stopped or blocked at any time, an agent or mpirun that is stopped.
 
 After how long, and who is blamed, is tested in tests/poprun/test_job_machine.py; here are real processes and signals.
 """
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.timeout(240)]
 HEAD = """\
 import os, signal, sys, time
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-shim = os.getppid()
-keeper = int(open(f"/proc/{shim}/stat").read().rpartition(")")[2].split()[1])
+agent = os.getppid()
+keeper = int(open(f"/proc/{agent}/stat").read().rpartition(")")[2].split()[1])
 mpirun = int(open(f"/proc/{keeper}/stat").read().rpartition(")")[2].split()[1])
 """
 JOIN = """\
@@ -79,8 +79,8 @@ def test_mpirun_that_is_stopped(where):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_a_shim_that_is_stopped_after_all_results_are_out():
-    finished = run(*two(HEAD + JOIN + "if rank == 1: os.kill(shim, signal.SIGSTOP)\n", *SHORT))
+def test_an_agent_that_is_stopped_after_all_results_are_out():
+    finished = run(*two(HEAD + JOIN + "if rank == 1: os.kill(agent, signal.SIGSTOP)\n", *SHORT))
     assert finished.status == 124, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert "its supervisor process has not answered for 10 s" in finished.own_lines[0]

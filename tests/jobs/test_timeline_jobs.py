@@ -12,11 +12,11 @@ from poprun_jobs import start
 from strict_trace import read_strictly
 
 from popdist.timeline.asked import folder_beside
-from poprun.timeline.merging import put_together, to_be_judged
-from poprun.timeline.recordings import read_recordings
-from poprun.timeline.report.findings import Cause
-from poprun.timeline.report.verdict import Verdict, judge
-from poprun.timeline.spans import Sort
+from poprun.trace.merging import put_together, to_be_judged
+from poprun.trace.recordings import read_recordings
+from poprun.trace.report.findings import Cause
+from poprun.trace.report.verdict import Verdict, judge
+from poprun.trace.spans import Sort
 
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
 
@@ -39,9 +39,9 @@ SLOW = range(2, LOST)
 UNTIL_RECORDED = f"""\
     if step == {LOST} - 1 and communicator.rank == 1:
         import pathlib, sys, numpy as np
-        from poprun.timeline.merging import put_together
-        from poprun.timeline.recordings import read_recordings
-        from poprun.timeline.spans import Sort
+        from poprun.trace.merging import put_together
+        from poprun.trace.recordings import read_recordings
+        from poprun.trace.spans import Sort
         while not all(
             set(range({LOST})) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
             for spans in put_together(read_recordings(pathlib.Path(sys.argv[1]))).spans

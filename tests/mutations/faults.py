@@ -7,11 +7,11 @@ from faults_in_front_ends import IN_FRONT_ENDS
 from faults_in_pipelines import IN_PIPELINES
 from faults_in_popdist import IN_POPDIST
 from faults_in_poprun import IN_POPRUN
-from faults_in_simulator import IN_SIMULATOR
+from faults_in_simulation import IN_SIMULATION
 from faults_in_strategies import IN_STRATEGIES
 from faults_in_timelines import IN_TIMELINES
 
 FAULTS = (
-    *(*IN_COLLECTIVES, *IN_SIMULATOR, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN),
+    *(*IN_COLLECTIVES, *IN_SIMULATION, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN),
     *IN_TIMELINES,
 )

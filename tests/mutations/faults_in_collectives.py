@@ -49,7 +49,7 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="16-bit floats are added in 16 bits",
-        path="collectives/dtypes.py",
+        path="collectives/arrays.py",
         old="return np.dtype(np.float32)",
         new="return dtype",
         caught_by="tests/collectives/test_exact_sums.py::test_16_bit_floats_are_rounded_once",
@@ -63,7 +63,7 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="a mean over links is divided by the number of ranks, not of contributions",
-        path="collectives/ring/transport.py",
+        path="collectives/point_to_point/transport.py",
         old="Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)",
         new="Arrays(contributions, out, begins, reduction, self.size)",
         caught_by="tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",
@@ -77,21 +77,21 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="contributions of a rank lie over each other in the window",
-        path="collectives/window/reduction.py",
+        path="collectives/shared_memory/reduction.py",
         old="starts = accumulate(steps, initial=start)",
         new="starts = [start] * len(steps)",
         caught_by="tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",
     ),
     Fault(
         name="what rank 0 has is broadcast, whoever the root is",
-        path="collectives/finishing.py",
+        path="collectives/collective_ops.py",
         old="np.copyto(flat, parts.arrays[root])",
         new="np.copyto(flat, parts.arrays[0])",
         caught_by="tests/collectives/test_long_arrays.py::test_a_broadcast_gives_the_values_of_its_root",
     ),
     Fault(
         name="layouts are not compared",
-        path="collectives/ring/exchange.py",
+        path="collectives/point_to_point/exchange.py",
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by="tests/collectives/test_call_fingerprints.py::test_ranks_that_call_different_things_learn_it_before_data_mixes",

@@ -19,7 +19,7 @@ def test_every_fault_can_be_planted() -> None:
 
 def test_there_are_more_than_seventy_in_all_packages() -> None:
     assert len(FAULTS) > 70
-    packages = {"collectives", "popdist", "poprun", "simulator", "strategies"}
+    packages = {"collectives", "popdist", "poprun", "strategies"}
     assert {Path(fault.path).parts[0] for fault in FAULTS} == packages
 
 

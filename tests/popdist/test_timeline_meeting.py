@@ -10,11 +10,11 @@ import pytest
 from collectives.backends.thread import run_on_threads
 from collectives.calls import Call
 from popdist import Instance
-from popdist.timeline.asked import Asked
+from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import read_recordings
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import read_recordings
 
 SECOND = 10**9
 AHEAD_NS = {0: 0, 1: 0, 2: 5 * SECOND, 3: -400 * SECOND}
@@ -32,7 +32,7 @@ def record(folder):
 
     def work(communicator):
         rank = communicator.rank
-        timeline = Timeline(Asked(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
+        timeline = Timeline(TimelineOptions(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
         timeline.meet(communicator)
         recorder = timeline.instruments[0]
         for step in range(20):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from popdist.timeline import blocks
-from poprun.timeline.recordings import Recording
+from poprun.trace.recordings import Recording
 
 Harm = Callable[[random.Random, bytes], bytes]
 

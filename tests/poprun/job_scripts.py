@@ -1,4 +1,4 @@
-"""A job on a clock that stands still unless somebody waits: shims and mpirun that do what a script says."""
+"""A job on a clock that stands still unless somebody waits: agents and mpirun that do what a script says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.diagnosis import Verdict
-from poprun.deciding.facts import Ending, EndKind
-from poprun.deciding.job_actions import Action, Ask, Ended, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
-from poprun.deciding.job_events import (
+from poprun.cli.log import Level
+from poprun.ipc.facts import Ended, Ending, EndKind, Verdict
+from poprun.launch.across import Across
+from poprun.supervisor.job_actions import Action, Ask, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
+from poprun.supervisor.job_events import (
     Event,
     InstanceClosed,
     InstanceEnded,
@@ -24,13 +25,11 @@ from poprun.deciding.job_events import (
     SignalCame,
     Tick,
 )
-from poprun.deciding.job_machine import JobMachine, Phase
-from poprun.log import Level
-from poprun.planning.across import Across
+from poprun.supervisor.job_machine import JobMachine, Phase
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01
-"""How long shims and mpirun take to do what they are told, unless the script says otherwise."""
+"""How long agents and mpirun take to do what they are told, unless the script says otherwise."""
 _Wanted = TypeVar("_Wanted")
 
 
@@ -64,7 +63,7 @@ def leaving(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecor
 
 @dataclass
 class Instance:
-    """What an instance and its shim do when poprun speaks to them.
+    """What an instance and its agent do when poprun speaks to them.
 
     Attributes:
         host: where it runs.
@@ -133,7 +132,7 @@ class Script:
         self.at(at_s, lambda: self._end(index, replace(ending, at_s=BEGIN_S + at_s)))
 
     def lose(self, at_s: float, *indices: int, fault: str = "") -> None:
-        """Have the connections to some shims break, and them be gone."""
+        """Have the connections to some agents break, and them be gone."""
         for index in indices:
             self.at(at_s, MemberLost(index, fault), lambda index=index: self._forget(index))
 

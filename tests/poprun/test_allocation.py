@@ -8,7 +8,7 @@ import sys
 import pytest
 import slurm_records as records
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.errors import UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
 from poprun.hosts.hosts import Host, check_hosts

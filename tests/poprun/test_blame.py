@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
-from poprun.deciding.facts import Ending, EndKind, Facts
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.diagnosis import find_stuck, first_cause, judge, judge_missing, vain_waits
 
 HERE = "node0"
 UNUSED = ProgressRecord()

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
-from poprun.planning.command import SHIM, Launch, build_command, extra_variables
-from poprun.planning.placement import place_instances
-from poprun.planning.torch_distributed import meeting_point
+from poprun.launch.command import AGENT, Launch, build_command, extra_variables
+from poprun.launch.placement import place_instances
+from poprun.launch.torch_distributed import meeting_point
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
@@ -98,7 +98,7 @@ def test_the_order_is_that_of_the_original():
         *("-x", "PJRT_NPROC=8"),
         *("-x", "PATH", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH", "-x", "POPRUN_CONTROL"),
         *("-x", "A=1"),
-        *("/opt/python", "-I", "-S", str(SHIM), "any"),
+        *("/opt/python", "-I", "-S", str(AGENT), "any"),
         *("python3", "train.py", "+--lr=0.1"),
     ]
 
@@ -115,7 +115,7 @@ def contexts(words: list[str]) -> list[list[str]]:
 
 
 def user_part(context: list[str]) -> list[str]:
-    """What a context has between poprun's own options and the shim."""
+    """What a context has between poprun's own options and the agent."""
     return context[context.index("POPRUN_CONTROL") + 1 : context.index("/opt/python")]
 
 
@@ -126,7 +126,7 @@ def test_every_instance_has_a_context_with_its_own_offset_cores_and_the_local_ar
         assert words[:2] == ["-np", "1"]
         assert f"POPDIST_REPLICA_INDEX_OFFSET={3 * index}" in words
         assert f"POPDIST_LOCAL_INSTANCE_INDEX={index}" in words
-        assert words[words.index(str(SHIM)) + 1] == str(index)
+        assert words[words.index(str(AGENT)) + 1] == str(index)
         assert "A=1" in words
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from poprun.asking.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
-from poprun.asking.options import OPTIONS, VIPU, Kind, describe_options
-from poprun.asking.settings import Settings, settings_from
+from poprun.cli.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
+from poprun.cli.notes import IDLE
+from poprun.cli.options import OPTIONS, VIPU, Kind, describe_options
+from poprun.cli.settings import Settings, settings_from
 from poprun.errors import UsageError
-from poprun.notes import IDLE
 
 
 def read(text: str) -> CommandLine:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
-from poprun.planning.command import Launch, build_command
-from poprun.planning.placement import place_instances
+from poprun.launch.command import Launch, build_command
+from poprun.launch.placement import place_instances
 
 HERE = (Host("h", is_this_machine=True),)
 BOTH = (*HERE, Host("other"))
@@ -67,7 +67,7 @@ def test_faults_on_purpose_reach_every_instance() -> None:
     assert not [word for word in command() if "INJECT" in word]
 
 
-def test_each_shim_is_told_the_name_of_the_host_for_which_it_is_meant() -> None:
+def test_each_agent_is_told_the_name_of_the_host_for_which_it_is_meant() -> None:
     words = command(BOTH, replace(REMOTE, names={"h": "h.east", "other": "other.east"}))
     assert [word for word in words if word.startswith("POPRUN_HOST")] == [
         "POPRUN_HOST=h.east",

@@ -5,10 +5,10 @@ import tomllib
 
 import pytest
 
-from poprun.asking.command_line import CommandLine, read_command_line
-from poprun.asking.config import export_config, format_config, import_config, merge, parse_config
-from poprun.asking.options import OPTIONS, Kind
-from poprun.asking.settings import settings_from
+from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.cli.config import export_config, format_config, import_config, merge, parse_config
+from poprun.cli.options import OPTIONS, Kind
+from poprun.cli.settings import settings_from
 from poprun.errors import UsageError
 
 EVERYTHING = [

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from poprun.talking import wire
-from poprun.talking.local_sockets import connect, open_socket
-from poprun.watching.control import GREETING_LIMIT_S, MOST_STRANGERS, PAUSE_S, Member, Reception, strangers_to_leave
+from poprun.ipc import wire
+from poprun.ipc.local_sockets import connect, open_socket
+from poprun.supervisor.control import GREETING_LIMIT_S, MOST_STRANGERS, PAUSE_S, Member, Reception, strangers_to_leave
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def name_of(reception: Reception) -> str:
     return name
 
 
-def test_a_shim_that_has_the_token_is_let_in(reception):
+def test_an_agent_that_has_the_token_is_let_in(reception):
     token = bytes.fromhex(reception.contact.split()[1])
-    with connect(name_of(reception)) as shim:
+    with connect(name_of(reception)) as agent:
         member = reception.accept(0.0)
-        shim.sendall(wire.pack_hello(1, 77, 1.5, token, "node0"))
+        agent.sendall(wire.pack_hello(1, 77, 1.5, token, "node0"))
         [(kind, content)] = member.receive()
         assert (kind, member.meet(content, 2), member.index) == (wire.HELLO, (77, "node0"), 1)
         member.close()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from damage import ODD, damaged
 
-from poprun.asking.command_line import read_command_line
-from poprun.asking.config import format_config, import_config, read_trusted
-from poprun.asking.options import OPTIONS
-from poprun.asking.settings import settings_from
+from poprun.cli.command_line import read_command_line
+from poprun.cli.config import format_config, import_config, read_trusted
+from poprun.cli.options import OPTIONS
+from poprun.cli.settings import settings_from
 from poprun.errors import UsageError
-from poprun.top.picture import picture_of
-from poprun.top.snapshot import RUNNING, Seen, Snapshot
+from poprun.monitor.picture import picture_of
+from poprun.monitor.snapshot import RUNNING, Seen, Snapshot
 from poprun.verify.certificate import read_certificate
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.complete)]
@@ -58,7 +58,7 @@ def test_keys_with_values_of_another_kind_are_refused_in_one_line_or_understood(
 
 
 def test_a_file_without_an_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poprun.asking.config._MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("poprun.cli.config._MOST_CHARACTERS", 1000)
     with pytest.raises(UsageError, match="has 1000 characters or more; name the right file"):
         read_trusted(Path("/dev/zero"), "configuration")
 

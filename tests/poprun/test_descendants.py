@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poprun.talking.processes import descendants, state_of
+from poprun.ipc.processes import descendants, state_of
 
 FAMILY = """
 import os, sys, time

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.diagnosis import (
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.diagnosis import (
     MOST_LINES,
     find_stuck,
     first_cause,
@@ -16,7 +17,6 @@ from poprun.deciding.diagnosis import (
     list_instances,
     vain_waits,
 )
-from poprun.deciding.facts import Ending, EndKind, Facts
 
 HERE = "node0"
 
@@ -105,7 +105,7 @@ class TestAHostThatHasLostItsDaemon:
         [((0.0, 0.0, 9.0), "c"), ((0.0, 9.1, 9.0), "c"), ((8.99, 9.0, 0.0), "b"), ((8.0, 9.0, 0.0), "")],
         ids=["the only one", "the first one", "at once with mpirun", "after mpirun"],
     )
-    def test_is_the_one_whose_shims_say_so_first_whatever_has_become_of_others(self, orphaned_at_s, host):
+    def test_is_the_one_whose_agents_say_so_first_whatever_has_become_of_others(self, orphaned_at_s, host):
         """mpirun runs on host a; where it has gone first, who fails in a collective then does so because of that."""
         facts = [
             Facts(index, "abc"[index], 100 + index, killed(told=True), inside(), 9.0, at_s)
@@ -117,7 +117,7 @@ class TestAHostThatHasLostItsDaemon:
 
 
 class TestAJobThatABatchSystemEnds:
-    """SIGTERM comes to instance 1 and to its shim; instance 0 loses its connection to it."""
+    """SIGTERM comes to instance 1 and to its agent; instance 0 loses its connection to it."""
 
     def facts(self, victim=None, record=None, told=True):
         swept = Facts(1, "node1", 101, killed(15, 10.0, told), inside(), told_at_s=10.0)
@@ -191,7 +191,7 @@ class TestFirstCause:
         assert first_cause(facts) is None
         assert not has_failed(facts)
 
-    def test_a_lost_shim_is_a_failure(self):
+    def test_a_lost_agent_is_a_failure(self):
         assert first_cause(job((None, inside(1)), (lost(), running()))) == 1
 
     def test_a_vain_wait_alone_blames_the_one_that_left(self):
@@ -263,7 +263,7 @@ class TestVerdict:
             "instance 0 on host node0 (pid 100) ended with exit status 0 too early: instance 1 still needed it"
         )
 
-    def test_a_lost_shim(self):
+    def test_a_lost_agent(self):
         verdict = judge(job((lost(), running())), HERE)
         assert verdict is not None
         assert verdict.exit_status == 137

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from poprun.shim.guard import check_directory
+from poprun.agent.guard import check_directory
 
 WAY_OUT = f"make it on {os.uname().nodename}, or start poprun in one that all hosts have"
 

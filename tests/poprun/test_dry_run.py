@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.hosts.cores import Core
 from poprun.hosts.hosts import Host
-from poprun.planning.command import Launch
-from poprun.planning.dry_run import describe_plan, draw_placement
-from poprun.planning.placement import place_instances
+from poprun.launch.command import Launch
+from poprun.launch.dry_run import describe_plan, draw_placement
+from poprun.launch.placement import place_instances
 
 FOUR_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1), Core(1, 1, 0, 2), Core(1, 1, 1, 3)]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.planning.exports import export_options, exports, without_exports
+from poprun.launch.exports import export_options, exports, without_exports
 
 WORDS = ["-x", "A=1", "--mca", "x", "-x", "B", "-x", "C=d=e"]
 

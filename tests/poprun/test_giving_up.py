@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.facts import Ending, EndKind, Facts
-from poprun.deciding.job_actions import Action, Ask, Release, Say, Stop
-from poprun.deciding.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
-from poprun.deciding.members import Members
-from poprun.deciding.survival import Survival
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.job_actions import Action, Ask, Release, Say, Stop
+from poprun.supervisor.job_events import InstanceEnded, MemberConnected, MemberLost, ProgressCame
+from poprun.supervisor.members import Members
+from poprun.supervisor.survival import Survival
 
 WAITS = ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0)
 
@@ -107,7 +107,7 @@ def test_without_the_wish_nobody_goes_on() -> None:
 
 
 class TestWhatIsKnown:
-    def test_how_a_program_has_ended_stays_known_when_its_shim_goes(self) -> None:
+    def test_how_a_program_has_ended_stays_known_when_its_agent_goes(self) -> None:
         job = Job(2)
         job.end(0, exited(0))
         job.members.take(MemberLost(0, "Connection reset by peer"), 2.5)

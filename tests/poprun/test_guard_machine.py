@@ -1,4 +1,4 @@
-"""What the shim decides about its instance, and when, on a fake clock."""
+"""What the agent decides about its instance, and when, on a fake clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import poprun.shim.guard_machine
-from poprun.shim.guard_machine import (
+import poprun.agent.guard_machine
+from poprun.agent.guard_machine import (
     ABORT_GRACE_S,
     CUT_SIGNAL,
     LINGER_S,
@@ -26,7 +26,7 @@ from poprun.shim.guard_machine import (
     Do,
     GuardMachine,
 )
-from poprun.talking import wire
+from poprun.ipc import wire
 
 KILL = (Do.SEND, signal.SIGKILL)
 SWEEP = (Do.SWEEP, 0)
@@ -243,13 +243,14 @@ PURE = ("job_machine", "members", "survival", "lookout", "last_words", "standsti
 
 
 class TestItIsQuickToLoad:
-    """The shim starts before each program."""
+    """The agent starts before each program."""
 
     SLOW = {"dataclasses", "typing", "inspect", "subprocess", "json", "asyncio", "logging", "pathlib", "threading"}
 
-    def test_the_shim_loads_nothing_slow(self):
+    def test_the_agent_loads_nothing_slow(self):
         program = (
-            "import sys; before = set(sys.modules); import poprun.shim.guard; print(*sorted(set(sys.modules) - before))"
+            "import sys; before = set(sys.modules); "
+            "import poprun.agent.guard; print(*sorted(set(sys.modules) - before))"
         )
         words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); {program}"]
         loaded = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
@@ -257,7 +258,7 @@ class TestItIsQuickToLoad:
 
     @pytest.mark.parametrize(
         "name",
-        ["shim/guard_machine", *(f"deciding/{name}" for name in PURE)],
+        ["agent/guard_machine", *(f"supervisor/{name}" for name in PURE)],
     )
     def test_a_machine_knows_no_clock_and_no_process(self, name):
         tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())
@@ -265,4 +266,4 @@ class TestItIsQuickToLoad:
         assert not imported & {"time", "os", "socket", "select", "threading", "subprocess"}
 
 
-ROOT = str(Path(poprun.shim.guard_machine.__file__).parents[2])
+ROOT = str(Path(poprun.agent.guard_machine.__file__).parents[2])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poprun.__main__ import main
-from poprun.planning.hidden_packages import PACKAGES, folder_of, warn_of_hidden
+from poprun.launch.hidden_packages import PACKAGES, folder_of, warn_of_hidden
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
 from poprun.hosts.this_machine import is_named

@@ -11,7 +11,8 @@ import signal
 import pytest
 from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, joining, killed, leaving, running
 
-from poprun.deciding.job_actions import (
+from poprun.cli.log import Level
+from poprun.supervisor.job_actions import (
     Ask,
     CleanUp,
     Examine,
@@ -26,7 +27,7 @@ from poprun.deciding.job_actions import (
     Stop,
     StopListening,
 )
-from poprun.deciding.job_events import (
+from poprun.supervisor.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceTold,
@@ -37,7 +38,7 @@ from poprun.deciding.job_events import (
     StandardOutputClosed,
     Tick,
 )
-from poprun.deciding.job_limits import (
+from poprun.supervisor.job_limits import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
     INTERRUPT_GRACE_S,
@@ -51,8 +52,7 @@ from poprun.deciding.job_limits import (
     SETTLE_S,
     TOLD_LIMIT_S,
 )
-from poprun.deciding.members import MOST_QUESTIONS
-from poprun.log import Level
+from poprun.supervisor.members import MOST_QUESTIONS
 
 SOON_S = 1.0
 """What docs/failures.md promises for most failures."""
@@ -265,7 +265,7 @@ class TestAnInstanceThatFails:
         assert script.times_of(Stop) == [at(1.0 + SETTLE_S), at(1.3)]
 
     def test_after_mpi_abort_the_one_with_an_end_of_its_own_is_blamed(self):
-        """Open MPI tells all shims to stop before the caller has ended."""
+        """Open MPI tells all agents to stop before the caller has ended."""
         script = training(2)
         script.at(1.0, InstanceTold(0), InstanceTold(1))
         script.end(1.02, 1, exited(5))
@@ -494,7 +494,7 @@ class TestAHalt:
     LIMIT_S = 20.0
 
     @MODES
-    def test_a_shim_that_does_not_answer(self, least):
+    def test_an_agent_that_does_not_answer(self, least):
         """The others cannot go on: nobody ends its program."""
         script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
         script.at(5.0, lambda: setattr(script.instances[1], "answers", False))
@@ -505,7 +505,7 @@ class TestAHalt:
         assert 5.0 + self.LIMIT_S - LOOK_S <= script.closed_s <= 5.0 + self.LIMIT_S + 2 * LOOK_S
         assert script.over_s <= script.closed_s + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S + 1e-6
 
-    def test_a_shim_that_does_not_answer_is_not_asked_for_ever(self):
+    def test_an_agent_that_does_not_answer_is_not_asked_for_ever(self):
         """Its socket takes so much and no more, and then poprun would wait."""
         script = training(2)
         script.instances[1].answers = False
@@ -513,7 +513,7 @@ class TestAHalt:
         assert script.all_of(Ask).count(Ask(1)) == MOST_QUESTIONS
         assert script.all_of(Ask).count(Ask(0)) > 400
 
-    def test_a_shim_that_answers_again_is_asked_again(self):
+    def test_an_agent_that_answers_again_is_asked_again(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
         script.instances[1].answers = False
         script.run(until_s=10.0)
@@ -565,7 +565,7 @@ class TestAHalt:
         (line,) = script.said(Level.WARN)
         assert line.startswith("instance 1 on host node0 (pid 101) has ended, and its supervisor process has not said")
 
-    def test_a_shim_that_is_told_to_stop_unlike_the_others_is_lost(self):
+    def test_an_agent_that_is_told_to_stop_unlike_the_others_is_lost(self):
         """By a user; mpirun would tell all, and end."""
         script = waiting_for(1)
         script.at(2.0, InstanceTold(1))
@@ -618,7 +618,7 @@ class TestGoingOnWithoutTheLost:
         assert script.exit_status == 0
         assert script.all_of(Release) == [Release(0, 2), Release(2, 2)]
 
-    def test_one_whose_shim_is_lost(self):
+    def test_one_whose_agent_is_lost(self):
         script = training(2, least=1)
         script.lose(1.0, 1)
         script.end(9.0, 0, exited())
@@ -626,7 +626,7 @@ class TestGoingOnWithoutTheLost:
         assert script.exit_status == 0
         assert "was lost: its supervisor process was killed or cut off" in script.said(Level.WARN)[0]
 
-    def test_one_whose_shim_does_not_hear_is_not_waited_for_at_the_end(self):
+    def test_one_whose_agent_does_not_hear_is_not_waited_for_at_the_end(self):
         """As one that is stopped itself; whoever has succeeded may tidy up for as long as it likes."""
         script = training(2, least=1)
         script.instances[1].stops = False
@@ -925,7 +925,7 @@ class TestMpirun:
         assert script.all_of(Stop) == []
 
     def test_that_is_killed_lets_instances_fail_in_init_and_is_named_all_the_same(self):
-        """Its connections are closed before the shims learn that it is gone; and no host is to blame but the job's."""
+        """Its connections are closed before the agents learn that it is gone; and no host is to blame but the job's."""
         script = Script(2, least=1)
         script.note(0.1, 0, joining(since_s=0.1))
         script.at(1.0, InstanceTold(0, is_orphaned=True), InstanceTold(1, is_orphaned=True))
@@ -935,7 +935,7 @@ class TestMpirun:
         assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (137, None, True)
         assert script.said()[0] == "mpirun ended with 137 before every instance had completed"
 
-    def test_that_kills_a_shim_before_it_has_said_how_its_program_ended_blames_the_missing_one(self):
+    def test_that_kills_an_agent_before_it_has_said_how_its_program_ended_blames_the_missing_one(self):
         script = Script(2, connected=1)
         script.at(1.0, InstanceTold(0))
         script.lose(1.1, 0)
@@ -966,7 +966,7 @@ class TestMpirun:
         script.run()
         assert script.over_s == at(1.0 + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S)
 
-    def test_shims_that_do_not_end_are_not_waited_for(self):
+    def test_agents_that_do_not_end_are_not_waited_for(self):
         script = training(2)
         for each in script.instances:
             each.stops = False
@@ -984,7 +984,7 @@ class TestMpirun:
 class TestHosts:
     HOSTS = "node0 h1 h1"
 
-    def test_a_shim_that_is_killed_or_cut_off_is_a_lost_instance(self):
+    def test_an_agent_that_is_killed_or_cut_off_is_a_lost_instance(self):
         script = training(2)
         script.lose(1.0, 1)
         script.run()
@@ -1017,7 +1017,7 @@ class TestHosts:
         assert script.over_s < 1.0 + 2.0
 
     def test_a_job_that_a_batch_system_ends_blames_no_instance(self):
-        """SIGTERM comes to shims and programs alike."""
+        """SIGTERM comes to agents and programs alike."""
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.at(1.0, InstanceTold(1), InstanceTold(2))
         for index in (1, 2):

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from poprun.deciding.diagnosis import Verdict
-from poprun.deciding.facts import Ending, EndKind, Facts
-from poprun.deciding.last_lines import KEPT_BYTES, LastLines, find_exception
+from poprun.ipc.facts import Ending, EndKind, Facts, Verdict
+from poprun.supervisor.last_lines import KEPT_BYTES, LastLines, find_exception
 
 FAILED = Ending(EndKind.EXIT, 3, 1.0)
 TRACE = b"""\

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.talking.leavings import folder_of, remove_leavings
+from poprun.ipc.leavings import folder_of, remove_leavings
 
 HOST = os.uname().nodename.partition(".")[0]
 USER = os.geteuid()

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from poprun.log import Level, format_line, level_from
-from poprun.shim.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
-from poprun.shim.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
-from poprun.talking import wire
+from poprun.agent.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
+from poprun.agent.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
+from poprun.cli.log import Level, format_line, level_from
+from poprun.ipc import wire
 
 
 class TestLineBuffer:
@@ -82,7 +82,7 @@ class TestWire:
         assert wire.unpack_number(contents[wire.SIGNAL]) == 15
 
 
-def test_the_shim_and_popdist_agree_on_the_progress_page():
+def test_the_agent_and_popdist_agree_on_the_progress_page():
     from popdist.records import ProgressPage, parse_progress
     from popdist.records.progress import DESCRIPTOR_VARIABLE, new_page
 

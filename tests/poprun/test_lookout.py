@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.facts import Ending, EndKind, Facts
-from poprun.deciding.lookout import BLIND_S, Lookout
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.lookout import BLIND_S, Lookout
 
 LIMIT_S = 10.0
 BEGIN_S = 1000.0
@@ -21,7 +21,7 @@ def lookout():
 
 
 def heard(facts: Facts, now_s: float) -> Facts:
-    """One whose shim has just answered."""
+    """One whose agent has just answered."""
     return replace(facts, answered_at_s=now_s)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.asking.lookup import check_program, check_word, check_working_directory, home_variables
+from poprun.cli.lookup import check_program, check_word, check_working_directory, home_variables
 from poprun.errors import UsageError
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.hosts.hosts import Host
-from poprun.planning.command import SHIM, Launch, build_command
-from poprun.planning.placement import place_instances
-from poprun.talking.marked_words import mark, unmark
+from poprun.ipc.marked_words import mark, unmark
+from poprun.launch.command import AGENT, Launch, build_command
+from poprun.launch.placement import place_instances
 
 GRAMMAR = (":", "--", "-np", "-n", "-x", "--mca", "-gmca", "--prtemca", "--hostfile", "@file", "--bind-to", "--version")
 
@@ -39,4 +39,4 @@ def test_mpirun_sees_no_word_of_its_own_whether_it_names_the_program_or_follows_
     plain = command("train", "3")
     assert command(word, word) == [f"+{word}" if each in ("train", "3") else each for each in plain]
     assert plain.count(":") == 1
-    assert plain.count(str(SHIM)) == 2
+    assert plain.count(str(AGENT)) == 2

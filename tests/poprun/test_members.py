@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from job_scripts import exited, running
 
-from poprun.deciding.facts import EndKind
-from poprun.deciding.job_actions import Ask, Release, Stop
-from poprun.deciding.job_events import (
+from poprun.ipc.facts import EndKind
+from poprun.supervisor.job_actions import Ask, Release, Stop
+from poprun.supervisor.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceTold,
@@ -12,7 +12,7 @@ from poprun.deciding.job_events import (
     MemberLost,
     ProgressCame,
 )
-from poprun.deciding.members import Members
+from poprun.supervisor.members import Members
 
 
 def members(count: int = 1) -> Members:

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from poprun.asking.command_line import read_command_line
-from poprun.asking.settings import settings_from
+from poprun.cli.command_line import read_command_line
+from poprun.cli.settings import settings_from
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host
-from poprun.planning.metrics import check_sinks, metric_variables
-from poprun.planning.placement import Place
+from poprun.launch.metrics import check_sinks, metric_variables
+from poprun.launch.placement import Place
 
 HERE = Host("here", is_this_machine=True)
 FIRST = Place(0, "here", 0, range(1))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from poprun.watching.mpirun import Mpirun
+from poprun.supervisor.mpirun import Mpirun
 
 
 @pytest.mark.parametrize(

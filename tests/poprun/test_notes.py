@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.asking.options import OPTIONS
-from poprun.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.options import OPTIONS
 
 WITH_EVERYTHING = Circumstances(has_partition=True, leaves_this_machine=True, on_failure="restart")
 

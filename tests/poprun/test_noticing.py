@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.shim.guard import NOTICING
+from poprun.agent.guard import NOTICING
 
 TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MET = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -35,7 +35,7 @@ def library(tmp_path: Path):
 
 
 def run(folder: Path, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program as the shim of instance 0 does."""
+    """Run a Python program as the agent of instance 0 does."""
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     paths = {"PYTHONPATH": os.pathsep.join((NOTICING, str(folder)))}
     words = [sys.executable, "-c", program]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.output.output import TAIL_LINES, Output, Sink
 from poprun.output.output_lines import Cursor
 from poprun.output.output_style import OutputStyle, style_from

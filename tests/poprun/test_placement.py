@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.agent.guard import parse_cpus
+from poprun.cli.settings import Settings
+from poprun.cli.wording import list_ranges
 from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores, usable_cores
-from poprun.planning.placement import Place, place_instances
-from poprun.shim.guard import parse_cpus
-from poprun.wording import list_ranges
+from poprun.launch.placement import Place, place_instances
 
 
 def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:

@@ -13,11 +13,11 @@ import slurm_records as records
 
 from popdist.instance import this_host
 from poprun.__main__ import main
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.cores import usable_cores
 from poprun.hosts.hosts import Host
-from poprun.planning.plan import find_hosts, plan_launch
+from poprun.launch.plan import find_hosts, plan_launch
 
 FOUR = {"num_instances": 4, "num_replicas": 4}
 
@@ -109,7 +109,7 @@ class TestPlan:
 
 
 def test_an_environment_whose_path_has_a_space_is_refused_for_other_hosts(monkeypatch):
-    monkeypatch.setattr("poprun.planning.plan.find_mpirun", lambda *_: "/my folder/bin/mpirun")
+    monkeypatch.setattr("poprun.launch.plan.find_mpirun", lambda *_: "/my folder/bin/mpirun")
     with pytest.raises(PopRunError, match="/my folder/bin/mpirun has a space in its path"):
         plan_launch(job(host=("a,b",), **FOUR), os.environ)
     plan_launch(job(**FOUR), os.environ)

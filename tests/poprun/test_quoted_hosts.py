@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.asking.options import OPTIONS, Kind
+from poprun.cli.options import OPTIONS, Kind
 from poprun.errors import UsageError
 from poprun.hosts.hosts import parse_hosts
 

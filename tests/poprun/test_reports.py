@@ -1,4 +1,4 @@
-"""What shims send over their sockets, and what they are sent."""
+"""What agents send over their sockets, and what they are sent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import struct
 import pytest
 
 from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
-from poprun.deciding.facts import Ending, EndKind
-from poprun.deciding.job_actions import Ask, Examine, PassOn, Release, Stop
-from poprun.deciding.job_events import (
+from poprun.agent.guard import NEW_PAGE
+from poprun.ipc import wire
+from poprun.ipc.facts import Ending, EndKind
+from poprun.supervisor.control import Member
+from poprun.supervisor.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.supervisor.job_events import (
     InstanceClosed,
     InstanceEnded,
     InstanceExamined,
@@ -21,11 +24,8 @@ from poprun.deciding.job_events import (
     OutputCame,
     ProgressCame,
 )
-from poprun.shim.guard import NEW_PAGE
-from poprun.talking import wire
-from poprun.watching.control import Member
-from poprun.watching.reports import InputWanted, read_reports
-from poprun.watching.supervision import pack_order
+from poprun.supervisor.reports import InputWanted, read_reports
+from poprun.supervisor.supervision import pack_order
 
 TOKEN = bytes(16)
 HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
@@ -33,7 +33,7 @@ HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
 
 @pytest.fixture
 def pair():
-    """The shim's end of the connection of the only instance, and ours."""
+    """The agent's end of the connection of the only instance, and ours."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield theirs, Member(ours, TOKEN, shares_clock=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from popdist.records.faults import ATTEMPT_VARIABLE
-from poprun.asking.settings import Settings
-from poprun.deciding.diagnosis import Verdict
-from poprun.log import Log
-from poprun.planning.command import Launch
-from poprun.planning.plan import plan_launch
-from poprun.restarts import Ended, Restarts
+from poprun.cli.log import Log
+from poprun.cli.settings import Settings
+from poprun.ipc.facts import Verdict
+from poprun.launch.command import Launch
+from poprun.launch.plan import plan_launch
+from poprun.supervisor.restarts import Ended, Restarts
 
 GOOD = Ended(0, False, None)
 

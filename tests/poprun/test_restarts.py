@@ -1,8 +1,8 @@
 import pytest
 
-from poprun.asking.settings import Settings
+from poprun.cli.settings import Settings
 from poprun.hosts.hosts import Host
-from poprun.restarts import fit, pause_s, with_instances
+from poprun.supervisor.restarts import fit, pause_s, with_instances
 
 
 def job(**options):

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from poprun.deciding.stacks import innermost_line
+from poprun.supervisor.stacks import innermost_line
 
 MAIN = """\
 Thread 0x00007f01 (most recent call first):

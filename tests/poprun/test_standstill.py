@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.deciding.diagnosis import judge_stuck, vain_waits
-from poprun.deciding.facts import Ending, EndKind, Facts
-from poprun.deciding.standstill import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.diagnosis import judge_stuck, vain_waits
+from poprun.supervisor.standstill import BUSY_FACTOR, LEAST_S, find_absent, find_halt, find_stopped
 
 NOW_S = 1000.0
 LIMIT_S = 20.0
@@ -96,7 +96,7 @@ class TestAbsentFromInit:
 
 
 class TestAHalt:
-    def test_is_a_shim_that_does_not_answer(self) -> None:
+    def test_is_an_agent_that_does_not_answer(self) -> None:
         facts = job(RUNS, RUNS, answered_at_s=NOW_S - LIMIT_S)
         assert find_halt(facts, NOW_S - 0.1, LIMIT_S, 0.0) is None
         verdict = find_halt(facts, NOW_S, LIMIT_S, 0.0)
@@ -107,7 +107,7 @@ class TestAHalt:
             "(--stuck-timeout-s); that process, or its host, is stopped",
         )
 
-    def test_is_none_while_a_shim_waits_for_a_busy_machine(self) -> None:
+    def test_is_none_while_an_agent_waits_for_a_busy_machine(self) -> None:
         facts = job(RUNS, RUNS, answered_at_s=NOW_S - LEAST_S + 1)
         assert find_halt(facts, NOW_S, 1.0, 0.0) is None
 

@@ -10,11 +10,11 @@ import termios
 import pytest
 
 from popdist.records.progress import ProgressRecord
-from poprun.deciding.facts import Ending, EndKind, Facts
-from poprun.deciding.status_line import SHOW_AFTER_S, StatusLine, wants_status
-from poprun.log import Level
+from poprun.cli.log import Level
+from poprun.ipc.facts import Ending, EndKind, Facts
 from poprun.output.output import Output, Sink
 from poprun.output.output_style import OutputStyle
+from poprun.supervisor.status_line import SHOW_AFTER_S, StatusLine, wants_status
 
 ERASED = b"\r\x1b[K"
 

@@ -12,18 +12,16 @@ import pytest
 from job_scripts import BEGIN_S, Script, exited, killed, running
 
 from popdist.records.progress import Made, ProgressRecord
-from poprun.asking.command_line import CommandLine
-from poprun.asking.settings import settings_from
-from poprun.asking.summary import SummaryAsked, read_summary
-from poprun.deciding.diagnosis import Verdict
-from poprun.deciding.facts import Facts
-from poprun.deciding.job_actions import Ended
-from poprun.deciding.job_events import ProgressCame
+from poprun.cli.command_line import CommandLine
+from poprun.cli.log import Level
+from poprun.cli.settings import settings_from
+from poprun.cli.summary_setting import SummaryAsked, read_summary
 from poprun.errors import UsageError
-from poprun.log import Level
-from poprun.summary.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
-from poprun.summary.lines import summary_lines
-from poprun.summary.summary_file import Whole, describe_job, make_room, write_summary
+from poprun.ipc.facts import Ended, Facts, Verdict
+from poprun.monitor.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
+from poprun.monitor.summary_file import Whole, describe_job, make_room, write_summary
+from poprun.monitor.summary_lines import summary_lines
+from poprun.supervisor.job_events import ProgressCame
 
 MIB = 2**20
 GOOD = Ended(0, False, None)

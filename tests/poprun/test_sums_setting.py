@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from popdist.xla.sums import WITHOUT_SUMS
-from poprun.asking.settings import Settings
-from poprun.planning.plan import plan_launch
-from poprun.planning.sums import find_jaxlib, sums_setting
+from popdist.xla import WITHOUT_SUMS
+from poprun.cli.settings import Settings
+from poprun.launch.plan import plan_launch
+from poprun.launch.sums import find_jaxlib, sums_setting
 
 
 @pytest.fixture

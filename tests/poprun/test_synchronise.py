@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts.copying import (
     Claim,
@@ -27,7 +28,6 @@ from poprun.hosts.copying import (
 from poprun.hosts.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
 from poprun.hosts.errands import Ended
 from poprun.hosts.synchronise import synchronise
-from poprun.log import Log
 
 TOKEN = ".popdist-synchronise-1"
 LATE = "took too long"

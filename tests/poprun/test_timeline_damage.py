@@ -15,14 +15,14 @@ from timeline_jobs import Made
 from popdist.timeline import blocks
 from popdist.timeline.events import EVENT
 from poprun.errors import PopRunError
-from poprun.timeline.command import main
-from poprun.timeline.merging import merge, put_together, to_be_judged
-from poprun.timeline.profiles import Profile, read_profile
-from poprun.timeline.recordings import parse_recording, read_recordings
-from poprun.timeline.report.page import report_page
-from poprun.timeline.report.step_table import table_of
-from poprun.timeline.report.text import report_text
-from poprun.timeline.report.verdict import judge
+from poprun.trace.command import main
+from poprun.trace.merging import merge, put_together, to_be_judged
+from poprun.trace.profiles import Profile, read_profile
+from poprun.trace.recordings import parse_recording, read_recordings
+from poprun.trace.report.page import report_page
+from poprun.trace.report.step_table import table_of
+from poprun.trace.report.text import report_text
+from poprun.trace.report.verdict import judge
 
 RECORDED = Made(2, steps=6).recordings()
 FILES = [file_of(each) for each in RECORDED]

@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 from timeline_jobs import Made
 
-from poprun.timeline.merging import put_together
-from poprun.timeline.report.page import report_page
-from poprun.timeline.report.pictures import COLOURS
-from poprun.timeline.report.verdict import judge
+from poprun.trace.merging import put_together
+from poprun.trace.report.page import report_page
+from poprun.trace.report.pictures import COLOURS
+from poprun.trace.report.verdict import judge
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [

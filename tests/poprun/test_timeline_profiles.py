@@ -12,9 +12,9 @@ from strict_trace import read_strictly
 from timeline_jobs import MS, Made
 
 from popdist.timeline.clocks import DRIFT
-from poprun.timeline.merging import profiles_of, put_together
-from poprun.timeline.profiles import Profile, nested, on_clock_of_recording
-from poprun.timeline.trace import write_trace
+from poprun.trace.merging import profiles_of, put_together
+from poprun.trace.profiles import Profile, nested, on_clock_of_recording
+from poprun.trace.trace_events import write_trace
 
 AHEAD_NS = 3 * 10**15
 MARKED_NS = (1 * MS, 5 * MS, 9 * MS)

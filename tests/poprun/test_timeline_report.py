@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from timeline_jobs import Made
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.errors import PopRunError
-from poprun.timeline.command import main
-from poprun.timeline.merging import put_together
-from poprun.timeline.report.findings import Cause
-from poprun.timeline.report.overlap import bubbles_of, common_ns
-from poprun.timeline.report.page import report_page
-from poprun.timeline.report.pictures import draw_curves
-from poprun.timeline.report.sentences import findings, paths, time_text
-from poprun.timeline.report.step_table import table_of
-from poprun.timeline.report.text import report_text
-from poprun.timeline.report.verdict import judge
-from poprun.timeline.spans import SPAN
+from poprun.trace.command import main
+from poprun.trace.merging import put_together
+from poprun.trace.report.findings import Cause
+from poprun.trace.report.overlap import bubbles_of, common_ns
+from poprun.trace.report.page import report_page
+from poprun.trace.report.pictures import draw_curves
+from poprun.trace.report.sentences import findings, paths, time_text
+from poprun.trace.report.step_table import table_of
+from poprun.trace.report.text import report_text
+from poprun.trace.report.verdict import judge
+from poprun.trace.spans import SPAN
 
 SIZES = [2, 3, 4]
 
@@ -202,7 +202,7 @@ def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
     """Only some of the steps have a wait in the middle."""
     recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
     events = recordings[0].events
-    waits = np.flatnonzero(events["kind"] == Kind.WAITS_FOR)
+    waits = np.flatnonzero(events["kind"] == EventKind.WAITS_FOR)
     few = replace(recordings[0], events=np.delete(events, waits[held_up:]))
     assert judge(put_together([few, recordings[1]])).link is None
 
@@ -254,7 +254,7 @@ def test_of_a_step_that_was_made_twice_the_last_time_is_told():
     recordings = Made(2, steps=6).recordings()
     once = table_of(put_together(recordings))
     for each in recordings:
-        begins = each.events["kind"] == Kind.STEP_BEGINS
+        begins = each.events["kind"] == EventKind.STEP_BEGINS
         each.events["value"][begins & (each.events["value"] == 5)] = 4
     twice = table_of(put_together(recordings))
     assert twice.steps.tolist() == list(range(5))

@@ -9,10 +9,10 @@ import pytest
 from job_scripts import exited, killed
 
 from popdist.records.progress import Made, ProgressRecord, State
-from poprun.deciding.facts import Facts
-from poprun.top.picture import AWAITED, HEADINGS, picture_of
-from poprun.top.recent import APART_S, Recent
-from poprun.top.snapshot import (
+from poprun.ipc.facts import Facts
+from poprun.monitor.picture import AWAITED, HEADINGS, picture_of
+from poprun.monitor.recent import APART_S, Recent
+from poprun.monitor.snapshot import (
     ENDED,
     JOINING,
     LEAVING,
@@ -197,7 +197,7 @@ class TestWithRich:
     @pytest.fixture
     def draw(self):
         console = pytest.importorskip("rich.console")
-        rich_screen = pytest.importorskip("poprun.top.rich_screen")
+        rich_screen = pytest.importorskip("poprun.monitor.rich_screen")
 
         def draw(picture, **options) -> str:
             file = io.StringIO()

@@ -11,15 +11,15 @@ from threading import Thread
 
 import pytest
 
+from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
-from poprun.log import Log
-from poprun.talking import wire
-from poprun.talking.local_sockets import connect
-from poprun.top.doors import doors_in, open_doors, read_address, token_from
-from poprun.top.greeting import ANSWER, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, answer_to, is_welcome, welcome_to
-from poprun.top.snapshot import Seen, Snapshot
-from poprun.top.source import Source, call_remote
-from poprun.top.viewers import (
+from poprun.ipc import wire
+from poprun.ipc.local_sockets import connect
+from poprun.monitor.doors import doors_in, open_doors, read_address, token_from
+from poprun.monitor.greeting import ANSWER, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, answer_to, is_welcome, welcome_to
+from poprun.monitor.snapshot import Seen, Snapshot
+from poprun.monitor.source import Source, call_remote
+from poprun.monitor.viewers import (
     GREETING_LIMIT_S,
     INTERVAL_S,
     MOST_VIEWERS,

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from poprun.errors import PopRunError, UsageError
-from poprun.top.command import OPTIONS, Wanted, describe, main, read_words
-from poprun.top.greeting import TOKEN_VARIABLE
+from poprun.monitor.command import OPTIONS, Wanted, describe, main, read_words
+from poprun.monitor.greeting import TOKEN_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.planning.placement import Place
-from poprun.planning.topology import draw_topology
+from poprun.launch.placement import Place
+from poprun.launch.topology import draw_topology
 
 
 def places(instances: int, replicas: int, host: str) -> list[Place]:

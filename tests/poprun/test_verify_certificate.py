@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_verify_records import layout, process, record, step, steps
 
-from poprun.asking.command_line import CommandLine
+from poprun.cli.command_line import CommandLine
 from poprun.errors import PopRunError, UsageError
 from poprun.verify.certificate import (
     asked_again,

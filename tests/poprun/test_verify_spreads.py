@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.asking.command_line import CommandLine
+from poprun.cli.command_line import CommandLine
 from poprun.verify.running import hosts_of, settings_of
 from poprun.verify.spreads import Run, choose_spreads, plain_runs, run_to_resume, run_with_failure
 from poprun.verify.words import Asked

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.asking.command_line import CommandLine
+from poprun.cli.command_line import CommandLine
 from poprun.errors import UsageError
 from poprun.verify.words import SOME_FAULT, Asked, describe_verify, read_words
 

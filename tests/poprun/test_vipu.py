@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.asking.vipu import Demand, Partition, device_ids, fit_partition, parse_device_map
+from poprun.cli.vipu import Demand, Partition, device_ids, fit_partition, parse_device_map
 from poprun.errors import UsageError
 
 

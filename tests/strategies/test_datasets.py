@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import pytest
+from feed_data import Unsized
 
 from strategies.data.datasets import DistributedDataset, InputContext, Masked, Position
 
@@ -40,14 +41,6 @@ class Shards:
     def shard(self, n, i):
         own = self.elements[i::n]
         return own if self.sized else Unsized(own)
-
-
-class Unsized:
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return iter(self.elements)
 
 
 class Values:

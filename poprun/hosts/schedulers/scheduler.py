@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from popdist.environments.environment import quote
+from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, first_twice, is_host_name
-from poprun.wording import count
 
 ReadText = Callable[[str], str]
 """Returns the contents of a file; raises OSError."""

@@ -13,10 +13,10 @@ from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.network.wire import MESSAGE_BYTES
 from collectives.plans.choice import Width
 from collectives.plans.network import Network
+from collectives.point_to_point.link import Sizes
+from collectives.point_to_point.planned import Planned, Planner
 from collectives.reduction import Reduction
-from collectives.ring.link import Sizes
-from collectives.ring.planned import Planned, Planner
-from simulator import of_plan, simulate
+from collectives.simulation import of_plan, simulate
 
 FLOAT32 = Reduction("sum", np.dtype(np.float32))
 LOOPBACK = Network(20e-6, 10e-6, 2e9, 5e-6, 2e-6, 8e9, 10e9)

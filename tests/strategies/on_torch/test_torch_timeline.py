@@ -16,10 +16,10 @@ from collectives import Settings
 from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring import Ring
-from poprun.timeline.merging import put_together
-from poprun.timeline.recordings import Recording
-from poprun.timeline.spans import Sort
+from popdist.timeline.ring_buffer import Ring
+from poprun.trace.merging import put_together
+from poprun.trace.recordings import Recording
+from poprun.trace.spans import Sort
 from strategies.torch.poptorch.options import Options
 
 REPLICAS, STEPS, COUNT, CALLS = 2, 3, 4, 2

@@ -75,7 +75,7 @@ def test_it_makes_pictures_numbers_and_a_plan(traces):
     trace = traces("zero_bubble", [0, 1, 2])
     assert min(trace.times.forward) > 0
     assert 0 < trace.bubble_share < 1
-    assert trace.text().count("replica") == trace.svg().count('class="title"') == 2
+    assert trace.text().count("replica") == 2
     events = json.loads(trace.perfetto())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 3 * (3 * COUNT + 1)
     assert plan(3, COUNT, "zero_bubble", times=trace.times).length > 0

@@ -1,0 +1,178 @@
+"""How a communicator is put together from what a backend has: links between its ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from collectives.communicator import Communicator
+from collectives.errors import PeerRefusedError
+from collectives.hosts.hosts_link import HostsLink, ranks_beside
+from collectives.hosts.near import NearLink, memory_bytes
+from collectives.instruments import Instruments
+from collectives.named import NamedQueue
+from collectives.plans.network import Network
+from collectives.point_to_point.link import Link
+from collectives.point_to_point.transport import PointToPointTransport
+from collectives.shared_memory.segment import SHARED_MEMORY_DIR, share_segment
+from collectives.shared_memory.transport import SharedMemoryTransport
+from collectives.shared_memory.words import channel_bytes
+from collectives.transport import Transport
+from collectives.waiting import SPINS, Limits, Watch
+
+logger = logging.getLogger(__name__)
+
+MECHANISMS = ("auto", "window", "ring")
+
+MakeSubgroup = Callable[[Sequence[int]], Communicator]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all backends take.
+
+    Attributes:
+        limits: when waits warn and when they give up, and by what clock.
+        progress: those that see what this rank does.
+        mechanism: "window" (shared memory between all ranks, or those of each host), "ring" (messages alone), or
+            "auto": the window where hosts have several ranks and the room, else the ring.
+        shared_memory_dir: where shared memory is made.
+        spins: how often a wait polls before it offers its core to others.
+        network: what messages and sums cost, by which plans are chosen; default: what suits most networks.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    progress: Instruments = field(default_factory=Instruments)
+    mechanism: str = "auto"
+    shared_memory_dir: Path = SHARED_MEMORY_DIR
+    spins: int = SPINS
+    network: Network | None = None
+
+    def __post_init__(self) -> None:
+        if self.mechanism not in MECHANISMS:
+            raise ValueError(f"mechanism is {self.mechanism!r}; use one of {', '.join(MECHANISMS)}")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of a communicator, seen from one of them.
+
+    Attributes:
+        rank: this rank.
+        names: what each rank is called in messages.
+        instances: the instance behind each rank, for instruments.
+        lost: says why it is useless to wait for some ranks, "" while it is not.
+    """
+
+    rank: int
+    names: Sequence[str]
+    instances: Sequence[int]
+    lost: Callable[[Sequence[int]], str] = lambda awaited: ""
+
+    def watch(self, settings: Settings) -> Watch:
+        """How one channel of this group waits."""
+        watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
+        watch.lost = self.lost
+        return watch
+
+
+def refuse_other_networks(networks: Sequence[Network | None]) -> None:
+    """Insist that all ranks choose plans by the same costs: else each would wait for messages of another plan.
+
+    Raises:
+        PeerRefusedError: on all ranks, if they do not.
+    """
+    others = [rank for rank, network in enumerate(networks) if network != networks[0]]
+    if others:
+        raise PeerRefusedError(
+            f"rank 0 chooses plans by {_costs_of(networks[0])}, rank {others[0]} by {_costs_of(networks[others[0]])}; "
+            "give all of them the same costs"
+        )
+
+
+def _costs_of(network: Network | None) -> str:
+    return "the usual costs" if network is None else str(network)
+
+
+def assemble(
+    settings: Settings, group: RankGroup, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
+) -> Communicator:
+    """A communicator over two independent links, for the synchronous and for the named collectives; collective.
+
+    Args:
+        settings: as all ranks have them.
+        group: who is there.
+        links: connected to all ranks of the group; they know on which hosts these are.
+        share_memory: whether ranks of one host may share memory.
+        make_subgroup: connects some of the ranks.
+
+    Raises:
+        RuntimeError: if the window was asked for but cannot be had. Ranks that share no host do without it.
+    """
+    watches = (group.watch(settings), group.watch(settings))
+    for link, watch in zip(links, watches, strict=True):
+        watch.pausing = link.pausing
+        if settings.network is not None:
+            link.costs, link.are_costs_measured = settings.network, True
+    rings = [PointToPointTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
+    hosts = links[0].hosts
+    beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
+    opening = _open_windows if beside == len(hosts) else _open_windows_of_hosts
+    is_of_use = beside > 1 or len(hosts) == 1
+    is_tried = share_memory and is_of_use and settings.mechanism != "ring"
+    windows = opening(settings, rings[0], watches, links) if is_tried else None
+    if windows is None and settings.mechanism == "window" and (is_of_use or not share_memory):
+        raise RuntimeError(
+            f"mechanism 'window' needs ranks that share a host and room in {settings.shared_memory_dir}; "
+            "use 'auto' or 'ring', or enlarge it"
+        )
+    main, named = windows or rings
+    mechanism = "window" if isinstance(main, SharedMemoryTransport) else "window and ring" if windows else "ring"
+    logger.debug("%s: %d ranks, %s", group.names[group.rank], len(group.names), mechanism)
+    queue = NamedQueue(named, watches[1])
+    return Communicator(main, watches[0], queue, settings.progress, make_subgroup, mechanism)
+
+
+def _open_windows(
+    settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
+) -> tuple[Transport, Transport] | None:
+    """Transports through memory that all ranks share, in place of the links."""
+    channel = channel_bytes(transport.size)
+    segment = share_segment(transport, 2 * channel, settings.shared_memory_dir)
+    if segment is None:
+        return None
+    for link in links:
+        link.close()
+    memory = memoryview(segment)
+    main, named = (
+        SharedMemoryTransport(
+            memory[number * channel : (number + 1) * channel],
+            transport.rank,
+            transport.size,
+            watch,
+            settings.shared_memory_dir,
+        )
+        for number, watch in enumerate(watches)
+    )
+    return main, named
+
+
+def _open_windows_of_hosts(
+    settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
+) -> tuple[Transport, Transport] | None:
+    """Transports over the links that send what stays on a host through its memory."""
+    beside = ranks_beside(links[0])
+    channel = memory_bytes(len(beside))
+    segment = share_segment(transport, 2 * channel, settings.shared_memory_dir, links[0].hosts)
+    if segment is None:
+        return None
+    memory, number = memoryview(segment), beside.index(transport.rank)
+    nears = [NearLink(memory[start : start + channel], number, len(beside)) for start in (0, channel)]
+    of_hosts = [HostsLink(link, near) for link, near in zip(links, nears, strict=True)]
+    for link, watch in zip(of_hosts, watches, strict=True):
+        watch.pausing = link.pausing
+    main, named = (PointToPointTransport(link, watch) for link, watch in zip(of_hosts, watches, strict=True))
+    return main, named

@@ -1,0 +1,251 @@
+"""The exchange before every collective: all ranks see what all others call, and the small arrays that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from collectives.arrays import aligned_empty
+from collectives.errors import PeerLostError
+from collectives.plans.comparing import Relay, relays
+from collectives.point_to_point.link import EXCHANGE, Link, Transfer
+from collectives.point_to_point.opening import OpeningLink
+from collectives.transport import Parts
+from collectives.waiting import Watch
+
+_HEADER_BYTES = 64
+_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
+_WORDS = 3
+_PLANS = 256  # cached layouts
+_TOO_LARGE = (1 << 64) - 1
+_OPENED = _TOO_LARGE - 1  # too large as well, and with the first messages of a reduction behind it
+_MOST_ARRAYS = 1 << 20  # that one rank contributes
+
+Opening = Callable[[], OpeningLink]
+"""Does what comes before the first messages that leave the host."""
+
+Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
+
+
+class LinkExchange:
+    """What the ranks of a link say, each in a block of its own: a header, and arrays.
+
+    Args:
+        link: how messages travel.
+        watch: says where this rank is, in errors.
+        complete: waits for transfers, each with the rank of the same place.
+
+    Attributes:
+        away: the ranks of other hosts from which something comes.
+        pairs: those between whom messages leave a host, if all of them do in one round.
+        has_delivered: whether the last exchange began the reduction too.
+    """
+
+    def __init__(self, link: Link, watch: Watch, complete: Complete) -> None:
+        self._link = link
+        self._watch = watch
+        self._complete = complete
+        self._rank = link.rank
+        self._size = link.size
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._inline_bytes = link.sizes.inline_bytes
+        self._parity = 0
+        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        hosts = link.nearby or tuple(range(self._size))
+        self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
+        rounds = relays(hosts)
+        leaving = [each for each in rounds if hosts[each[0].source] != hosts[each[0].to]]
+        self.pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
+        opening_bytes = link.sizes.opening_bytes if self.pairs else 0
+        block = _HEADER_BYTES + self._inline_bytes
+        self._rounds = [_Round(each, self._rank, block, opening_bytes, each in leaving) for each in rounds]
+        self.away = frozenset(rank for each in self._rounds if each.leaves for rank in each.sources)
+        rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
+        self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
+        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
+        self._received: dict[int, int | None] = {}  # how long messages of one block were, where the link can tell
+        self._behind: dict[int, np.ndarray] = {}  # what came behind the blocks of others
+        self.has_delivered = False
+
+    def run(
+        self, fingerprint: int, arrays: Sequence[np.ndarray], count: int, opening: Opening | None = None
+    ) -> tuple[bool, Parts]:
+        """As `Transport.exchange`.
+
+        Args:
+            fingerprint: see there.
+            arrays: see there.
+            count: see there.
+            opening: begins the reduction of the arrays, if they are too large to travel along; called only where all
+                ranks of this host say the same, which then all call theirs.
+        """
+        # Two sets of blocks: the arrays of one exchange stay readable until the next but one has begun.
+        parity = self._parity = 1 - self._parity
+        blocks, headers = self._blocks[parity], self._headers[parity]
+        header = headers[self._rank]
+        nbytes = len(arrays) and arrays[0].nbytes * count
+        plan = None
+        if nbytes > self._inline_bytes:
+            nbytes = _TOO_LARGE if opening is None else _OPENED
+        elif nbytes:
+            first = arrays[0]
+            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
+            slots, parts = plan[parity]
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
+        self._behind.clear()
+        self.has_delivered = False
+        opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        alike = True
+        for other in self._others:
+            theirs = headers[other]
+            if theirs[_FINGERPRINT] != fingerprint:
+                return False, Parts((), ())
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
+                alike = False
+        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
+        for other in self._others:
+            come = self._received.get(other)
+            expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
+            if not alike or come not in (None, expected):
+                self._check_header(other, headers[other], come, arrays, alike)
+        if alike and plan is not None:
+            return True, parts
+        if alike and opened is not None:
+            for source, payload in self._behind.items():
+                opened.deliver(source, payload)
+            self.has_delivered = True
+        counts = tuple(header[_COUNT] for header in headers)
+        if plan is None or any(header[_NBYTES] >= _OPENED for header in headers):
+            return True, Parts(counts, ())
+        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+
+    def _tell(
+        self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
+    ) -> OpeningLink | None:
+        """Have all blocks everywhere; what this rank has opened meanwhile."""
+        opened: OpeningLink | None = None
+        for each in self._rounds:
+            if opening is not None and each.leaves and self._is_agreed_here(headers):
+                opened = opening()
+            rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
+            receives = [
+                self._link.receive(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
+            ]
+            sends: list[Transfer] = []
+            for ranks, to in each.sent:
+                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+                if opened is not None and each.leaves:
+                    sends += [self._link.send(_joined([*parts, *opened.held_for(one)]), one, EXCHANGE) for one in to]
+                else:
+                    sends += self._link.send_all(_joined(parts), to, EXCHANGE)
+            self._complete(receives, each.sources)
+            self._complete(sends, each.receivers)
+            for (ranks, _), room, source, receive in zip(each.rooms, rooms, each.sources, receives, strict=True):
+                if len(ranks) == 1:
+                    self._received[ranks[0]] = receive.received
+                start = self._unpack(ranks, room, blocks, headers)
+                if each.leaves:
+                    self._behind[source] = room[start:]
+        return opened
+
+    def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
+        """Whether all ranks of this host say the same."""
+        own = headers[self._rank][:_WORDS].tolist()
+        return all(headers[rank][:_WORDS].tolist() == own for rank in self._beside)
+
+    def _unpack(
+        self, ranks: Sequence[int], room: np.ndarray, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]
+    ) -> int:
+        """Put the blocks of a message where they belong, unless they are there; how many bytes they have."""
+        if len(ranks) == 1:
+            return self._bytes_of(headers[ranks[0]])
+        start = 0
+        for rank in ranks:
+            blocks[rank][:_HEADER_BYTES] = room[start : start + _HEADER_BYTES]
+            nbytes = self._bytes_of(headers[rank])
+            blocks[rank][_HEADER_BYTES:nbytes] = room[start + _HEADER_BYTES : start + nbytes]
+            start += nbytes
+        return start
+
+    def _bytes_of(self, header: memoryview) -> int:
+        """The length of a block; of what no rank of ours would say, the header alone."""
+        nbytes = header[_NBYTES]
+        return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
+
+    def _check_header(
+        self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
+    ) -> None:
+        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums.
+
+        Where headers are not alike nothing says who has begun to reduce, nor with how many bytes.
+        """
+        count, nbytes = theirs[_COUNT], theirs[_NBYTES]
+        each = arrays[0].nbytes if arrays else 0
+        is_left_at_home = nbytes >= _OPENED and bool(arrays)
+        inline = 0 if is_left_at_home else nbytes
+        fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
+        is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
+        may_be_longer = nbytes == _OPENED and not alike
+        if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
+            raise PeerLostError(
+                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
+                f"{received}, in {self._watch.call.title}; it is faulty"
+            )
+
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+        """Views of all blocks for arrays like `like`, `count` from each rank, for both parities."""
+        if len(self._inline) > _PLANS:
+            self._inline.clear()
+        counts = (count,) * self._size
+        plan = []
+        for parity in (0, 1):
+            views = self._inline_views(parity, counts, like)
+            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
+        self._inline[like.dtype, like.size, count] = plan
+        return plan
+
+    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+        start, step = _HEADER_BYTES, like.nbytes
+        return [
+            self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
+            for rank, count in enumerate(counts)
+            for number in range(count)
+        ]
+
+
+class _Round:
+    """What one rank sends and receives in a round.
+
+    Attributes:
+        leaves: whether messages leave their hosts.
+        sent: the ranks of whose blocks a message consists, and to whom it goes.
+        receivers: to whom messages go, one for each.
+        sources: from whom messages come.
+        rooms: the ranks of whose blocks each consists, and where it is received if it is more than one.
+    """
+
+    def __init__(self, messages: Sequence[Relay], rank: int, block: int, opening_bytes: int, leaves: bool) -> None:
+        to: dict[tuple[int, ...], list[int]] = {}
+        for message in messages:
+            if message.source == rank:
+                to.setdefault(message.ranks, []).append(message.to)
+        coming = [message for message in messages if message.to == rank]
+        behind = opening_bytes if leaves else 0
+        self.leaves = leaves
+        self.sent = list(to.items())
+        self.receivers = [each for others in to.values() for each in others]
+        self.sources = [message.source for message in coming]
+        self.rooms = [
+            (message.ranks, np.empty(len(message.ranks) * block + behind if len(message.ranks) > 1 else 0, np.uint8))
+            for message in coming
+        ]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One message; of one part no copy."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([part.view(np.uint8) for part in parts])

@@ -1,0 +1,185 @@
+"""Which plan an array goes through, in which pieces, and what one rank does for each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from collectives.plans.choice import Width, estimated_s, quickest
+from collectives.plans.cutting import UNDER_WAY, Piece, pieces_of, pieces_of_blocks
+from collectives.plans.plan import Plan
+from collectives.plans.planning import plan_for, possible_ways
+from collectives.plans.spread import Spread
+from collectives.point_to_point.link import Link
+from collectives.point_to_point.opening import opening_round
+from collectives.point_to_point.program import RankProgram, program_of
+from collectives.reduction import Reduction
+
+_CACHED = 256  # layouts
+_FEW = (1, 2, UNDER_WAY)  # pieces; where more of them are to follow each other, estimates are too good
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """For what a plan is sought.
+
+    Attributes:
+        spread: who contributes how many arrays.
+        width: of their elements.
+        elements: of one.
+        scatters: whether each rank keeps a block of the result.
+    """
+
+    spread: Spread
+    width: Width
+    elements: int
+    scatters: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of a sum of all."""
+        return self.elements * self.width.partial
+
+    @property
+    def widest(self) -> int:
+        """The bytes of the widest elements that travel."""
+        return self.width.leaf if max(self.spread.counts) == 1 else self.width.partial
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one rank does.
+
+    Attributes:
+        plan: of what all do.
+        programs: for each piece its first element, and what is done for it.
+        opens_in: the turn of the first piece whose messages may travel with the comparison of calls; -1 for none.
+    """
+
+    plan: Plan
+    programs: tuple[tuple[int, RankProgram], ...]
+    opens_in: int
+
+    @cached_property
+    def room(self) -> int:
+        """For partial sums that come, in elements, of the piece that takes most."""
+        return max(program.room for _, program in self.programs)
+
+    @cached_property
+    def added(self) -> int:
+        """The same for those that this rank adds."""
+        return max(program.added for _, program in self.programs)
+
+
+class Planner:
+    """Plans reductions of one rank, each layout once.
+
+    Args:
+        link: how messages travel.
+        pairs: between whom the comparison of calls has messages that leave a host, all in one round; empty if it has
+            more rounds of such.
+    """
+
+    def __init__(self, link: Link, pairs: Collection[tuple[int, int]]) -> None:
+        self._link = link
+        self._sizes = link.sizes
+        self._hosts = link.hosts or tuple(range(link.size))
+        self._pairs = pairs
+        self._planned: dict[tuple[object, ...], Planned] = {}
+
+    def planned(self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool) -> Planned:
+        """What this rank does.
+
+        Args:
+            reduction: the arithmetic.
+            counts: how many arrays each rank contributes.
+            size: the elements of the result on this rank.
+            scatters: whether that is one of equal blocks.
+        """
+        key = reduction.dtype, reduction.accumulator, counts, size, scatters
+        found = self._planned.get(key)
+        if found is None:
+            if len(self._planned) > _CACHED:
+                self._planned.clear()
+            found = self._planned[key] = self._plan(reduction, counts, size, scatters)
+        return found
+
+    def _plan(self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool) -> Planned:
+        spread = Spread(counts, self._hosts)
+        width = Width(reduction.dtype.itemsize, reduction.accumulator.itemsize)
+        sought = _Sought(spread, width, size * self._link.size if scatters else size, scatters)
+        plan, longest = self._cheapest(sought) if self._link.are_costs_measured else self._usual(sought)
+        pieces = _cut(plan, size, longest, scatters)
+        programs = {piece.table: program_of(plan, self._link.rank, piece.table) for piece in pieces}
+        opens_in = opening_round(plan) if self._opens(plan, pieces[0], width) else -1
+        of_pieces = tuple((piece.offset, programs[piece.table]) for piece in pieces)
+        return Planned(plan, of_pieces, opens_in)
+
+    def _usual(self, sought: _Sought) -> tuple[Plan, int]:
+        """A plan, and the elements of a slice in a piece: what suits networks whose costs nobody has measured."""
+        ways = self._ways(sought) if self._is_whole(sought) else ("direct",)
+        columns = 1 if self._may_have_one_column(sought) else 0
+        plan = quickest(sought.spread, sought.elements, sought.width, self._link.costs, ways, columns)
+        return plan.scattering if sought.scatters else plan, self._longest(plan, sought)
+
+    def _cheapest(self, sought: _Sought) -> tuple[Plan, int]:
+        """The same: what costs least of all ways, and of all columns and pieces in which the array may go."""
+        columns = (1, 0) if self._may_have_one_column(sought) else (0,)
+        pieces = _FEW if self._is_whole(sought) else (1,)
+        plans = [plan_for(sought.spread, way, number) for way in self._ways(sought) for number in columns]
+        cuts = [
+            (plan, -(-self._longest(plan, sought) // number))
+            for plan in (plan.scattering if sought.scatters else plan for plan in plans)
+            for number in pieces
+        ]
+        return min(cuts, key=lambda cut: self._estimated_s(cut[0], cut[1], sought))
+
+    def _may_have_one_column(self, sought: _Sought) -> bool:
+        """Whether one rank of each host may send and receive for all."""
+        return bool(self._link.nearby) and not sought.scatters and sought.nbytes <= self._sizes.one_column_bytes
+
+    def _is_whole(self, sought: _Sought) -> bool:
+        """Whether it may go in one piece."""
+        return sought.nbytes <= self._sizes.whole_bytes
+
+    def _ways(self, sought: _Sought) -> tuple[str, ...]:
+        """The names of all ways there are; where everybody sends everything, that is one message."""
+        is_long = sought.scatters or sought.nbytes > self._sizes.chunk_bytes
+        return tuple(way for way in possible_ways(sought.spread) if way != "doubling" or not is_long)
+
+    def _longest(self, plan: Plan, sought: _Sought) -> int:
+        """How many elements of a slice are in a piece, of as few pieces as it may go in."""
+        in_slice, widest = -(-sought.elements // plan.slices), sought.widest
+        if self._is_whole(sought):
+            return in_slice
+        at_once = self._sizes.longest_message_bytes // plan.most_slices_leaving
+        longest = max(1, min(self._sizes.chunk_of(in_slice * widest), at_once) // widest)
+        return -(-in_slice // -(-in_slice // longest))  # pieces are equal: a short one costs as much as a long one
+
+    def _estimated_s(self, plan: Plan, longest: int, sought: _Sought) -> float:
+        """How long it takes; of a whole array the first round may go with the comparison of calls, which saves one."""
+        costs, in_slice = self._link.costs, -(-sought.elements // plan.slices)
+        pieces = -(-in_slice // longest)
+        took = estimated_s(plan, sought.elements, sought.width, costs, pieces)
+        if pieces > 1:
+            return took
+        size = sought.elements // self._link.size if sought.scatters else sought.elements
+        return took - costs.latency_s * self._opens(plan, _cut(plan, size, longest, sought.scatters)[0], sought.width)
+
+    def _opens(self, plan: Plan, piece: Piece, width: Width) -> bool:
+        """Whether the first messages that leave hosts are between those who compare their calls, and short enough."""
+        number = opening_round(plan)
+        if number < 0:
+            return False
+        nbytes: Counter[tuple[int, int]] = Counter()
+        for source, to, first, stop, node in plan.rounds[number].messages:
+            if self._hosts[source] != self._hosts[to]:
+                nbytes[source, to] += piece.table.elements(first, stop) * width.of(node, plan.spread.replicas)
+        return nbytes.keys() == set(self._pairs) and max(nbytes.values()) <= self._sizes.opening_bytes
+
+
+def _cut(plan: Plan, size: int, longest: int, scatters: bool) -> list[Piece]:
+    """The pieces of a result of so many elements, with so many of each slice."""
+    return pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)

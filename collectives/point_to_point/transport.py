@@ -1,0 +1,213 @@
+"""Reductions by messages: what `collectives.plans` decides, carried out over a link.
+
+Small arrays travel with the exchange that precedes every collective, from every rank to every other one, and each rank
+adds all of them itself. Larger ones go through a plan; long ones in pieces, of which several are under way at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from collectives.arrays import aligned_empty
+from collectives.plans.cutting import UNDER_WAY
+from collectives.point_to_point.exchange import LinkExchange
+from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drain
+from collectives.point_to_point.link import RESULTS, Link, Transfer
+from collectives.point_to_point.opening import OpeningLink
+from collectives.point_to_point.planned import Planned, Planner
+from collectives.reduction import Reduction
+from collectives.transport import Parts, Reducing, Transport
+from collectives.waiting import Watch
+
+
+class PointToPointTransport(Transport):
+    """Ranks that are connected by a link.
+
+    Args:
+        link: how messages travel.
+        watch: how to wait.
+    """
+
+    opens_reductions = True
+
+    def __init__(self, link: Link, watch: Watch) -> None:
+        self.rank = link.rank
+        self.size = link.size
+        self.link = link
+        self._memory = PartialSums()
+        self._watch = watch
+        self._sizes = link.sizes
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._exchange = LinkExchange(link, watch, self._complete)
+        self._planner = Planner(link, self._exchange.pairs)
+        self._is_between_hosts = len(set(link.hosts)) > 1
+        self._announced: Reducing | None = None
+        self._opened: PieceFlow | None = None
+
+    # ---- exchange
+
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        announced, self._announced, self._opened = self._announced, None, None
+        if announced is not None and arrays[0].nbytes * count > self._sizes.inline_bytes:
+            planned = self._planned_for(announced, (count,) * self.size)
+            if planned.opens_in >= 0:
+                opening = partial(self._open, announced, planned)
+                equal, parts = self._exchange.run(fingerprint, arrays, count, opening)
+                if not (equal and self._exchange.has_delivered):
+                    self._give_up()
+                return equal, parts
+        return self._exchange.run(fingerprint, arrays, count)
+
+    def announce(self, reducing: Reducing) -> None:
+        self._announced = reducing
+
+    def _open(self, reducing: Reducing, planned: Planned) -> OpeningLink:
+        """Begin to reduce as if all ranks had as many contributions, up to the first messages that leave this host."""
+        link = OpeningLink(self.link, self._exchange.away)
+        flow = self._new_flow(reducing, planned, 0, None, link)
+        self._opened = flow
+
+        def has_opened() -> bool:
+            flow.advance(planned.opens_in + 1)
+            return flow.has_entered(planned.opens_in)
+
+        self._watch.wait(has_opened, flow.waits_for)
+        return link
+
+    def _give_up(self) -> None:
+        """What was begun is of no use: wait until it needs its memory no longer."""
+        flow, self._opened = self._opened, None
+        if flow is not None:
+            self._watch.wait(flow.has_sent, flow.waits_for)
+
+    def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
+        """Wait until all transfers, each with the rank of the same place, are done."""
+        for transfer in transfers:
+            for _ in range(self._watch.spins):
+                if transfer.done():
+                    break
+            else:
+                self._complete_all(list(zip(transfers, ranks, strict=True)))
+                return
+
+    # ---- reductions
+
+    def reduce(
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
+    ) -> None:
+        self._flow(Reducing(contributions, out, reduction, False), parts.counts)
+
+    def reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        self._flow(Reducing(contributions, out, reduction, True), parts.counts)
+
+    def _planned_for(self, reducing: Reducing, counts: tuple[int, ...]) -> Planned:
+        return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
+
+    def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
+        """Wait until all transfers, each named with its rank, are done."""
+        pending = deque(transfers)
+
+        def missing() -> list[int]:
+            """What comes behind the first one may be there: whoever is lost since then is not waited for."""
+            return sorted({rank for transfer, rank in pending if not transfer.done()})
+
+        self._watch.wait(lambda: drain(pending), missing)
+
+    def _flow(self, reducing: Reducing, counts: tuple[int, ...]) -> None:
+        """Go through the pieces, several at the same time, from where it was begun."""
+        planned = self._planned_for(reducing, counts)
+        flows: deque[PieceFlow] = deque()
+        last, self._opened = self._opened, None
+        if last is not None:
+            flows.append(last)
+        waiting = deque(range(len(flows), len(planned.programs)))
+        is_long = self._is_between_hosts and len(planned.programs) > UNDER_WAY  # what counts is that links are busy
+        wait = self._watch.wait_calmly if is_long else self._watch.wait
+        while flows or waiting:
+            while waiting and len(flows) < UNDER_WAY:
+                last = self._new_flow(reducing, planned, waiting.popleft(), last, self.link)
+                flows.append(last)
+            if not _advance(flows):
+                wait(partial(_advance, flows), partial(_awaited, flows))
+            while flows and flows[0].is_over:
+                flows.popleft()
+
+    def _new_flow(
+        self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
+    ) -> PieceFlow:
+        """A piece that begins now."""
+        contributions, out, reduction, scatters = reducing
+        begins = self.rank * out.size if scatters else 0
+        arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
+        itemsize, depth = reduction.accumulator.itemsize, min(UNDER_WAY, len(planned.programs))
+        room = self._memory.rows(0, depth, itemsize * planned.room)[number % depth]
+        added = self._memory.rows(1, depth, itemsize * planned.added)[number % depth]
+        offset, program = planned.programs[number]
+        return PieceFlow(link, program, arrays, offset, room, added, before)
+
+    # ---- copies
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        sends: deque[tuple[Transfer, int]] = deque()
+        for chunk in _cut(0, buffer.size, self._sizes.chunk_of(buffer.nbytes)):
+            if self.rank != root:
+                self._complete([self.link.receive(buffer[chunk], before, RESULTS)], [before])
+            if after != root:
+                sends.append((self.link.send(buffer[chunk], after, RESULTS), after))
+        if sends:
+            self._watch.wait(lambda: drain(sends), lambda: [after])
+
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out[self.rank], block)
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for step in range(self.size - 1):
+            outgoing = out[(self.rank - step) % self.size]
+            incoming = out[(self.rank - step - 1) % self.size]
+            for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
+                receive = self.link.receive(incoming[chunk], before, RESULTS)
+                send = self.link.send(outgoing[chunk], after, RESULTS)
+                self._complete([receive, send], [before, after])
+
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        if out is not None:
+            np.copyto(out[self.rank], block)
+        for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
+            if out is None:
+                self._complete([self.link.send(block[chunk], root, RESULTS)], [root])
+            else:
+                receives = [self.link.receive(out[other, chunk], other, RESULTS) for other in self._others]
+                self._complete(receives, self._others)
+
+    # ---- memory
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return aligned_empty(nbytes)
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def _advance(flows: Sequence[PieceFlow]) -> bool:
+    """Do what can be done at once; whether anything was, or the first piece is through."""
+    return any([flow.advance() for flow in flows]) or flows[0].is_over
+
+
+def _awaited(flows: Iterable[PieceFlow]) -> list[int]:
+    """The ranks without which none of the pieces can go on."""
+    return sorted({rank for flow in flows for rank in flow.waits_for()})
+
+
+def _cut(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(first, min(stop, first + step)) for first in range(start, stop, step)]

@@ -1,0 +1,265 @@
+"""Collectives that are ready: their buffers are checked, and what is left is to compare the calls and to move data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from collectives import collective_ops
+from collectives.agreement import agree
+from collectives.buffers import (
+    flat_contributions,
+    flat_view,
+    new_call,
+    refuse_overlaps_in_group,
+    refuse_partial_overlap,
+    result_array,
+)
+from collectives.calls import Call, checked_root
+from collectives.errors import UnsupportedBufferError
+from collectives.reduction import Reduction
+from collectives.transport import Reducing, Transport
+
+Result = TypeVar("Result")
+
+_CACHED_CALLS = 1024
+
+
+@dataclass(slots=True)  # one for each call; frozen, it would take several times as long to make
+class Request(Generic[Result]):
+    """A collective that can be carried out, at once or when all ranks have started it.
+
+    Attributes:
+        call: what all ranks must ask for.
+        carried: what may travel along with the comparison of the calls.
+        count: how many arrays this rank contributes.
+        finish: moves the data, one of `collective_ops`; takes the transport, what all contribute, and `arguments`.
+        arguments: all else that it needs.
+        result: what the caller gets; None: what `finish` returns.
+    """
+
+    call: Call
+    carried: Sequence[np.ndarray]
+    count: int
+    finish: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    result: Result | None = None
+
+    def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> Result:
+        """Compare the call with those of the other ranks, and move the data; a collective call.
+
+        Args:
+            transport: between the ranks.
+            moves: called in between with the size of a contribution in bytes.
+
+        Raises:
+            LayoutMismatchError: on every rank if one differs; no buffer was touched.
+        """
+        call, result = self.call, self.result
+        if call.into_shared:
+            contributions, _, reduction = self.arguments
+            transport.stage(contributions, reduction)
+        elif transport.opens_reductions and self.finish in (collective_ops.reduce, collective_ops.reduce_scatter):
+            contributions, out, reduction = self.arguments
+            if not reduction.divides_first:
+                scatters = self.finish is collective_ops.reduce_scatter
+                transport.announce(Reducing(contributions, out, reduction, scatters))
+        parts = agree(transport, call, self.carried, self.count)
+        if moves is not None:
+            moves(call.nbytes)
+        made: Result = self.finish(transport, parts, *self.arguments)
+        return made if result is None else result
+
+
+class Preparations:
+    """Checks what the caller of a collective gave, before other ranks are involved.
+
+    Each method makes one collective `Request`, raises what the communicator's method of the same name raises, and
+    changes no buffer.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._shared: dict[int, np.ndarray] = {}  # by the id of what `share` was given, the same in one dimension
+        self._shared_bases: set[int] = set()
+        self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
+
+    def share(self, array: np.ndarray) -> None:
+        """Note that all ranks see the memory of an array: a reduction into it is written once."""
+        self._shared[id(array)] = array.reshape(-1)
+        weakref.finalize(array, self._shared.pop, id(array), None)
+        self._shared_bases.add(id(array.base))
+        weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
+
+    def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
+        """In place."""
+        call, reduction = self._describe("all_reduce", name, op, buffer)
+        flat = self._private(buffer)
+        contributions = [flat]
+        return Request(call, contributions, 1, collective_ops.reduce, (contributions, flat, reduction), buffer)
+
+    def ordered_all_reduce(
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray | None,
+        op: str,
+        name: str,
+        begun: str = "called",
+    ) -> Request[np.ndarray]:
+        """Into `out`, which all ranks may see; `begun` is for messages."""
+        if not contributions:
+            raise ValueError(f"ordered_all_reduce was {begun} without contributions; give one array per local replica")
+        first = contributions[0]
+        if out is None:
+            out = np.empty_like(first)
+        shared = self._shared.get(id(out))
+        call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
+        arrays = flat_contributions(contributions)
+        if shared is not None and out.shape == first.shape and out.dtype == first.dtype:
+            finish, flat = collective_ops.reduce_into_shared, shared
+        else:
+            result_array(out, first.shape, first.dtype)
+            finish, flat = collective_ops.reduce, self._private(out)
+        refuse_partial_overlap(arrays, flat)
+        carried = () if shared is not None else arrays
+        return Request(call, carried, len(arrays), finish, (arrays, flat, reduction), out)
+
+    def grouped_ordered_all_reduce(
+        self,
+        contributions: Sequence[Sequence[np.ndarray]],
+        outs: Sequence[np.ndarray],
+        op: str,
+        names: Sequence[str],
+    ) -> list[Request[np.ndarray]]:
+        """Each of a group."""
+        _check_group(contributions, outs, names)
+        tensors = zip(contributions, outs, names, strict=True)
+        group = [self.ordered_all_reduce(arrays, out, op, name) for arrays, out, name in tensors]
+        if len(group) > 1:
+            refuse_overlaps_in_group([(each.call.name, *each.arguments[:2]) for each in group])
+        return group
+
+    def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
+        """Of the root's buffer."""
+        root = checked_root("root", root, self._size, "ranks")
+        call, _ = self._describe("broadcast", name, "", buffer, root)
+        flat = flat_view(buffer) if self._rank == root else self._private(buffer)
+        return Request(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
+
+    def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Request[np.ndarray]:
+        """Into `out`, one row for each rank."""
+        call, _ = self._describe("all_gather", name, "", buffer)
+        out = result_array(out, (self._size, *buffer.shape), buffer.dtype)
+        flat, whole = flat_view(buffer), self._private(out)
+        refuse_partial_overlap([whole], flat, self._own(flat.size))
+        return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
+
+    def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
+        """Into a new array of the root, one row for each rank."""
+        root = checked_root("root", root, self._size, "ranks")
+        call, _ = self._describe("gather", name, "", buffer, root)
+        out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
+        flat = flat_view(buffer)
+        return Request(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
+
+    def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Request[np.ndarray]:
+        """Into `out`, this rank's block."""
+        call, reduction = self._describe("reduce_scatter", name, op, buffer)
+        out = result_array(out, self._block_shape(buffer), buffer.dtype)
+        return self._scatter(call, [flat_view(buffer)], out, reduction)
+
+    def ordered_reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray | None, op: str, name: str
+    ) -> Request[np.ndarray]:
+        """Into `out`, this rank's block."""
+        if not contributions:
+            raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
+        first = contributions[0]
+        call, reduction = self._describe("ordered_reduce_scatter", name, op, first)
+        arrays = flat_contributions(contributions)
+        out = result_array(out, self._block_shape(first), first.dtype)
+        return self._scatter(call, arrays, out, reduction)
+
+    def barrier(self, name: str) -> Request[None]:
+        """Nothing but the comparison of the calls."""
+        call, _ = self._describe("barrier", name, "", None)
+        return Request(call, (), 0, collective_ops.nothing)
+
+    def _scatter(
+        self, call: Call, arrays: list[np.ndarray], out: np.ndarray, reduction: Reduction
+    ) -> Request[np.ndarray]:
+        flat = self._private(out)
+        refuse_partial_overlap(arrays, flat, self._own(flat.size))
+        return Request(call, arrays, len(arrays), collective_ops.reduce_scatter, (arrays, flat, reduction), out)
+
+    def _describe(
+        self,
+        operation: str,
+        name: str,
+        op: str,
+        buffer: np.ndarray | None,
+        root: int = -1,
+        into_shared: bool = False,
+    ) -> tuple[Call, Reduction]:
+        if buffer is None:
+            key: tuple[Any, ...] = (operation, name)
+        else:
+            try:
+                key = (operation, name, op, buffer.dtype, buffer.shape, root, into_shared)
+            except AttributeError:
+                raise UnsupportedBufferError(
+                    f"{operation} takes NumPy arrays, not {type(buffer).__name__}; convert it with np.asarray"
+                ) from None
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _CACHED_CALLS:
+                self._calls.clear()
+            found = self._calls[key] = new_call(operation, name, op, buffer, root, into_shared)
+        return found
+
+    def _own(self, size: int) -> slice:
+        """This rank's one of blocks of so many elements."""
+        return slice(self._rank * size, (self._rank + 1) * size)
+
+    def _private(self, out: np.ndarray) -> np.ndarray:
+        """Memory that this rank alone will write, as one dimension."""
+        if self._shared_bases and id(out.base) in self._shared_bases:
+            raise UnsupportedBufferError(
+                "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "
+                "give ordered_all_reduce the whole array"
+            )
+        return flat_view(out, writable=True)
+
+    def _block_shape(self, buffer: np.ndarray) -> tuple[int, ...]:
+        if buffer.ndim == 0 or buffer.shape[0] % self._size:
+            raise ValueError(
+                f"reduce_scatter of shape {list(buffer.shape)} over {self._size} ranks; "
+                "the first axis must be a multiple of the number of ranks"
+            )
+        return (buffer.shape[0] // self._size, *buffer.shape[1:])
+
+
+def _check_group(
+    contributions: Sequence[Sequence[np.ndarray]], outs: Sequence[np.ndarray], names: Sequence[str]
+) -> None:
+    counts = {len(contributions), len(outs), len(names)}
+    if len(counts) > 1:
+        raise ValueError(
+            f"a group of {len(contributions)} lists of contributions, {len(outs)} outs and {len(names)} names; "
+            "give one of each for every tensor"
+        )
+    shares = sorted({len(arrays) for arrays in contributions})
+    if shares[:1] == [0] or len(shares) > 1:
+        raise ValueError(
+            f"the tensors of a group have {' or '.join(map(str, shares))} contributions; "
+            "give one array per local replica for each of them"
+        )

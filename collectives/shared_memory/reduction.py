@@ -1,0 +1,250 @@
+"""How a reduction passes through the shared window: in chunks, or staged at once where it is one chunk.
+
+Each rank reduces one slice. For that the others pass their sums of it: the largest nodes inside of their blocks of
+replicas, which are one where blocks are aligned (`collectives.tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from collectives.plans.spread import Spread
+from collectives.reduction import Reduction, order_of
+from collectives.shared_memory.words import (
+    CONSUMED,
+    DEPTH,
+    FETCHED,
+    LINE_BYTES,
+    PIPE_BYTES,
+    PRODUCED,
+    REDUCED,
+    RESULT_BYTES,
+    Window,
+    pipe_start,
+)
+from collectives.transport import Parts
+from collectives.tree import TreeNode
+
+
+class ChunkedReduction:
+    """One reduction on its way through the window, chunk by chunk."""
+
+    def __init__(
+        self,
+        window: Window,
+        reduction: Reduction,
+        parts: Parts,
+        bounds: Sequence[int],
+        contributions: Sequence[np.ndarray],
+        chunk_bytes: int,
+    ) -> None:
+        self._window = window
+        self._reduction = reduction
+        self._spread = spread_of(parts.counts)
+        self._dtypes = [[reduction.dtype_of(node) for node in nodes] for nodes in self._spread.sums]
+        self._order = order_of(nodes_seen_by(self._spread, window.rank))
+        self._bounds = bounds
+        self._contributions = contributions
+        self._chunk_bytes = chunk_bytes // DEPTH
+        longest = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+        self._chunk = self._chunk_elements()
+        self.steps = -(-longest // self._chunk)
+
+    def run(self, own: np.ndarray | None, everything: np.ndarray | None) -> None:
+        """Reduce; the own slice goes into `own`, or all slices into `everything`."""
+        window = self._window
+        base = window.chunks
+        for step in range(self.steps):
+            chunk = base + step
+            window.await_all(CONSUMED, chunk - DEPTH + 1)
+            self._produce(step, chunk)
+            window.announce(PRODUCED, chunk + 1)
+            if everything is not None:
+                window.await_all(FETCHED, chunk - DEPTH + 1)
+            window.await_all(PRODUCED, chunk + 1)
+            self._reduce(step, chunk, own, everything)
+            window.announce(CONSUMED, chunk + 1)
+            window.announce(REDUCED, chunk + 1)
+            if everything is not None:
+                self._fetch(step, chunk, everything)
+                window.announce(FETCHED, chunk + 1)
+        window.chunks = base + self.steps
+        window.catch_up()
+
+    def _chunk_elements(self) -> int:
+        """The largest chunk of which every rank's contributions fit the pipe, within the given size."""
+        per_element = max(sum(dtype.itemsize for dtype in dtypes) for dtypes in self._dtypes)
+        of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
+        elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
+        return max(1, elements // LINE_BYTES * LINE_BYTES)
+
+    def range_of(self, rank: int, step: int) -> tuple[int, int]:
+        """The elements of a rank's slice that are reduced in one step."""
+        start = self._bounds[rank] + step * self._chunk
+        return start, max(start, min(self._bounds[rank + 1], start + self._chunk))
+
+    def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
+        """The places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
+        dtypes = self._dtypes[rank]
+        steps = [self._chunk * dtype.itemsize for dtype in dtypes]
+        place = owner - (owner > rank)
+        start = pipe_start(self._window.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH) + place * sum(steps)
+        starts = accumulate(steps, initial=start)
+        return [
+            np.ndarray(length, dtype, self._window.memory, first) for dtype, first in zip(dtypes, starts, strict=False)
+        ]
+
+    def places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
+        """Where this rank puts what `owner` reduces."""
+        start, stop = self.range_of(owner, step)
+        return self._piped(self._window.rank, owner, chunk, stop - start)
+
+    def places_of(self, rank: int, step: int, chunk: int) -> list[np.ndarray]:
+        """Where `rank` has put what this rank reduces."""
+        start, stop = self.range_of(self._window.rank, step)
+        return self._piped(rank, self._window.rank, chunk, stop - start)
+
+    def _produce(self, step: int, chunk: int) -> None:
+        rank = self._window.rank
+        for owner in range(self._window.size):
+            if owner == rank:
+                continue
+            start, stop = self.range_of(owner, step)
+            if start == stop:
+                continue
+            places = self.places_for(owner, step, chunk)
+            put_sums(self._reduction, self._spread, rank, [array[start:stop] for array in self._contributions], places)
+
+    def _reduce(self, step: int, chunk: int, own: np.ndarray | None, everything: np.ndarray | None) -> None:
+        window = self._window
+        start, stop = self.range_of(window.rank, step)
+        if start == stop:
+            return
+        sources: list[np.ndarray] = []
+        for rank in range(window.size):
+            if rank == window.rank:
+                sources += [contribution[start:stop] for contribution in self._contributions]
+            else:
+                sources += self.places_of(rank, step, chunk)
+        if everything is not None:
+            target = everything[start:stop]
+        else:
+            assert own is not None
+            offset = self._bounds[window.rank]
+            target = own[start - offset : stop - offset]
+        self._reduction.reduce(sources, target, self._spread.replicas, self._order)
+        if everything is not None:
+            np.copyto(self._result(window.rank, chunk, stop - start), target)
+
+    def _fetch(self, step: int, chunk: int, everything: np.ndarray) -> None:
+        for rank in range(self._window.size):
+            start, stop = self.range_of(rank, step)
+            if rank == self._window.rank or start == stop:
+                continue
+            self._window.await_rank(rank, REDUCED, chunk + 1)
+            np.copyto(everything[start:stop], self._result(rank, chunk, stop - start))
+
+    def _result(self, rank: int, chunk: int, length: int) -> np.ndarray:
+        start = pipe_start(self._window.size, rank) + PIPE_BYTES + chunk % DEPTH * (RESULT_BYTES // DEPTH)
+        return np.ndarray(length, self._reduction.dtype, self._window.memory, start)
+
+
+class StagedReduction:
+    """A reduction into shared memory that takes one chunk: all its places are known before the ranks agree.
+
+    Attributes:
+        is_possible: whether it fits one chunk.
+        elements: the size of the arrays for which it was planned.
+        count: how many arrays each rank contributes.
+        counts: the same for all ranks, in rank order.
+    """
+
+    def __init__(self, window: Window, reduction: Reduction, elements: int, count: int) -> None:
+        bounds = slice_bounds(elements, window.size, LINE_BYTES // reduction.dtype.itemsize)
+        self.elements = elements
+        self.count = count
+        self.counts = (count,) * window.size
+        self._window = window
+        self._reduction = reduction
+        self._spread = spread_of(self.counts)
+        self._order = order_of(nodes_seen_by(self._spread, window.rank))
+        self._own = slice(bounds[window.rank], bounds[window.rank + 1])
+        self._total = count * window.size
+        self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
+        self._sources: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        parts = Parts(self.counts, ())
+        flow = ChunkedReduction(window, reduction, parts, bounds, [], PIPE_BYTES)
+        self.is_possible = flow.steps == 1
+        if not self.is_possible:
+            return
+        ranks = range(window.size)
+        for parity in range(DEPTH):
+            self._puts.append(
+                [
+                    (slice(*flow.range_of(owner, 0)), flow.places_for(owner, 0, parity))
+                    for owner in ranks
+                    if owner != window.rank
+                ]
+            )
+            before = [place for rank in ranks[: window.rank] for place in flow.places_of(rank, 0, parity)]
+            after = [place for rank in ranks[window.rank + 1 :] for place in flow.places_of(rank, 0, parity)]
+            self._sources.append((before, after))
+
+    def put(self, contributions: Sequence[np.ndarray], chunk: int) -> None:
+        """Put what the other ranks reduce into the pipe."""
+        for part, places in self._puts[chunk % DEPTH]:
+            if len(contributions) == 1:
+                places[0][...] = contributions[0][part]
+                continue
+            mine = [array[part] for array in contributions]
+            if len(places) == 1:
+                self._reduction.fold(mine, places[0])
+            else:
+                put_sums(self._reduction, self._spread, self._window.rank, mine, places)
+
+    def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
+        """Reduce the own slice."""
+        before, after = self._sources[chunk % DEPTH]
+        own = self._own
+        if len(contributions) == 1:
+            sources = [*before, contributions[0][own], *after]
+        else:
+            sources = [*before, *[array[own] for array in contributions], *after]
+        self._reduction.reduce(sources, out[own], self._total, self._order)
+
+
+def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
+    """The borders of one slice per rank, as equal as whole cache lines allow."""
+    lines = -(-elements // alignment)
+    lengths = [lines // size + (rank < lines % size) for rank in range(size)]
+    return [min(elements, lines * alignment) for lines in accumulate(lengths, initial=0)]
+
+
+@lru_cache(256)
+def spread_of(counts: tuple[int, ...]) -> Spread:
+    """Ranks of one host that contribute so many arrays each."""
+    return Spread.together(counts)
+
+
+@lru_cache(1024)
+def nodes_seen_by(spread: Spread, rank: int) -> tuple[TreeNode, ...]:
+    """What a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
+    others = [spread.sums[other] for other in range(spread.size)]
+    others[rank] = spread.leaves(rank)
+    return tuple(node for nodes in others for node in nodes)
+
+
+def put_sums(
+    reduction: Reduction, spread: Spread, rank: int, contributions: Sequence[np.ndarray], places: Sequence[np.ndarray]
+) -> None:
+    """Add up the largest nodes that a rank has all replicas of, each into its place."""
+    if len(contributions) == 1:
+        np.copyto(places[0], contributions[0])
+        return
+    first = spread.blocks[rank].first
+    for node, place in zip(spread.sums[rank], places, strict=True):
+        reduction.fold(contributions[node.first - first : node.stop - first], place)

@@ -1,0 +1,272 @@
+"""The shared window: the ranks of one host reduce straight from memory that all of them see.
+
+The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in the order of the tree; for
+that the others put what they can add up of slice j, chunk by chunk, into a small pipe in the window, which stays in
+the cache, and read the finished slice in place where `out` lies in shared memory itself. A replica's gradient is so
+read once from where XLA left it, and its sum with its neighbours written only as far as another rank needs it.
+
+Ranks agree through words that each has for itself in the window: one writer, many readers, values that only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from collectives.arrays import aligned_empty
+from collectives.reduction import Reduction
+from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
+from collectives.shared_memory.segment import share_segment
+from collectives.shared_memory.words import (
+    CONSUMED,
+    COUNT,
+    DEPTH,
+    FENCE,
+    FINGERPRINT,
+    INLINE_BYTES,
+    LINE_BYTES,
+    NBYTES,
+    PIPE_BYTES,
+    PRODUCED,
+    REDUCED,
+    RESULT_BYTES,
+    SEQUENCE,
+    WORDS,
+    Window,
+    inline_start,
+    pipe_start,
+)
+from collectives.transport import Parts, Transport
+from collectives.waiting import Watch
+
+_TO_COUNT, _TO_NBYTES = COUNT - FINGERPRINT, NBYTES - FINGERPRINT
+_TOO_LARGE = (1 << 64) - 1
+_NO_PARTS = Parts((), ())
+_PLANS = 256  # cached layouts
+
+
+class SharedMemoryTransport(Transport):
+    """Ranks that share memory.
+
+    Args:
+        memory: at least `channel_bytes(size)` bytes, zeroed, the same for all ranks.
+        rank: this rank.
+        size: the number of ranks.
+        watch: how to wait.
+        directory: where shared memory for results is made.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        watch: Watch,
+        directory: Path,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._directory = directory
+        self._window = window = Window(memory, rank, size, watch)
+        self._words, self._mine, self._others = window.words, window.mine, window.others
+        self._sequence = 0
+        self._inline_bytes = INLINE_BYTES // size
+        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        self._uniform: dict[int, Parts] = {}
+        self._staging: dict[Reduction, StagedReduction] = {}
+        self._staged: StagedReduction | None = None
+        self.shares_memory = True
+        self.window_bytes = memory.nbytes
+        self._is_pipe_free = True  # whether all other ranks are known to have read what lies in this rank's pipe
+
+    # ---- exchange
+
+    def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        window, words, mine = self._window, self._words, self._mine
+        sequence = self._sequence + 1
+        self._sequence = sequence
+        parity = sequence & 1
+        nbytes = 0
+        if arrays:
+            first = arrays[0]
+            nbytes = first.nbytes * count
+            if nbytes <= self._inline_bytes:
+                plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
+                slots, parts = plan[parity]
+                for slot, array in zip(slots, arrays, strict=True):
+                    slot[...] = array
+            else:
+                nbytes = _TOO_LARGE
+        words[mine + FINGERPRINT + parity] = fingerprint
+        words[mine + COUNT + parity] = count
+        words[mine + NBYTES + parity] = nbytes
+        if FENCE:
+            FENCE()
+        words[mine] = sequence
+        for other in self._others:
+            if words[other] < sequence:
+                window.spin(other, sequence, lambda: window.behind(SEQUENCE, sequence))
+        if FENCE:
+            FENCE()
+        alike = True
+        base = parity + FINGERPRINT
+        for other in self._others:
+            first_word = other + base
+            if words[first_word] != fingerprint:
+                return False, _NO_PARTS
+            if words[first_word + _TO_COUNT] != count or words[first_word + _TO_NBYTES] != nbytes:
+                alike = False
+        if alike and (not nbytes or nbytes == _TOO_LARGE):
+            return True, self._uniform.get(count) or self._plan_uniform(count)
+        if alike:
+            return True, parts
+        return True, self._gather_parts(arrays, parity)
+
+    def _plan_uniform(self, count: int) -> Parts:
+        parts = self._uniform[count] = Parts((count,) * self.size, ())
+        return parts
+
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+        """Views of all slots for arrays like `like`, `count` from each rank, for both parities."""
+        if len(self._inline) > _PLANS:
+            self._inline.clear()
+        plan = []
+        for parity in (0, 1):
+            slots = [self._inline_slots(rank, parity, like, count) for rank in range(self.size)]
+            arrays = [slot for of_rank in slots for slot in of_rank]
+            plan.append((slots[self.rank], Parts((count,) * self.size, arrays)))
+        self._inline[like.dtype, like.size, count] = plan
+        return plan
+
+    def _inline_slots(self, rank: int, parity: int, like: np.ndarray, count: int) -> list[np.ndarray]:
+        start = inline_start(self.size, rank, parity)
+        step = like.nbytes
+        memory = self._window.memory
+        return [np.ndarray(like.size, like.dtype, memory, start + replica * step) for replica in range(count)]
+
+    def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
+        """What the ranks contributed where they did not all contribute as many arrays as this one."""
+        words = self._words
+        ranks = range(self.size)
+        counts = tuple(words[rank * WORDS + COUNT + parity] for rank in ranks)
+        sent = [words[rank * WORDS + NBYTES + parity] for rank in ranks]
+        if not arrays or _TOO_LARGE in sent:
+            return Parts(counts, ())
+        slots = [self._inline_slots(rank, parity, arrays[0], counts[rank]) for rank in ranks]
+        return Parts(counts, [slot for of_rank in slots for slot in of_rank])
+
+    # ---- reductions
+
+    def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:
+        """Put what the other ranks reduce into the pipe at once, if all of it fits into one chunk."""
+        elements, count = contributions[0].size, len(contributions)
+        plan = self._staging.get(reduction)
+        if plan is None or plan.count != count or plan.elements != elements:
+            if len(self._staging) > _PLANS:
+                self._staging.clear()
+            plan = self._staging[reduction] = StagedReduction(self._window, reduction, elements, count)
+        self._staged = plan
+        if plan.is_possible:
+            if not self._is_pipe_free:
+                self._window.await_all(CONSUMED, self._window.chunks - DEPTH + 1)
+                self._is_pipe_free = True
+            plan.put(contributions, self._window.chunks)
+
+    def reduce(
+        self,
+        contributions: Sequence[np.ndarray],
+        out: np.ndarray,
+        reduction: Reduction,
+        parts: Parts,
+        is_shared: bool = False,
+    ) -> None:
+        if not is_shared:
+            bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
+            ChunkedReduction(self._window, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
+            return
+        staged = self._staged
+        if staged is not None and staged.is_possible and parts.counts == staged.counts:
+            staged.reduce(contributions, out, self._window.chunks)
+            self._window.chunks += 1
+            self._window.catch_up()
+        else:
+            bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
+            lo, hi = bounds[self.rank], bounds[self.rank + 1]
+            ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
+        self._window.await_all(REDUCED, self._window.chunks)
+
+    def reduce_scatter(
+        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
+    ) -> None:
+        self._is_pipe_free = False
+        bounds = [rank * out.size for rank in range(self.size + 1)]
+        ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
+
+    # ---- copies
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        for chunk, part in self._stream(buffer.size):
+            if self.rank == root:
+                self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+                np.copyto(self._pipe(root, chunk, part.stop - part.start), buffer[part])
+                self._window.announce(PRODUCED, chunk + 1)
+            else:
+                self._window.await_rank(root, PRODUCED, chunk + 1)
+                np.copyto(buffer[part], self._pipe(root, chunk, part.stop - part.start))
+                self._window.announce(CONSUMED, chunk + 1)
+
+    def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out[self.rank], block)
+        for chunk, part in self._stream(block.size):
+            length = part.stop - part.start
+            self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+            np.copyto(self._pipe(self.rank, chunk, length), block[part])
+            self._window.announce(PRODUCED, chunk + 1)
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._window.await_rank(rank, PRODUCED, chunk + 1)
+                    np.copyto(out[rank, part], self._pipe(rank, chunk, length))
+            self._window.announce(CONSUMED, chunk + 1)
+
+    def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
+        for chunk, part in self._stream(block.size):
+            length = part.stop - part.start
+            if out is None:
+                self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+                np.copyto(self._pipe(self.rank, chunk, length), block[part])
+                self._window.announce(PRODUCED, chunk + 1)
+            else:
+                np.copyto(out[root, part], block[part])
+                for rank in (other for other in range(self.size) if other != root):
+                    self._window.await_rank(rank, PRODUCED, chunk + 1)
+                    np.copyto(out[rank, part], self._pipe(rank, chunk, length))
+            self._window.announce(CONSUMED, chunk + 1)
+
+    def _stream(self, nbytes: int) -> Iterator[tuple[int, slice]]:
+        """Chunk numbers and byte ranges; afterwards all the words of this rank stand behind the last chunk."""
+        step = PIPE_BYTES // DEPTH
+        for start in range(0, nbytes, step):
+            self._is_pipe_free = False
+            yield self._window.chunks, slice(start, min(nbytes, start + step))
+            self._window.chunks += 1
+        self._window.catch_up()
+
+    def _pipe(self, rank: int, chunk: int, length: int) -> np.ndarray:
+        start = pipe_start(self.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH)
+        return np.ndarray(length, np.uint8, self._window.memory, start)
+
+    # ---- memory
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        segment = share_segment(self, max(1, nbytes), self._directory) if self.shares_memory else None
+        if segment is None:  # no room: every rank gets private memory, and so does every later call
+            self.shares_memory = False
+            return aligned_empty(nbytes)
+        return np.frombuffer(segment, np.uint8)[:nbytes]
+
+    def close(self) -> None:
+        self._inline.clear()
+        self._staging.clear()
+        self._window.close()

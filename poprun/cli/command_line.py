@@ -1,0 +1,259 @@
+"""Reading poprun's command line: options up to the first other word, then the program and its arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from popdist.records.faults import KINDS, Fault, parse_fault
+from popdist.records.metric_words import parse_words
+from poprun.cli.options import OPTIONS, Kind, Option
+from poprun.cli.wording import name_nearest
+from poprun.errors import UsageError
+
+Value = bool | int | float | str | tuple[str, ...]
+
+_TRUE = ("yes", "on", "true", "1")
+_FALSE = ("no", "off", "false", "0")
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
+"""A whole number; `int` would read `1_0` and digits of every script too, and none longer than 4300 digits."""
+
+_FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
+"""What seconds may be as well."""
+
+_WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS, Kind.METRICS)
+"""What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
+
+_MEETS_BY_ITSELF = ": instances find each other by themselves; leave it out"
+_COUNTED_TOGETHER = "; --num-instances (-n) counts the processes of all hosts together, and --host names the hosts"
+
+_ELSEWHERE = {
+    **dict.fromkeys(("-c", "--n", "--ntasks"), ", did you mean --num-instances?"),
+    "-x": ", did you mean --mpi-local-args?",
+    **dict.fromkeys(("--bind-to", "--map-by", "--mca", "--oversubscribe"), ", did you mean --mpi-global-args?"),
+    **dict.fromkeys(
+        ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--nodes", "-N", "--npernode", "-npernode"),
+        _COUNTED_TOGETHER,
+    ),
+    "-m": ", which is Python's: write `poprun [options] python -m MODULE`",
+    **dict.fromkeys(("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), _MEETS_BY_ITSELF),
+    **dict.fromkeys(("--master-addr", "--master-port", "--node-rank"), _MEETS_BY_ITSELF),
+}
+"""What users of mpirun, torchrun, horovodrun and srun try, and what has the same effect here."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user wrote.
+
+    Attributes:
+        values: the options that were given, by name.
+        program: the program and its arguments; may be empty.
+    """
+
+    values: dict[str, Value] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
+
+
+def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> CommandLine:
+    """Read the words after `poprun`.
+
+    Boost.Program_options is the model: `--name value`, `--name=value`, unambiguous prefixes of long names.
+
+    Args:
+        words: what the user wrote.
+        options: those that there are.
+
+    Raises:
+        UsageError: an option is unknown or ambiguous, or its value is missing or wrong.
+    """
+    values: dict[str, Value] = {}
+    position = 0
+    while position < len(words) and _is_option(words[position]):
+        name, equals, text = words[position].partition("=")
+        option = find_option(name, options)
+        position += 1
+        attached = text if equals else None
+        if attached is None and option.if_bare and not _is_fault(words[position : position + 1]):
+            _store(values, option, (option.if_bare,))
+            continue
+        if attached is None and option.kind is not Kind.FLAG:
+            attached = _next_word(words, position, option)
+            position += 1
+        _store(values, option, True if attached is None else read_value(option, attached))
+    if words[position : position + 1] == ["--"]:
+        position += 1
+    return CommandLine(values, tuple(words[position:]))
+
+
+def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
+    """The option that is meant by a word such as `--num-rep`, `-v` or `--print-topology`.
+
+    Raises:
+        UsageError: none or several are meant; the nearest ones are named.
+    """
+    for option in options:
+        if written == f"--{option.name}" or written in option.spellings:
+            return option
+    candidates = [] if _elsewhere(written) else [option for option in options if _is_prefix(written, option)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        names = " or ".join(f"--{option.name}" for option in candidates)
+        raise UsageError(f"option {written} is ambiguous: {names}; write it in full")
+    command = "poprun --help-all" if options is OPTIONS else "--help"
+    raise UsageError(f"unknown option {written}{_suggest(written, options)}; {command} lists all options")
+
+
+def read_value(option: Option, text: str) -> Value:
+    """The value of an option that does not stand alone, from the word that follows it.
+
+    Raises:
+        UsageError: the word is not what the option needs.
+    """
+    if option.kind in (Kind.FLAG, Kind.BOOLEAN):
+        return _read_boolean(option, text)
+    if option.kind in (Kind.NUMBER, Kind.SECONDS):
+        return _read_number(option, text)
+    if option.kind is Kind.ARGUMENTS:
+        return _split(option, text)
+    if option.kind is Kind.METRICS:
+        return (read_metrics(text),)
+    if option.kind is Kind.FAULT:
+        read_fault(text)
+        return (text,)
+    if option.kind is Kind.INSTANCE_ARGUMENTS:
+        read_instance_arguments(text)
+        return (text,)
+    if not text:
+        raise UsageError(f"--{option.name} is empty; give it {option.kind.value}")
+    if option.choices and text not in option.choices:
+        raise UsageError(f"--{option.name} is {text!r}; use one of {', '.join(option.choices)}")
+    return (text,) if option.kind is Kind.HOSTS else text
+
+
+def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
+    """The instance and the words in `<index>:-x A=1 -x B=2`; quotes around all of the words are taken off.
+
+    Raises:
+        UsageError: there is no index or no colon, or the words cannot be split.
+    """
+    option = find_option("--instance-mpi-local-args")
+    index, colon, arguments = text.partition(":")
+    if not colon or not index.strip().isdecimal():
+        raise UsageError(f'--{option.name} is {text!r}; write the index of the instance first: 0:"-x NAME=value"')
+    words = _split(option, arguments)
+    if len(words) == 1 and arguments.strip()[:1] in ('"', "'"):
+        words = _split(option, words[0])
+    return int(index), words
+
+
+def read_fault(text: str) -> Fault:
+    """The fault that a user wants to happen.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise UsageError(f"--inject {text!r}: {error}") from None
+
+
+def read_metrics(text: str) -> str:
+    """The same words, if they say where metrics go.
+
+    Raises:
+        UsageError: they do not.
+    """
+    try:
+        words = parse_words([text])
+    except ValueError as error:
+        raise UsageError(f"--metrics {error}") from None
+    if not words:
+        raise UsageError("--metrics is empty; give it where metrics go, such as csv:run.csv")
+    return text
+
+
+def check_number(option: Option, number: float) -> None:
+    """Refuse a number that is too small or too large for its option.
+
+    Raises:
+        UsageError: it is.
+    """
+    if option.at_least is not None and number < option.at_least:
+        raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
+    if not number <= option.at_most:  # nan is neither more nor less
+        raise UsageError(f"--{option.name} is {number}; use at most {option.at_most}")
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word not in ("-", "--")
+
+
+def _is_prefix(written: str, option: Option) -> bool:
+    return len(written) > 2 and f"--{option.name}".startswith(written)
+
+
+def _is_fault(words: Sequence[str]) -> bool:
+    """Whether the next word was meant for one, not for the program."""
+    return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
+
+
+def _elsewhere(written: str) -> str:
+    return _ELSEWHERE.get(written, "") or _ELSEWHERE.get(written.replace("_", "-"), "")
+
+
+def _suggest(written: str, options: Sequence[Option]) -> str:
+    if said := _elsewhere(written):
+        return said
+    return name_nearest(written, [name for option in options for name in (f"--{option.name}", *option.spellings)])
+
+
+def _next_word(words: Sequence[str], position: int, option: Option) -> str:
+    if position == len(words):
+        raise UsageError(f"--{option.name} needs {option.kind.value}, the command line ends there")
+    word = words[position]
+    if word.startswith("-") and option.kind in _WITHOUT_DASH:
+        raise UsageError(
+            f"--{option.name} needs {option.kind.value}, got {word!r}; "
+            f"write --{option.name}={word} if that is not the next option"
+        )
+    return word
+
+
+def _store(values: dict[str, Value], option: Option, value: Value) -> None:
+    earlier = values.get(option.name)
+    if isinstance(earlier, tuple) and isinstance(value, tuple):
+        value = earlier + value
+    values[option.name] = value
+
+
+def _read_boolean(option: Option, text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise UsageError(f"--{option.name} needs yes or no (on, off, true, false, 1, 0), got {text!r}")
+    return text.lower() in _TRUE
+
+
+def _read_number(option: Option, text: str) -> int | float:
+    is_fraction = option.kind is Kind.SECONDS and _FRACTION.fullmatch(text)
+    if not is_fraction and not _NUMBER.fullmatch(text):
+        hint = f"; this machine has {os.cpu_count()} cores" if text in ("auto", "gpu", "cpu") else ""
+        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}{hint}")
+    number = float(text) if is_fraction else int(text)
+    check_number(option, number)
+    return number
+
+
+def _split(option: Option, text: str) -> tuple[str, ...]:
+    import shlex  # costs some milliseconds, needed only by those who use it
+
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"--{option.name} cannot be split like a shell does: {error} in {text!r}; check the quotes"
+        ) from None

@@ -1,0 +1,220 @@
+"""Configuration files: the options of a launch, and optionally its program, as TOML.
+
+A file holds the options that were given, under their long names and in the order of `--help`; what is not in it has
+its default. Importing and exporting it again gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TypeGuard
+
+from popdist.records.private_files import open_unless_linked
+from poprun.cli.command_line import CommandLine, Value, check_number, read_value
+from poprun.cli.options import OPTIONS, Kind, Option
+from poprun.cli.wording import cut_off, name_nearest, without_controls
+from poprun.errors import UsageError
+
+PROGRAM = "program"
+"""The key of the program and its arguments."""
+
+_MOST_CHARACTERS = 1 << 28
+"""Far more than the longest certificate has."""
+
+_EXCLUSIVE = (frozenset(("host", "hostfile")),)
+
+
+def format_config(line: CommandLine) -> str:
+    """The text of a configuration file.
+
+    Options that concern one call of poprun only (such as `--dry-run`, `--export-config`) are left out.
+    """
+    import tomli_w  # costs some milliseconds, needed only by those who export
+
+    table: dict[str, object] = {
+        option.name: _plain(line.values[option.name])
+        for option in OPTIONS
+        if option.is_setting and option.name in line.values
+    }
+    if line.program:
+        table[PROGRAM] = list(line.program)
+    return tomli_w.dumps(table)
+
+
+def parse_config(text: str, path: str) -> CommandLine:
+    """What a configuration file says, as if it had been written on a command line.
+
+    Args:
+        text: the contents.
+        path: for messages.
+
+    Raises:
+        UsageError: it is not TOML, a key is unknown, or a value is wrong.
+    """
+    import tomllib  # costs some milliseconds, needed only by those who import
+
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise UsageError(f"configuration {path} is not TOML: {_one_line(error)}") from None
+    program = table.pop(PROGRAM, [])
+    if not isinstance(program, list) or not all(isinstance(word, str) for word in program):
+        raise UsageError(f'configuration {path}: program is not a list of words; write `program = ["python", "x.py"]`')
+    values = {key: _read(_find(key, path), value, path) for key, value in table.items()}
+    return CommandLine(values, tuple(program))
+
+
+def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
+    """The command line, with what it does not say taken from a file. Lists replace lists."""
+    given = set(line.values)
+    displaced = {name for group in _EXCLUSIVE if group & given for name in group} | given
+    kept = {name: value for name, value in imported.values.items() if name not in displaced}
+    return CommandLine(kept | line.values, line.program or imported.program)
+
+
+def import_config(line: CommandLine) -> CommandLine:
+    """The command line, completed by the file that its `--import-config` names, if any.
+
+    Raises:
+        UsageError: the file cannot be read or understood.
+    """
+    path = line.values.get("import-config")
+    if path is None:
+        return line
+    try:
+        text = read_trusted(Path(str(path)), "configuration")
+    except OSError as error:
+        raise UsageError(f"configuration {path} cannot be read: {error.strerror}; check --import-config") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"configuration {path} is not a text file; check --import-config") from None
+    return merge(line, parse_config(text, str(path)))
+
+
+def read_trusted(path: Path, what: str) -> str:
+    """The text of a file that says what is run.
+
+    Raises:
+        UsageError: somebody else can decide what it says.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no text.
+    """
+    from popdist.records.private_files import fault_of_file  # needed only by those who import
+
+    with path.open(encoding="utf-8") as file:
+        if fault := fault_of_file(file.fileno()):
+            raise UsageError(f"{what} {path} says what is run, and {fault}")
+        text = file.read(_MOST_CHARACTERS)
+        if len(text) == _MOST_CHARACTERS:
+            raise UsageError(f"{what} {path} has {_MOST_CHARACTERS} characters or more; name the right file")
+        return text
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A file to write to that others cannot write to; its descriptor.
+
+    Args:
+        path: of the file.
+        flags: further ones than those for writing to one that is made, such as `os.O_EXCL`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = open_unless_linked(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o022 and status.st_uid == os.geteuid():
+        os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~0o022)
+    return descriptor
+
+
+def check_export(line: CommandLine) -> None:
+    """Refuse to replace a file while nothing has been done yet: hosts that are prepared first may take an hour.
+
+    Raises:
+        UsageError: the file that `--export-config` names exists and may not be replaced.
+    """
+    path = line.values.get("export-config")
+    if path is not None and Path(str(path)).exists() and not line.values.get("overwrite-config"):
+        raise _exists(path)
+
+
+def export_config(line: CommandLine) -> str | None:
+    """Write the file that `--export-config` names, if any, and return its path.
+
+    Raises:
+        UsageError: it exists and may not be replaced, or cannot be written.
+    """
+    path = line.values.get("export-config")
+    if path is None:
+        return None
+    text = format_config(line)
+    try:
+        data = text.encode()
+        replaces = line.values.get("overwrite-config")
+        with open(open_own(Path(str(path)), os.O_TRUNC if replaces else os.O_EXCL), "wb") as file:
+            file.write(data)
+    except FileExistsError:
+        raise _exists(path) from None
+    except UnicodeEncodeError:
+        raise UsageError("the options or the program are not valid UTF-8, which TOML needs; leave them out") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}; check --export-config") from None
+    return str(path)
+
+
+def _one_line(said: object) -> str:
+    return without_controls(cut_off(str(said)))
+
+
+def _exists(path: Value) -> UsageError:
+    return UsageError(f"{path} exists; give --overwrite-config yes, or another name to --export-config")
+
+
+def _plain(value: Value) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _find(key: str, path: str) -> Option:
+    settings = {option.name: option for option in OPTIONS if option.is_setting}
+    if key in settings:
+        return settings[key]
+    if any(option.name == key for option in OPTIONS):
+        raise UsageError(f"configuration {path}: {key} concerns one call of poprun; give it on the command line")
+    nearest = name_nearest(key, [*settings, PROGRAM])
+    raise UsageError(
+        f"configuration {path} has an unknown key {_one_line(key)}{nearest or '; poprun --help-all lists all options'}"
+    )
+
+
+def _read(option: Option, value: object, path: str) -> Value:
+    try:
+        return _convert(option, value)
+    except UsageError as error:
+        raise UsageError(f"configuration {path}: {_one_line(error)}") from None
+
+
+def _convert(option: Option, value: object) -> Value:
+    """The value as the command line would have it; every kind is also understood as the word it would be there."""
+    if isinstance(value, bool) and option.kind in (Kind.FLAG, Kind.BOOLEAN):
+        return value
+    if _is_number(value, option.kind):
+        check_number(option, value)
+        return value
+    if isinstance(value, str) or (type(value) is int and option.kind in (Kind.FLAG, Kind.BOOLEAN)):
+        return read_value(option, str(value))
+    if option.is_repeatable and isinstance(value, list) and all(isinstance(word, str) for word in value):
+        return _read_list(option, value)
+    raise UsageError(f"--{option.name} needs {option.kind.value}, got {value!r}")
+
+
+def _is_number(value: object, kind: Kind) -> TypeGuard[int | float]:
+    is_whole = type(value) is int  # True is no number here
+    return (is_whole and kind in (Kind.NUMBER, Kind.SECONDS)) or (isinstance(value, float) and kind is Kind.SECONDS)
+
+
+def _read_list(option: Option, words: list[str]) -> Value:
+    if option.kind is not Kind.ARGUMENTS:
+        for word in words:
+            read_value(option, word)
+    return tuple(words)

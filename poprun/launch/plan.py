@@ -1,0 +1,245 @@
+"""Deciding everything about a launch before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from popdist.instance import this_host
+from popdist.xla import thread_pool_setting
+from poprun.cli.log import Log
+from poprun.cli.lookup import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.cli.settings import Settings
+from poprun.cli.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
+from poprun.errors import PopRunError, UsageError
+from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
+from poprun.hosts.cores import Core, usable_cores
+from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
+from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_options
+from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
+from poprun.hosts.ssh import SRUN, ssh_words
+from poprun.hosts.this_machine import is_this_machine
+from poprun.ipc.loopback import loopback_variables
+from poprun.launch.command import FORWARDED, Launch, extra_variables
+from poprun.launch.placement import place_instances
+from poprun.launch.sums import sums_setting
+from poprun.launch.torch_distributed import meeting_point
+
+
+def plan_launch(
+    settings: Settings, environ: Mapping[str, str], log: Log | None = None, hosts: Sequence[Host] = ()
+) -> Launch:
+    """Decide everything about a launch; nothing is started.
+
+    Other hosts are prepared as far as the user has asked for it, and asked for what has to be known about them, except
+    by a dry run: what is unknown is taken to be like this machine.
+
+    Args:
+        settings: what the user asked for.
+        environ: the user's environment.
+        log: gets what happens to other hosts; None: only faults are said.
+        hosts: those of an earlier launch that are left, which need no preparation; empty: what the settings name.
+
+    Raises:
+        PopRunError: hosts or partition do not fit the job, or mpirun or the program cannot be found.
+    """
+    allocation = _allocation(settings, environ)
+    is_prepared = bool(hosts)
+    hosts = tuple(hosts) or _choose_hosts(settings, allocation)
+    check_hosts(hosts, settings)
+    shares = shares_of(hosts, settings.num_instances)
+    if allocation is not None and (said := describe_use(allocation, hosts, settings)):
+        (log or Log()).info(said)
+    mpirun = find_mpirun(sys.executable, environ)
+    check_working_directory()
+    if any(host.is_this_machine for host in hosts):  # the others have files of their own
+        check_program(settings.program[0], environ)
+    devices = _devices(settings)
+    cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
+    names = tuple(name for name in FORWARDED if name in environ)
+    remote = None
+    if not all(host.is_this_machine for host in hosts):
+        shell = allocation.shell if allocation is not None else ()
+        if allocation is not None and shell:
+            _refuse_ssh(settings, allocation)
+        if not is_prepared:
+            prepare_hosts(hosts, settings, environ, log or Log())
+        remote, known = find_remote(hosts, settings, mpirun, shell, environ)
+        cores |= known
+        names += tuple(name for name in forwarded_names(environ) if name not in names)
+    sums = sums_setting(settings, environ)
+    here = remote.address if remote is not None else ""
+    point = meeting_point(hosts, here, environ) if settings.torch_distributed_env else {}
+    return Launch(
+        settings=settings,
+        hosts=hosts,
+        places=place_instances(settings, [host.name for host in hosts], cores, devices, shares),
+        mpirun=mpirun,
+        python=sys.executable,
+        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums | point,
+        forwarded=tuple(name for name in names if name not in sums),
+        oversubscribes=any(share > len(cores[host.name]) for host, share in zip(hosts, shares, strict=True)),
+        remote=remote,
+        mpirun_variables=home_variables(environ)
+        | dict(allocation.variables if allocation is not None else ())
+        | (loopback_variables(settings.all_mpi_args, environ) if remote is None else {}),
+    )
+
+
+def find_hosts(settings: Settings) -> tuple[Host, ...]:
+    """The hosts that the user names, otherwise this machine.
+
+    Raises:
+        UsageError: they cannot be read or understood, or contradict each other.
+    """
+    if not settings.host and settings.hostfile is None:
+        return (Host(this_host(), is_this_machine=True),)
+    if settings.hostfile is not None:
+        hosts = parse_hostfile(_read(settings.hostfile, "hostfile"), settings.hostfile)
+    else:
+        hosts = parse_hosts(settings.host)
+    return _recognise(hosts)
+
+
+def available_hosts(settings: Settings, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts that a job may use: more than it does where a batch system has reserved more.
+
+    Raises:
+        UsageError: they cannot be read or understood, or contradict each other.
+    """
+    allocation = _allocation(settings, environ)
+    return find_hosts(settings) if allocation is None else _recognise(allocation.hosts)
+
+
+def prepare_hosts(hosts: Sequence[Host], settings: Settings, environ: Mapping[str, str], log: Log) -> None:
+    """Give the other hosts what the user wants them to get; a dry run gives nothing.
+
+    Raises:
+        PopRunError: one line for each host that cannot get it.
+    """
+    others = [host.name for host in hosts if not host.is_this_machine]
+    if settings.distribute_ssh_key and not settings.dry_run:
+        from poprun.hosts.ssh_keys import distribute_key  # this and the next: seldom needed
+
+        distribute_key(others, environ, log)
+    if settings.synchronise_python_venv and not settings.dry_run:
+        from poprun.hosts.environment_trees import this_environment
+        from poprun.hosts.synchronise import synchronise
+
+        synchronise(others, this_environment(), environ, log)
+
+
+def find_remote(
+    hosts: Sequence[Host], settings: Settings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
+) -> tuple[Remote, dict[str, Sequence[Core]]]:
+    """How the other hosts are reached, and the cores of those that were asked.
+
+    Raises:
+        PopRunError: a host does not fit the job; one line for each fault.
+    """
+    # costs some milliseconds, needed only for other hosts
+    from poprun.hosts.before_launch import Inspection, guess_network, inspect_hosts
+    from poprun.hosts.host_facts import question_about
+    from poprun.hosts.interfaces import Network, parse_mask
+
+    if " " in mpirun and not settings.dry_run:
+        raise PopRunError(
+            f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there; "
+            "make the environment in a folder without one"
+        )
+    cores: dict[str, Sequence[Core]] = {}
+    kernel_names: dict[str, str] = {host.name: this_host() for host in hosts if host.is_this_machine}
+    warnings: tuple[str, ...] = ()
+    if settings.host_subnet is not None:
+        parse_mask(settings.host_subnet)  # what is no network anywhere is refused by a dry run too
+    if settings.dry_run or settings.skip_checks:
+        network = Network("", "", "")
+        with suppress(PopRunError) if settings.dry_run else nullcontext():
+            network = guess_network([host.name for host in hosts], settings.host_subnet, environ)
+    else:
+        question = question_about(settings.program[0], mpirun, environ)
+        shares = shares_of(hosts, settings.num_instances)
+        instances = {host.name: share for host, share in zip(hosts, shares, strict=True)}
+        inspected = inspect_hosts(Inspection(instances, question, settings.host_subnet, shell), environ)
+        cores = {host: facts.cores for host, facts in inspected.facts.items()}
+        kernel_names |= {host: facts.name for host, facts in inspected.facts.items()}
+        network, warnings = inspected.network, inspected.warnings
+    remote = Remote(
+        network=network.cidr,
+        address=network.address,
+        ssh=ssh_options(environ),
+        silence_s=settings.host_timeout_s,
+        shell=shell or ssh_words(environ),
+        warnings=warnings,
+        names=kernel_names,
+        keeps_domains=need_domains(_names_of_machines(hosts, kernel_names)),
+        daemon=_daemon_of_slurm(mpirun) if shell[:1] == SRUN[:1] else (),
+    )
+    return remote, cores
+
+
+def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
+    """The daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
+    words = (
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).parents[1] / "hosts" / "daemon.py"),
+        str(Path(mpirun).with_name("prted")),
+    )
+    return words if Path(words[-1]).is_file() and not any(" " in word for word in words) else ()
+
+
+def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -> list[list[str]]:
+    """All names of each machine that takes part, this one included, where mpirun runs."""
+    here = [] if any(host.is_this_machine for host in hosts) else [[this_host()]]
+    return [*([host.name, kernel_names.get(host.name, host.name)] for host in hosts), *here]
+
+
+def _allocation(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
+    """What a batch system has reserved; None where hosts are named, or none reserved."""
+    named = settings.host or settings.hostfile is not None
+    return None if named else find_allocation(environ)
+
+
+def _choose_hosts(settings: Settings, allocation: Allocation | None) -> tuple[Host, ...]:
+    if allocation is None:
+        return find_hosts(settings)
+    return _recognise(choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts)
+
+
+def _refuse_ssh(settings: Settings, allocation: Allocation) -> None:
+    """Refuse what only ssh can do on hosts that are reached without it and need not let anybody log in."""
+    wanted = {
+        "--synchronise-python-venv": settings.synchronise_python_venv,
+        "--distribute-ssh-key": settings.distribute_ssh_key,
+    }
+    for option in (name for name, is_wanted in wanted.items() if is_wanted):
+        raise UsageError(
+            f"{option} works by ssh, but poprun reaches the hosts of {allocation.source} by {allocation.shell[0]}, and "
+            f"they may refuse ssh; leave it out, or, if `ssh HOST true` works there, {NAME_HOSTS}"
+        )
+
+
+def _recognise(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    return recognise_this_machine(hosts, is_this_machine)
+
+
+def _devices(settings: Settings) -> tuple[int, ...]:
+    name = settings.vipu_partition
+    if name is None or not settings.uses_partition:
+        return ()
+    described = parse_device_map(_read(name, "device map"), name) if name.endswith(FILE_SUFFIX) else None
+    demand = Demand(settings.num_replicas, settings.ipus_per_replica, settings.num_instances)
+    return device_ids(fit_partition(described, name, demand, settings.update_partition), settings.num_instances)
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{what} {path} is not a text file; check the path") from None

@@ -1,0 +1,165 @@
+"""What `poprun top` shows of a job: texts and a table that fit the page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poprun.cli.pages import draw_rows
+from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.monitor.snapshot import ENDED, LOST, STOPPED, WAITING, Seen, Snapshot
+
+AWAITED = "awaited"
+"""The mark of an instance that others wait for; the others are marked by their condition."""
+
+HEADINGS = ("instance", "host", "step", "steps/s", "samples/s", "does", "for", "waited", "waits for", "memory", "loss")
+_LEFT_OUT_FIRST = ("samples/s", "steps/s", "loss", "memory", "host", "for", "waited", "waits for")
+"""The line above the table has rates too; who waits for whom, and how much of its time, is what the table is for."""
+_DOES = HEADINGS.index("does")
+_USUAL_DOES, _LEAST_DOES = 18, 10
+_GAP = 2
+_STALE_S = 3.0
+_LEAST_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instance.
+
+    Attributes:
+        cells: a text for each heading.
+        mark: its condition, or `AWAITED`.
+    """
+
+    cells: tuple[str, ...]
+    mark: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is shown.
+
+    Attributes:
+        head: lines above the table.
+        headings: of its columns.
+        rows: one for each instance that fits.
+        foot: lines below it.
+    """
+
+    head: tuple[str, ...]
+    headings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    foot: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """All of it, without a final newline."""
+        table = draw_rows([self.headings, *(row.cells for row in self.rows)]) if self.rows else ""
+        return "\n".join(line for line in (*self.head, table, *self.foot) if line)
+
+
+def picture_of(
+    snapshot: Snapshot, columns: int | None = None, lines: int | None = None, silent_s: float = 0
+) -> Picture:
+    """What is shown of a job.
+
+    Args:
+        snapshot: what poprun has said last.
+        columns: of the page; None: as many as it takes.
+        lines: of the page; None: as many as it takes.
+        silent_s: how long that is ago.
+    """
+    awaited = {instance for each in snapshot.instances for instance in each.waiting_for}
+    head = _head(snapshot, awaited, silent_s)
+    shown = _chosen(snapshot.instances, awaited, None if lines is None else lines - len(head) - 2)
+    rows = [Row(_cells(each), AWAITED if each.instance in awaited else each.condition) for each in shown]
+    headings, rows = _narrowed(rows, columns, same_host=len({each.host for each in snapshot.instances}) < 2)
+    left_out = len(snapshot.instances) - len(shown)
+    foot = [f"{count(left_out, 'more instance')} without trouble; a taller window, or --plain, shows all"]
+    cut = [without_controls(line)[:columns] for line in (*head, *(foot if left_out else ()))]
+    return Picture(tuple(cut[: len(head)]), headings, tuple(rows), tuple(cut[len(head) :]))
+
+
+def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
+    lines = [f"poprun {snapshot.pid} on {snapshot.host}: {' '.join(snapshot.program)}"]
+    parts = [count(len(snapshot.instances), "instance"), f"runs for {duration_text(snapshot.age_s)}"]
+    steps = [each.steps_per_s for each in snapshot.instances if each.steps_per_s is not None]
+    if steps:
+        parts.append(f"{number_text(max(steps))} steps/s")
+    if snapshot.samples_per_s:
+        parts.append(f"{number_text(snapshot.samples_per_s)} samples/s")
+    if snapshot.attempt:
+        parts.append(f"restart {snapshot.attempt}")
+    if snapshot.losses:
+        parts.append(f"{count(snapshot.losses, 'instance')} lost")
+    lines.append(", ".join(parts))
+    if not snapshot.instances:
+        lines.append("no instance runs: the job is about to be started again")
+    if awaited:
+        waiting = [each.instance for each in snapshot.instances if each.waiting_for]
+        lines.append(f"{_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_named(awaited)}")
+    if silent_s >= _STALE_S:
+        lines.append(f"poprun has said nothing for {duration_text(silent_s)}")
+    return lines
+
+
+def _named(instances: Sequence[int] | set[int]) -> str:
+    return f"instance{'s' if len(instances) > 1 else ''} {list_ranges(instances)}"
+
+
+def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> list[Seen]:
+    """Those that fit, in their order; those with trouble come first where not all do."""
+    if most is None or len(instances) <= most:
+        return list(instances)
+    most = max(most, _LEAST_ROWS)
+    by_trouble = sorted(instances, key=lambda each: _trouble(each, awaited))
+    return sorted(by_trouble[:most], key=lambda each: each.instance)
+
+
+def _trouble(each: Seen, awaited: set[int]) -> int:
+    if each.instance in awaited:
+        return 0
+    ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4}
+    return ranks.get(each.condition, 2)
+
+
+def _cells(each: Seen) -> tuple[str, ...]:
+    texts = (
+        str(each.instance),
+        each.host or "-",
+        "-" if each.step is None else str(each.step),
+        "-" if each.steps_per_s is None else number_text(each.steps_per_s),
+        "-" if each.samples_per_s is None else number_text(each.samples_per_s),
+        each.doing or each.condition,
+        "-" if each.for_s is None else duration_text(each.for_s),
+        "-" if each.waiting_share is None else share_text(each.waiting_share),
+        list_ranges(each.waiting_for) or "-",
+        memory_text(each.memory_bytes) if each.memory_bytes else "-",
+        "-" if each.loss is None else f"{each.loss:.4g}",
+    )
+    return tuple(map(without_controls, texts))
+
+
+def _narrowed(rows: list[Row], columns: int | None, same_host: bool) -> tuple[tuple[str, ...], list[Row]]:
+    """Headings and rows without the columns for which there is no room; what an instance does is cut short."""
+    kept = list(range(len(HEADINGS)))
+    if columns is None:
+        return HEADINGS, rows
+    widths = [max(map(len, cells)) for cells in zip(HEADINGS, *(row.cells for row in rows), strict=True)]
+    order = sorted(_LEFT_OUT_FIRST, key=lambda name: not (same_host and name == "host"))
+    for name in order:
+        if _total(widths, kept) - widths[_DOES] + min(widths[_DOES], _USUAL_DOES) <= columns:
+            break
+        kept.remove(HEADINGS.index(name))
+    room = max(columns - (_total(widths, kept) - widths[_DOES]), _LEAST_DOES)
+    return (
+        tuple(HEADINGS[number] for number in kept),
+        [Row(tuple(_cut(row.cells[n], room if n == _DOES else None) for n in kept), row.mark) for row in rows],
+    )
+
+
+def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
+    return sum(widths[number] for number in kept) + _GAP * (len(kept) - 1)
+
+
+def _cut(text: str, room: int | None) -> str:
+    return text if room is None or len(text) <= room else f"{text[: room - 1]}…"

@@ -1,0 +1,209 @@
+"""What a job does at one moment, as poprun tells it to those who look. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from popdist.records.progress import State
+from poprun.ipc.facts import Facts
+from poprun.monitor.attempts import waiting_share
+from poprun.monitor.recent import Recent
+
+_MOST = 1e18
+"""Of whatever a snapshot counts."""
+VERSION = 1
+"""Grows when a field gets another meaning or goes."""
+
+ENDED, LOST, STARTING, STOPPED = "ended", "lost", "starting", "stopped"
+JOINING, RUNNING, WAITING, LEAVING = "joining", "running", "waiting", "leaving"
+CONDITIONS = (ENDED, LOST, STARTING, STOPPED, JOINING, RUNNING, WAITING, LEAVING)
+
+_CONDITIONS = {
+    State.JOINING: JOINING,
+    State.LEAVING: LEAVING,
+    State.LEAVING_INSIDE: LEAVING,
+    State.FINISHED: LEAVING,
+}
+_WORDS = {
+    STARTING: "not there yet",
+    LOST: "the others go on without it",
+    STOPPED: "stopped by a signal",
+    JOINING: "popdist.init",
+    LEAVING: "at its end",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One instance.
+
+    Attributes:
+        instance: which.
+        host: its machine; "" before it has started.
+        pid: its program; 0 before.
+        condition: one of `CONDITIONS`; waiting: for others, for longer than a moment.
+        doing: the phase of its step, the collective in which it is, or how it ended.
+        for_s: for how long it has been doing this; None: unknown.
+        step: the training step, from 0; None before the first.
+        steps_per_s: at present; None: unknown.
+        samples_per_s: the same of rows of data.
+        waiting_share: how much of the time of its steps it has waited for others so far; None: unknown.
+        waiting_for: the instances that a long wait is for.
+        loss: the mean loss over all replicas in a step not long ago; None: unknown, or no number.
+        memory_bytes: how much memory it has; 0: unknown.
+        peak_memory_bytes: how much it has had at most.
+    """
+
+    instance: int
+    host: str = ""
+    pid: int = 0
+    condition: str = STARTING
+    doing: str = ""
+    for_s: float | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    waiting_share: float | None = None
+    waiting_for: tuple[int, ...] = ()
+    loss: float | None = None
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job at one moment.
+
+    Attributes:
+        pid: of poprun.
+        host: where it runs.
+        program: the words of the program.
+        age_s: how long the job has been running, earlier attempts included.
+        attempt: how often it has been started again.
+        losses: without how many instances it goes on.
+        instances: all of them, in order; none in a pause between two attempts.
+    """
+
+    pid: int
+    host: str
+    program: tuple[str, ...]
+    age_s: float
+    attempt: int = 0
+    losses: int = 0
+    instances: tuple[Seen, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all instances together; None: unknown."""
+        known = [each.samples_per_s for each in self.instances if each.samples_per_s is not None]
+        return sum(known) if known else None
+
+    def pack(self) -> bytes:
+        """As it is sent, and as `poprun top --json` prints it: one line of JSON."""
+        import json  # costs some milliseconds, needed only where somebody looks
+
+        return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Snapshot:
+        """What `pack` has made, here or by another version.
+
+        Raises:
+            ValueError: it is none, or one of another version.
+        """
+        import json
+
+        try:
+            found = json.loads(data.decode())
+        except (ValueError, RecursionError):  # also a number of thousands of digits, or thousands of brackets
+            raise ValueError(f"what poprun says is no snapshot but {data[:20]!r}") from None
+        version = found.pop("version", None) if isinstance(found, dict) else None
+        if version != VERSION:
+            raise ValueError(f"what poprun says is of version {version!r:.20}, {VERSION} is known here")
+        try:
+            instances = tuple(Seen(**_checked(Seen, each)) for each in found.pop("instances"))
+            return cls(**_checked(cls, found), instances=instances)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"what poprun says cannot be understood: {error!r:.200}") from None
+
+
+def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a snapshot with lists as tuples; raise TypeError for a value of another type."""
+    types = {field.name: str(field.type) for field in fields(kind)}
+    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    for name, value in checked.items():
+        if name in types and not _is_a(value, types[name]):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return checked
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Whether a value out of JSON has the type of a field."""
+    if kind.startswith("tuple"):
+        of = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
+    if "float" in kind:
+        is_number = type(value) in (int, float) and abs(value) < _MOST  # type: ignore[arg-type]
+        return is_number or (value is None and "None" in kind)
+    if "int" in kind:
+        return (type(value) is int and abs(value) < _MOST) or (value is None and "None" in kind)
+    return isinstance(value, str)
+
+
+def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
+    """What an instance does at this time."""
+    record = each.record
+    condition = _condition(each)
+    rates = recent.rates(each.index, record.made, now_s) if each.ending is None else None
+    is_known = record.state is not State.UNUSED
+    return Seen(
+        instance=each.index,
+        host=each.host,
+        pid=each.pid,
+        condition=condition,
+        doing=_doing(each, condition),
+        for_s=max(now_s - record.since_s, 0.0) if record.since_s and each.ending is None else None,
+        step=record.step if is_known and (record.step or record.made.steps) else None,
+        steps_per_s=None if rates is None else rates[0],
+        samples_per_s=None if rates is None else rates[1],
+        waiting_share=waiting_share(record.made),
+        waiting_for=record.waiting_for if each.ending is None else (),
+        loss=record.made.loss if record.made.loss is not None and math.isfinite(record.made.loss) else None,
+        memory_bytes=each.memory_bytes if each.ending is None else 0,
+        peak_memory_bytes=each.peak_memory_bytes,
+    )
+
+
+def look_at_all(facts: Sequence[Facts], recent: Recent, now_s: float) -> tuple[Seen, ...]:
+    """The same of all."""
+    return tuple(look_at(each, recent, now_s) for each in facts)
+
+
+def _condition(each: Facts) -> str:
+    if each.ending is not None:
+        return ENDED if each.ending.is_success else LOST
+    if each.is_given_up:
+        return LOST
+    if not each.is_started:
+        return STARTING
+    if each.stopped_since_s:
+        return STOPPED
+    if each.record.waiting_for:
+        return WAITING
+    return _CONDITIONS.get(each.record.state, RUNNING)
+
+
+def _doing(each: Facts, condition: str) -> str:
+    record = each.record
+    if each.ending is not None:
+        return each.ending.describe()
+    if condition in _WORDS:
+        return _WORDS[condition]
+    if record.is_inside and (condition == WAITING or not record.phase):
+        return record.label
+    if record.phase:
+        return record.phase
+    return "" if record.state is State.UNUSED else "between steps" if record.made.steps else "before its first step"

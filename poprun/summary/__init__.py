@@ -1,1 +1,0 @@
-"""What is said about a job when it is over: a few lines, or a file."""

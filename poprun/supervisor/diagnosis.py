@@ -1,0 +1,374 @@
+"""From facts to blame: which instance caused the failure, what to say about it, and the exit status. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+
+from popdist.records.progress import State
+from poprun.cli.wording import list_ranges
+from poprun.ipc.facts import Ending, EndKind, Facts, Verdict, signal_name
+from poprun.supervisor.stacks import innermost_line
+
+MOST_LINES = 15
+SAME_MOMENT_S = 0.05
+"""Ends closer than this may be in the wrong order: a signal comes from outside, so it is the cause."""
+
+STUCK_STATUS = 124
+"""The exit status of a job with an instance that is stuck; that of timeout(1)."""
+
+Wait = tuple[int, int, int]
+"""Instance, the instance it waits for, and the number of the collective."""
+
+
+def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
+    """The waits inside collectives for instances that have ended with status 0 or are in their exit handlers.
+
+    The wait in `popdist.init` is one too, for those that have ended without coming there.
+
+    One look may see a collective that is about to end; a wait that is there in two looks is in vain.
+    """
+    gone = {each.index for each in facts if each.is_gone and not each.is_given_up}
+    return frozenset(
+        (each.index, other, each.record.number)
+        for each in facts
+        if each.ending is None and not each.record.is_leaving
+        for other in _awaited_by(each, facts)
+        if other in gone
+    )
+
+
+def has_failed(facts: Sequence[Facts]) -> bool:
+    """Whether an instance has failed by itself."""
+    return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
+
+
+def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
+    """The instance that brought the job down, or None when every instance was told to stop by mpirun.
+
+    The earliest failure is the start. Who failed inside a collective because it waited for one that had gone,
+    was leaving, or has failed too, is a victim; the blame goes on to that one.
+
+    Args:
+        facts: one entry for each instance, in order.
+        in_vain: waits that were seen twice.
+    """
+    failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
+    if not failed:
+        waited_for = sorted(gone for _, gone, _ in in_vain)
+        return waited_for[0] if waited_for else _ended_by_itself(facts)
+    blamed = min(failed, key=lambda each: _order(each, failed))
+    seen = {blamed.index}
+    while (cause := _cause_of(blamed, facts)) is not None and cause.index not in seen:
+        blamed = cause
+        seen.add(blamed.index)
+    return blamed.index
+
+
+def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Verdict | None:
+    """The verdict over a failed job, or None when neither an instance nor the end of a daemon explains it.
+
+    Args:
+        facts: one entry for each instance, in order.
+        here: the host of mpirun, which needs no daemon.
+        in_vain: waits that were seen twice.
+    """
+    in_vain = tuple(in_vain)
+    if host := _orphaned_host(facts, here):
+        return _blame_daemon(host, facts)
+    index = first_cause(facts, in_vain)
+    if index is None:
+        return None
+    blamed = facts[index]
+    if any(_is_swept(each) for each in facts) and (_is_swept(blamed) or _is_victim(blamed)):
+        return None
+    if _is_victim(blamed) and _mpirun_was_gone(facts, blamed, here):
+        return None
+    if host := _host_without_daemon(facts, blamed):
+        return _blame_daemon(host, facts) if host != here else None
+    status = blamed.ending.exit_status if blamed.ending is not None else 1
+    others = _describe_others(facts, index)
+    if not others and blamed.ending is not None and _is_orderly(blamed.ending):
+        name = signal_name(status - 128)
+        text = f"{blamed.name} ended with exit status {status}, as a program does that leaves after {name}"
+        return Verdict(index, status, (text,), lost=(index,), is_orderly=True)
+    lines = (_describe_blamed(blamed, facts), *others)[:MOST_LINES]
+    return Verdict(index, status, lines, _is_aborted(blamed, facts), is_of_hosts=is_of_hosts([blamed]), lost=(index,))
+
+
+def is_of_hosts(failed: Sequence[Facts]) -> bool:
+    """Whether it is hosts that have failed, or what connects them: then Open MPI cannot go on."""
+    return any(each.ending is not None and bool(each.ending.fault) for each in failed)
+
+
+def describe_failure(failed: Facts, facts: Sequence[Facts]) -> str:
+    """A line about an instance without which the others go on."""
+    return _describe_blamed(failed, facts)
+
+
+def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
+    """A line about each instance that has ended, and of which a process is left, or an agent that does not answer."""
+    return [
+        f"{each.name} has ended, and its supervisor process has not said for {limit_s:g} s (--stuck-timeout-s) that "
+        "nothing is left of it; poprun does not wait for that any more"
+        for each in left[:MOST_LINES]
+    ]
+
+
+def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
+    """The verdict when mpirun has ended or was too slow to start, and no instance explains it."""
+    missing = [each for each in facts if each.ending is None]
+    never = [each.index for each in missing if not each.is_started]
+    how = "the job was ended"
+    if mpirun_status is not None:
+        how = f"mpirun ended with {mpirun_status}"
+    elif never:
+        how = "mpirun did not start every instance in time"
+    lines = [f"{how} before every instance had completed"]
+    if never:
+        lines.append(f"{list_instances(never)} never started")
+    lines += [f"{name} did not report how it ended" for name in (each.name for each in missing if each.is_started)]
+    stopped: dict[tuple[str, str], list[int]] = {}
+    for each in facts:
+        if reason := _why_stopped(each):
+            stopped.setdefault((each.host, reason), []).append(each.index)
+    lines += [
+        f"{list_instances(indices)} on host {host} had to stop because {reason}"
+        for (host, reason), indices in stopped.items()
+    ]
+    return Verdict(None, mpirun_status or 1, tuple(lines[:MOST_LINES]), is_unexplained=True, is_of_hosts=True)
+
+
+def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
+    """The instance for which others have waited for `limit_s`, while it did nothing itself; or None.
+
+    They wait in a collective, or in their exit handlers for it to come there too. One that has not even come to the
+    collective is meant before one that waits there for others.
+    """
+    still = {
+        each.index: each
+        for each in facts
+        if each.ending is None and each.record.since_s and now_s - each.record.since_s >= limit_s
+    }
+    waiting = [each for each in still.values() if each.record.is_inside]
+    awaited = [still[index] for each in waiting for index in each.record.waiting_for if index in still]
+    if not awaited and any(each.record.is_leaving for each in still.values()):
+        awaited = _awaited_at_end(facts, still)
+    if not awaited:
+        return None
+    return min(awaited, key=lambda each: (_waits(each), each.record.number, each.record.since_s)).index
+
+
+def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
+    """The verdict over a job in which an instance, which has been examined, is stuck."""
+    blamed = facts[stuck]
+    place = _describe_place(blamed)
+    if not blamed.record.since_s and any(each.record.since_s for each in facts):
+        place = " before popdist.init"
+    fact = f"{blamed.name} has made no progress for {limit_s:g} s (--stuck-timeout-s){place}"
+    lines = [f"{fact}: it is {_describe_state(blamed)}", *_describe_others(facts, stuck)]
+    at_end = [each.index for each in facts if each.ending is None and each.record.state is State.LEAVING]
+    if at_end:
+        lines.append(f"{list_instances(at_end)} had come to the end of the program")
+    return Verdict(stuck, STUCK_STATUS, tuple(lines[:MOST_LINES]), lost=(stuck,))
+
+
+def list_instances(indices: Sequence[int]) -> str:
+    """`instance 3` or `instances 0-2, 5`."""
+    text = list_ranges(indices, ", ")
+    return f"instance {text}" if len(indices) == 1 else f"instances {text}"
+
+
+def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
+    """Those that are not in their exit handlers, if all of them are `still`."""
+    here = [each for each in facts if each.ending is None and not each.record.is_leaving]
+    here = [each for each in here if each.record.state is not State.FINISHED]
+    return here if all(each.index in still for each in here) else []
+
+
+def _waits(each: Facts) -> bool:
+    return each.record.is_inside and bool(each.record.waiting_for)
+
+
+def _awaited_by(each: Facts, facts: Sequence[Facts]) -> Sequence[int]:
+    """For whom it waits."""
+    if each.record.is_joining:
+        return [other.index for other in facts if not other.record.since_s]
+    return each.record.waiting_for if each.record.is_inside else ()
+
+
+_STATES = {"S": "asleep, or waits for something", "D": "waiting for a disk or a file server", "R": "computing"}
+
+
+def _describe_state(each: Facts) -> str:
+    if each.state in ("T", "t"):
+        return "stopped by a signal or a debugger"
+    if place := innermost_line(each.stack):
+        return f"at {place}"
+    if not each.record.since_s and each.state in _STATES:
+        return f"{_STATES[each.state]} (process state {each.state})"
+    return "at a place that it does not show"
+
+
+def _why_stopped(each: Facts) -> str:
+    if _is_swept(each):
+        return "SIGTERM came to all processes there, as when a batch system ends a job"
+    if each.ending is not None and each.ending.told:
+        return "mpirun said so, or is gone, or its daemon there is"
+    return ""
+
+
+def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
+    members = [each.index for each in facts if each.host == host]
+    line = f"host {host} has lost its daemon of Open MPI, and with it {list_instances(members)}"
+    lines = (line, *_describe_others(facts, -1))[:MOST_LINES]
+    return Verdict(None, 1, lines, is_of_hosts=True, lost=tuple(members))
+
+
+def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
+    """The host whose daemon was the first to end; none if mpirun was, since the daemons follow it."""
+    orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
+    others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
+    return next(others, "")
+
+
+def _is_swept(each: Facts) -> bool:
+    """Whether SIGTERM came to the program and to its agent alike; Open MPI sends it to the agent only."""
+    ending = each.ending
+    is_terminated = ending is not None and ending.kind is EndKind.SIGNAL and ending.number == signal.SIGTERM
+    return is_terminated and each.told_at_s > 0
+
+
+def _is_victim(each: Facts) -> bool:
+    """Whether it may have failed because it could not reach another one: by an exit inside a collective."""
+    is_waiting = each.record.is_inside or each.record.is_joining
+    return is_waiting and each.ending is not None and each.ending.kind is EndKind.EXIT
+
+
+def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
+    """Whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
+    assert victim.ending is not None
+    end_s = victim.ending.at_s + SAME_MOMENT_S
+    return any(each.host == here and 0 < each.orphaned_at_s <= end_s for each in facts)
+
+
+def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
+    """The host all of whose instances were told to stop before another host's instance failed in a collective.
+
+    When the daemon of a host ends, Open MPI makes instances elsewhere fail before it tells them to stop.
+    """
+    ending = victim.ending
+    if ending is None or not _is_victim(victim):
+        return ""
+    end_s = ending.at_s + SAME_MOMENT_S
+    before = {each.host for each in facts if 0 < each.told_at_s < end_s}
+    if len(before) != 1 or victim.host in before:
+        return ""
+    host = before.pop()
+    return host if all(0 < each.told_at_s < end_s for each in facts if each.host == host) else ""
+
+
+def _order(each: Facts, failed: Sequence[Facts]) -> tuple[bool, float]:
+    assert each.ending is not None
+    first_s = min(other.ending.at_s for other in failed if other.ending is not None)
+    is_at_once = each.ending.at_s <= first_s + SAME_MOMENT_S
+    return not (is_at_once and each.ending.kind is not EndKind.EXIT), each.ending.at_s
+
+
+def _cause_of(victim: Facts, facts: Sequence[Facts]) -> Facts | None:
+    """The instance whose absence explains this failure; None when it has a reason of its own."""
+    if victim.ending is not None and victim.ending.kind is not EndKind.EXIT:
+        return None
+    if not victim.record.is_inside and not victim.record.is_joining:
+        return None
+    candidates = [facts[index] for index in _awaited_by(victim, facts) if index < len(facts)]
+    if not candidates and victim.record.is_inside:
+        candidates = [each for each in facts if each.index != victim.index and _has_not_come(each, victim)]
+    absent = [each for each in candidates if _is_absent(each)]
+    return min(absent, key=_absent_since, default=None)
+
+
+def _has_not_come(each: Facts, victim: Facts) -> bool:
+    return each.record.since_s > 0 and each.record.number < victim.record.number
+
+
+def _is_absent(each: Facts) -> bool:
+    return each.is_gone or (each.ending is not None and each.ending.is_own_failure)
+
+
+def _absent_since(each: Facts) -> float:
+    return each.ending.at_s if each.ending is not None else each.record.since_s
+
+
+def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
+    """After mpirun has told all to stop: the one that had an end of its own, as after MPI_Abort."""
+    own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
+    own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
+    own = [each for each in own if not each.orphaned_at_s]  # what was left when mpirun had gone
+    return min(own, key=_absent_since).index if own else None
+
+
+def _is_orderly(ending: Ending) -> bool:
+    """Whether a program ended as `strategies.Checkpoints` does after it has saved, and many batch programs do."""
+    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
+    how = "left the program" if blamed.ending is None else blamed.ending.describe()
+    if not blamed.is_gone:
+        place = _describe_place(blamed)
+        if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
+            place = f"; last heard of {place.lstrip(', ')}"  # it may have been further
+        return f"{blamed.name} {how}{place}"
+    waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
+    return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"
+
+
+def _needs(each: Facts, gone: Facts) -> bool:
+    if gone.index in _awaited_by(each, (gone,)):
+        return True
+    return each.record.is_inside and not each.record.waiting_for and _has_not_come(gone, each)
+
+
+def _is_aborted(blamed: Facts, facts: Sequence[Facts]) -> bool:
+    """Whether Open MPI may have ended it, as where one host cannot connect to another: only mpirun knows why then.
+
+    It does so before the program has a record, or inside a collective, and not with the status of an exception.
+    """
+    is_in_mpi = blamed.record.is_inside or blamed.record.is_joining or not blamed.record.since_s
+    is_odd = blamed.ending is not None and blamed.ending.kind is EndKind.EXIT and blamed.ending.number > 1
+    return is_in_mpi and is_odd and len({each.host for each in facts}) > 1
+
+
+def _describe_place(each: Facts) -> str:
+    record = each.record
+    if not record.since_s:
+        return ""
+    if record.is_joining:
+        return " in popdist.init"
+    step = f" in step {record.step}" if record.step else ""
+    if record.is_inside:
+        return f"{step}, inside collective {record.number}, {record.label}"
+    return f"{step}, after collective {record.number}, {record.label}" if record.number else step
+
+
+def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
+    """One line for all that were in the same collective, waiting for the same instances."""
+    groups: dict[str, list[int]] = {}
+    for each in facts:
+        if each.index != blamed and each.record.is_inside:
+            groups.setdefault(_describe_wait(each), []).append(each.index)
+        elif each.index != blamed and each.record.is_joining:
+            awaited = _awaited_by(each, facts)
+            waiting = f", waiting for {list_instances(awaited)}" if awaited else ""
+            groups.setdefault(f"in popdist.init{waiting}", []).append(each.index)
+    return [
+        f"{list_instances(members)} {'was' if len(members) == 1 else 'were'} {wait}" for wait, members in groups.items()
+    ]
+
+
+def _describe_wait(each: Facts) -> str:
+    record = each.record
+    step = f", step {record.step}" if record.step else ""
+    waiting = f", waiting for {list_instances(record.waiting_for)}" if record.waiting_for else ""
+    return f"in collective {record.number}, {record.label}{step}{waiting}"

@@ -1,0 +1,109 @@
+"""Running a job: once, or again and again where the user wants it to survive failures."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from popdist.records.faults import ATTEMPT_VARIABLE
+from poprun.cli.log import Log
+from poprun.cli.lookup import quote_words
+from poprun.cli.wording import list_ranges
+from poprun.ipc.facts import Ended
+from poprun.launch.across import Across
+from poprun.launch.command import Launch, build_command
+from poprun.monitor.attempts import Attempt
+from poprun.monitor.viewers import Viewers
+from poprun.output.output import Output, is_piped
+from poprun.output.output_style import OutputStyle, style_from
+from poprun.supervisor.supervision import LAST_WORDS_LIMIT_S, Supervisor
+
+
+def run_job(
+    launch: Launch,
+    environ: Mapping[str, str],
+    log: Log,
+    viewers: Viewers | None = None,
+    note: Callable[[Attempt], None] = lambda _: None,
+) -> Ended:
+    """Run the instances of a launch to their end.
+
+    Args:
+        launch: what to run.
+        environ: the user's environment.
+        log: poprun's own words.
+        viewers: those who look at the job; None: nobody can.
+        note: told of each attempt at it when that is over.
+
+    Returns:
+        With poprun's exit status: that of the instance that failed, 128 + n after signal n.
+    """
+    output = Output(launch.settings.only_output_from, _style(launch, environ))
+    viewers = viewers or Viewers()
+
+    def run_once(launch: Launch) -> Ended:
+        return _run_once(launch, output, environ, log, viewers, note)
+
+    if launch.settings.on_failure == "stop":
+        ended = run_once(launch)
+    else:
+        from poprun.supervisor.restarts import Restarts
+
+        ended = Restarts(environ, log, viewers.pause).run(launch, run_once)
+    output.finish(limit_s=LAST_WORDS_LIMIT_S if ended.was_told else None)
+    return ended
+
+
+def _run_once(
+    launch: Launch,
+    output: Output,
+    environ: Mapping[str, str],
+    log: Log,
+    viewers: Viewers,
+    note: Callable[[Attempt], None],
+) -> Ended:
+    for warning in launch.remote.warnings if launch.remote is not None else ():
+        log.warn(warning)
+    for place in launch.places:
+        log.debug(f"instance {place.index} runs on cores {list_ranges(place.cpus) or 'of any kind'}")
+    command = build_command(launch)
+    log.info(f"running command: {quote_words(command)}")
+    output.style = replace(output.style, hosts=_hosts(launch))
+    if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
+        end_standard_input()
+    viewers.attempt = int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
+    supervisor = Supervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
+    began_s = time.monotonic()
+    ended = supervisor.run({**environ, **launch.mpirun_variables})
+    note(Attempt(tuple(supervisor.facts), time.monotonic() - began_s, ended, tuple(supervisor.losses)))
+    return ended
+
+
+def end_standard_input() -> None:
+    """Give programs none: an attempt before has read a part of it, or several runs are to find the same."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _style(launch: Launch, environ: Mapping[str, str]) -> OutputStyle:
+    return style_from(launch.settings, _hosts(launch), environ, is_piped())
+
+
+def _hosts(launch: Launch) -> tuple[str, ...]:
+    return tuple(place.host for place in launch.places)
+
+
+def _across(launch: Launch) -> Across:
+    settings, remote = launch.settings, launch.remote
+    return Across(
+        interface="" if remote is None else remote.address,
+        silence_s=settings.host_timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        least=settings.min_instances if settings.on_failure == "shrink" else 0,
+        stuck_timeout_s=settings.stuck_timeout_s,
+        others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
+        ssh=() if remote is None else remote.shell,
+    )

@@ -1,0 +1,383 @@
+"""What poprun decides about a running job: events with their times in, actions out. Pure: no clock, no process.
+
+RUNNING ──▶ SETTLING ──▶ CLOSING ──▶ OVER
+│ ▲          │ │         ▲
+│ └──────────┘ └──▶ INTERRUPTED     back to RUNNING: the others go on without what has failed
+└────────────────────▶ INTERRUPTED
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from enum import Enum
+
+from poprun.cli.log import Level
+from poprun.ipc.facts import Ended, Ending, EndKind, Facts, Verdict, signal_name
+from poprun.launch.across import Across
+from poprun.supervisor.diagnosis import describe_rest, first_cause, has_failed
+from poprun.supervisor.job_actions import Action, Examine, Say, SendToMpirun, Show, Stop, StopListening
+from poprun.supervisor.job_events import (
+    Event,
+    MemberConnected,
+    MpirunEnded,
+    MpirunStopped,
+    OutputCame,
+    OutputIsBehind,
+    SignalCame,
+    StandardOutputClosed,
+    Tick,
+)
+from poprun.supervisor.job_limits import (
+    CLOSE_LIMIT_S,
+    END_SIGNAL,
+    EXAMINE_S,
+    INTERRUPT_GRACE_S,
+    LEAVE_LIMIT_S,
+    LEAVE_S,
+    LOOK_S,
+    LOST_HOST_SETTLE_S,
+    MPIRUN_LIMIT_S,
+    QUICK_LOOK_S,
+    SETTLE_LIMIT_S,
+    SETTLE_S,
+    TOLD_LIMIT_S,
+)
+from poprun.supervisor.last_lines import LastLines
+from poprun.supervisor.last_words import LastWords, last_actions
+from poprun.supervisor.lookout import Lookout
+from poprun.supervisor.members import Members
+from poprun.supervisor.survival import Survival
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
+_NEVER = float("inf")
+
+
+class Phase(Enum):
+    """Where a job is between its start and its end."""
+
+    RUNNING = 1
+    SETTLING = 2
+    INTERRUPTED = 3
+    CLOSING = 4
+    OVER = 5
+
+
+class JobMachine:
+    """One job, from the start of its mpirun to its end.
+
+    Whoever drives it tells every event as it comes, `Tick` after those that have come together and at `deadline_s`,
+    and carries out the actions in their order before the next event. The last one is `Finish`.
+
+    Args:
+        count: how many instances there are.
+        across: what a job on several hosts needs to know.
+        here: the host of mpirun.
+        begin_s: now.
+
+    Attributes:
+        phase: where the job is.
+    """
+
+    def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
+        self.phase = Phase.RUNNING
+        self._members = Members(count)
+        self._survival = Survival(self._members, across.least)
+        self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
+        self._has_others = bool(across.others)
+        self._actions: list[Action] = []
+        self._mpirun_status: int | None = None
+        self._is_behind = self._is_mpirun_stopped = False
+        self._closed: StandardOutputClosed | None = None
+        self._verdict: Verdict | None = None
+        self._exit_status = 0
+        self._deadline_s = begin_s + across.start_timeout_s
+        self._next_look_s = begin_s + LOOK_S
+        self._settle_limit_s = self._interrupted_at_s = self._rest_limit_s = self._tidy_limit_s = _NEVER
+        self._stuck_timeout_s = across.stuck_timeout_s or _NEVER
+        self._withheld: list[Show] = []
+        self._last_lines = LastLines()
+        self._released: int | None = None
+        self._passed_on: set[int] = set()
+        self._last_resort = iter((END_SIGNAL, signal.SIGKILL))
+
+    @property
+    def facts(self) -> Sequence[Facts]:
+        """What is known about each instance."""
+        return self._members.facts
+
+    @property
+    def losses(self) -> Sequence[str]:
+        """A line about each instance without which the others go on."""
+        return self._survival.losses
+
+    @property
+    def deadline_s(self) -> float:
+        """When the next `Tick` is due, if nothing happens before."""
+        return min(self._deadline_s, self._next_look_s)
+
+    def advance(self, event: Event, now_s: float) -> list[Action]:
+        """Take in what has happened by `now_s`; what is to be done about it."""
+        match event:
+            case Tick():
+                self._decide(now_s)
+            case OutputCame(instance, descriptor, data):
+                if descriptor == 2:
+                    self._last_lines.take(instance, data)
+                self._show(Show(instance, descriptor, data))
+            case SignalCame(number):
+                self._take_signal(number, now_s)
+            case MpirunEnded(status):
+                self._mpirun_status = status
+            case MpirunStopped(is_stopped):
+                self._is_mpirun_stopped = is_stopped
+            case OutputIsBehind(is_behind):
+                self._is_behind = is_behind
+            case StandardOutputClosed():
+                self._closed = event
+            case _:
+                self._members.take(event, now_s)
+                if isinstance(event, MemberConnected):
+                    self._greet(event)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _greet(self, event: MemberConnected) -> None:
+        if self.phase is Phase.CLOSING:
+            self._actions.append(Stop(event.instance))
+        if self._members.all_connected:
+            self._actions.append(StopListening())
+
+    def _show(self, piece: Show) -> None:
+        if self.phase is Phase.SETTLING:
+            self._withheld.append(piece)
+        elif self.phase is not Phase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
+            self._actions.append(piece)
+
+    def _show_withheld(self) -> None:
+        withheld, self._withheld = self._withheld, []
+        for piece in withheld:
+            self._show(piece)
+
+    def _decide(self, now_s: float) -> None:
+        if self.phase is Phase.RUNNING:
+            self._watch(now_s)
+        elif self.phase is Phase.SETTLING:
+            self._settle(now_s)
+        elif self.phase is Phase.INTERRUPTED:
+            self._give_up()  # or the others could not save
+            self._keep_interrupt_deadline(now_s)
+            if now_s >= self._deadline_s or (self._members.all_ended and self._members.all_closed):
+                self._close(now_s)
+        elif self.phase is Phase.CLOSING:
+            self._see_off(now_s)
+
+    # While it runs.
+
+    def _watch(self, now_s: float) -> None:
+        members = self._members
+        members.note_told_alone(now_s - TOLD_LIMIT_S)
+        if self._closed is not None:
+            self._exit_status = STANDARD_OUTPUT_CLOSED
+            if fault := self._closed.fault:
+                text = f"standard output cannot be written: {fault}; the job ends, for nobody would see what it says"
+                self._actions.append(Say(Level.ERROR, text))
+            self._close(now_s)
+        elif members.all_succeeded:
+            self._await_the_rest(now_s)
+        elif has_failed(members.facts) or members.all_ended or self._cannot_go_on(now_s):
+            if not self._give_up_the_failed(now_s):
+                self._begin_to_settle(now_s)
+        else:
+            if any(each.is_gone for each in members.facts):
+                self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
+            if now_s >= self._next_look_s:
+                self._look(now_s)
+
+    def _await_the_rest(self, now_s: float) -> None:
+        """Wait until nothing is left of any instance; not for long for those given up, who may not hear us."""
+        if self._is_behind or self._tidy_limit_s == _NEVER:
+            self._tidy_limit_s = now_s + self._stuck_timeout_s
+        if self._members.all_closed or now_s >= self._rest_limit_s:
+            self._close(now_s)
+            return
+        if now_s >= self._tidy_limit_s:
+            self._actions += [
+                Say(Level.WARN, line) for line in describe_rest(self._members.left, self._stuck_timeout_s)
+            ]
+            self._close(now_s)
+            return
+        if self._members.are_others_closed:
+            self._rest_limit_s = min(self._rest_limit_s, now_s + CLOSE_LIMIT_S)
+        self._deadline_s, self._next_look_s = min(self._rest_limit_s, self._tidy_limit_s), _NEVER
+
+    def _cannot_go_on(self, now_s: float) -> bool:
+        is_late = now_s >= self._deadline_s and not self._members.all_connected
+        return self._mpirun_status is not None or is_late
+
+    def _look(self, now_s: float) -> None:
+        """Look at the answers to the last question, and ask everyone again what they do."""
+        self._lookout.look(self._members.facts, now_s, self._is_behind, self._is_mpirun_stopped)
+        if self._lookout.in_vain:
+            if not self._give_up_the_failed(now_s):
+                self._begin_to_settle(now_s)
+        elif self._lookout.stuck is not None:
+            self._examine(now_s, self._lookout.stuck)
+        elif self._lookout.halt is not None:
+            self._conclude(now_s)
+        else:
+            self._actions += self._members.ask()
+            self._next_look_s = now_s + LOOK_S
+            if self._members.all_connected:
+                self._deadline_s = _NEVER
+
+    def _give_up_the_failed(self, now_s: float) -> bool:
+        """Let the others go on without those that have failed, are stuck, or left too early; False if they cannot."""
+        if not self._give_up():
+            return False
+        self.phase = Phase.RUNNING
+        self._released = None
+        self._lookout.forget(now_s)
+        self._deadline_s, self._next_look_s = _NEVER, now_s + LOOK_S
+        return True
+
+    def _give_up(self) -> bool:
+        if self._mpirun_status is not None:
+            return False
+        actions = self._survival.give_up(self._lookout.useless, self._was_told, self._describe_failure)
+        self._actions += actions
+        return bool(actions)
+
+    def _was_told(self, ending: Ending) -> bool:
+        """Whether it ended by a signal that was passed on, or by itself after it was told to."""
+        is_own_end = ending.kind is EndKind.EXIT and ending.at_s >= self._interrupted_at_s
+        return is_own_end or ending.exit_status - 128 in {*self._passed_on, self._exit_status - 128}
+
+    def _describe_failure(self, failed: Facts) -> str:
+        return self._lookout.describe(failed, self._members.facts)
+
+    # After a failure.
+
+    def _begin_to_settle(self, now_s: float) -> None:
+        self.phase = Phase.SETTLING
+        self._actions += self._members.ask()
+        is_left_alone = self._mpirun_status is not None and self._has_others
+        self._deadline_s = now_s + (LOST_HOST_SETTLE_S if is_left_alone else SETTLE_S)
+        self._settle_limit_s = now_s + SETTLE_LIMIT_S
+        self._next_look_s = _NEVER
+
+    def _examine(self, now_s: float, stuck: int) -> None:
+        """Have an instance that is stuck show where it is, if it can."""
+        self.phase = Phase.SETTLING
+        self._actions.append(Examine(stuck))
+        self._deadline_s = now_s + EXAMINE_S
+        self._next_look_s = _NEVER
+
+    def _settle(self, now_s: float) -> None:
+        facts = self._members.facts
+        stuck = self._lookout.stuck
+        if stuck is not None:
+            if facts[stuck].state or now_s >= self._deadline_s:
+                self._conclude(now_s)
+            return
+        cause = first_cause(facts, self._lookout.in_vain)
+        if self._released is not None:
+            self._see_out(now_s, facts[self._released])
+        elif now_s < self._deadline_s:
+            return
+        elif self._members.are_asked and now_s < self._settle_limit_s:
+            self._deadline_s = min(now_s + SETTLE_S, self._settle_limit_s)
+        elif cause is not None and facts[cause].ending is None:
+            self._released = cause
+            self._actions += self._members.release(cause, len(facts))
+            self._deadline_s, self._next_look_s = now_s + LEAVE_S, now_s + QUICK_LOOK_S
+        else:
+            self._conclude(now_s)
+
+    def _see_out(self, now_s: float, released: Facts) -> None:
+        """Wait for the exit status of an instance that was released, longer if it has heeded that."""
+        if released.ending is not None or now_s >= self._deadline_s:
+            self._conclude(now_s)
+        elif now_s >= self._next_look_s:
+            if released.record.heeded < len(self._members.facts):
+                self._actions += self._members.ask()
+                self._next_look_s = now_s + QUICK_LOOK_S
+            else:
+                self._deadline_s, self._next_look_s = self._deadline_s + LEAVE_LIMIT_S, _NEVER
+
+    def _conclude(self, now_s: float) -> None:
+        if not self._give_up_the_failed(now_s):
+            self._verdict = self._lookout.judge(self._members.facts, self._mpirun_status)
+            self._exit_status = self._verdict.exit_status
+            self._close(now_s)
+        self._show_withheld()
+
+    # After a signal.
+
+    def _take_signal(self, number: int, now_s: float) -> None:
+        if number in PASSED_ON:
+            self._passed_on.add(number)
+            self._actions += self._members.pass_on(number)
+        elif self.phase in (Phase.RUNNING, Phase.SETTLING):
+            self._interrupt(number, now_s)
+        elif self.phase is Phase.INTERRUPTED:
+            self._close(now_s)
+
+    def _interrupt(self, number: int, now_s: float) -> None:
+        self.phase = Phase.INTERRUPTED
+        self._exit_status = 128 + number
+        line = f"poprun was told to end by {signal_name(number)}, so all ended"
+        self._verdict = Verdict(None, 128 + number, (line,))
+        self._show_withheld()
+        self._actions += self._members.pass_on(number)
+        self._actions += self._members.ask()  # for how long it may take them
+        self._interrupted_at_s = now_s
+        self._deadline_s = now_s + INTERRUPT_GRACE_S
+        self._next_look_s = _NEVER
+
+    def _keep_interrupt_deadline(self, now_s: float) -> None:
+        """After SIGTERM, wait for as long as the programs need to save; not for the rest once one has ended."""
+        facts = self._members.facts
+        ends = [each.ending for each in facts if each.ending is not None and not each.is_given_up]
+        if any(ending.at_s >= self._interrupted_at_s for ending in ends):
+            self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
+        elif self._exit_status == 128 + signal.SIGTERM:
+            grace_s = max([INTERRUPT_GRACE_S, *(each.record.grace_s for each in facts)])
+            self._deadline_s = self._interrupted_at_s + grace_s
+
+    # The end.
+
+    def _close(self, now_s: float) -> None:
+        self.phase = Phase.CLOSING
+        self._actions += self._members.stop()
+        self._deadline_s = now_s + CLOSE_LIMIT_S
+        self._next_look_s = _NEVER
+
+    def _see_off(self, now_s: float) -> None:
+        if self._mpirun_status is not None and not self._members.any_connected:
+            self._end()
+        elif now_s >= self._deadline_s:
+            number = next(self._last_resort, None)
+            if number is None:
+                self._end()
+            else:
+                self._actions.append(SendToMpirun(number))
+                self._deadline_s = now_s + MPIRUN_LIMIT_S
+
+    def _end(self) -> None:
+        self.phase = Phase.OVER
+        self._deadline_s = _NEVER
+        was_interrupted = self._interrupted_at_s != _NEVER
+        was_told = was_interrupted or self._exit_status - 128 in {signal.SIGPIPE, *self._passed_on}
+        words = LastWords(
+            Ended(self._exit_status, was_told, self._verdict),
+            self._survival.obstacle,
+            tuple(self._survival.losses),
+            self._mpirun_status,
+            frozenset(each.host for each in self._members.facts if each.ending is not None and each.ending.fault),
+            self._last_lines.describe_cause(self._verdict, self._members.facts) if self._verdict else "",
+            not self._members.all_connected,
+        )
+        self._actions += last_actions(words, self._has_others)

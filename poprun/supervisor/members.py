@@ -1,0 +1,157 @@
+"""The instances of a running job: what was told about them turned into facts. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.supervisor.job_actions import Ask, PassOn, Release, Stop
+from poprun.supervisor.job_events import (
+    InstanceClosed,
+    InstanceEnded,
+    InstanceExamined,
+    InstanceTold,
+    MemberConnected,
+    MemberEvent,
+    MemberLost,
+    ProgressCame,
+)
+
+MOST_QUESTIONS = 8
+"""So many may wait for an answer: an agent that is stopped takes none, and poprun would wait for it at last."""
+
+
+class Members:
+    """Keeps the facts of every instance up to date; knows whom one can talk to.
+
+    Args:
+        count: how many instances there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.facts = [Facts(index) for index in range(count)]
+        self._closed: set[int] = set()
+        self._asked: Counter[int] = Counter()
+        self._connected: dict[int, None] = {}  # in the order in which they came
+
+    @property
+    def all_connected(self) -> bool:
+        """Whether every instance has started."""
+        return all(each.is_started for each in self.facts)
+
+    @property
+    def any_connected(self) -> bool:
+        """Whether there is an agent that may still say something."""
+        return bool(self._connected)
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every instance has reported exit status 0."""
+        return all(each.is_given_up or (each.ending is not None and each.ending.is_success) for each in self.facts)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether the end of every instance is known."""
+        return all(each.ending is not None for each in self.facts)
+
+    @property
+    def all_closed(self) -> bool:
+        """Whether nothing is left of any instance that has started."""
+        return all(each.index in self._closed or not each.is_started for each in self.facts)
+
+    @property
+    def left(self) -> list[Facts]:
+        """Those of which something may be left though they have ended."""
+        return [each for each in self.facts if each.is_started and each.index not in self._closed]
+
+    @property
+    def are_others_closed(self) -> bool:
+        """Whether nothing is left of any instance that was not given up."""
+        return all(each.index in self._closed or each.is_given_up for each in self.facts)
+
+    @property
+    def are_asked(self) -> bool:
+        """Whether an instance that runs has not answered yet how far it is."""
+        return any(self._asked[index] > 0 and self.facts[index].ending is None for index in self._connected)
+
+    def take(self, event: MemberEvent, now_s: float) -> None:
+        """Take note of what has happened to an instance."""
+        index = event.instance
+        match event:
+            case ProgressCame():
+                self._asked[index] -= 1
+                self._note_progress(event, now_s)
+            case MemberConnected(pid=pid, host=host):
+                self._connected[index] = None
+                self._update(index, pid=pid, host=host, answered_at_s=now_s, busy_at_s=now_s)
+            case InstanceEnded(ending=ending):
+                self._update(index, ending=ending)
+            case InstanceTold(is_orphaned=is_orphaned):
+                self._update(index, told_at_s=now_s, orphaned_at_s=now_s if is_orphaned else 0.0)
+            case InstanceExamined(state=state, stack=stack):
+                self._update(index, state=state, stack=stack)
+            case InstanceClosed():
+                self._closed.add(index)
+            case MemberLost(fault=fault):
+                self._note_loss(index, fault, now_s)
+
+    def ask(self) -> list[Ask]:
+        """Ask the instances that run for their progress; not one that lets too many questions wait."""
+        running = [index for index in self._connected if self.facts[index].ending is None]
+        asked = [index for index in running if self._asked[index] < MOST_QUESTIONS]
+        self._asked.update(asked)
+        return [Ask(index) for index in asked]
+
+    def stop(self) -> list[Stop]:
+        """End what is left of all."""
+        return [Stop(index) for index in self._connected]
+
+    def pass_on(self, number: int) -> list[PassOn]:
+        """Send a signal to the programs of all."""
+        return [PassOn(index, number) for index in self._connected]
+
+    def release(self, index: int, lost: int) -> list[Release]:
+        """Tell one that so many are lost; nothing where nobody would hear it."""
+        return [Release(index, lost)] if index in self._connected else []
+
+    def give_up(self, index: int) -> list[Stop]:
+        """Let the others go on without an instance; nothing of it is to be left."""
+        self._update(index, is_given_up=True)
+        return [Stop(index)] if index in self._connected else []
+
+    def note_told_alone(self, before_s: float) -> None:
+        """Take those for lost that have ended because they were told to stop, but not by mpirun, which stops all.
+
+        Args:
+            before_s: whoever was told before that was told alone if others were not yet.
+        """
+        if all(each.told_at_s or each.ending is not None for each in self.facts):
+            return
+        for each in self.facts:
+            ending = each.ending
+            if ending is not None and ending.told and not ending.is_success and 0 < each.told_at_s <= before_s:
+                self._update(each.index, ending=Ending(EndKind.LOST, 0, ending.at_s))
+
+    def _note_progress(self, event: ProgressCame, now_s: float) -> None:
+        before = self.facts[event.instance]
+        self._update(
+            event.instance,
+            record=event.record,
+            answered_at_s=now_s,
+            stopped_since_s=(before.stopped_since_s or now_s) if event.is_stopped else 0.0,
+            effort=event.effort,
+            memory_bytes=event.memory_bytes,
+            peak_memory_bytes=event.peak_memory_bytes,
+            busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
+        )
+
+    def _note_loss(self, index: int, fault: str, now_s: float) -> None:
+        self._connected.pop(index, None)
+        self._closed.add(index)
+        if self.facts[index].ending is None:
+            was_told = self.facts[index].told_at_s > 0  # and mpirun has not waited for the rest
+            self._update(index, ending=Ending(EndKind.LOST, 0, now_s, was_told, fault))
+
+    def _update(self, index: int, **changes: object) -> None:
+        self.facts[index] = replace(self.facts[index], **changes)  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""What agents send, turned into what the machine of the job is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from popdist.records.progress import ProgressRecord, parse_progress
+from poprun.ipc import wire
+from poprun.ipc.facts import Ending, EndKind
+from poprun.supervisor.control import Member
+from poprun.supervisor.job_events import (
+    InstanceClosed,
+    InstanceEnded,
+    InstanceExamined,
+    InstanceTold,
+    MemberConnected,
+    MemberEvent,
+    MemberLost,
+    OutputCame,
+    ProgressCame,
+)
+
+
+@dataclass(frozen=True)
+class InputWanted:
+    """Instance 0 is ready for a piece of standard input, which is no matter of the machine."""
+
+
+Report = MemberEvent | OutputCame | InputWanted
+
+
+def read_reports(member: Member, count: int) -> Iterator[Report]:
+    """Take in what an agent has sent; a stranger is turned away without a word.
+
+    Args:
+        member: our end of its connection, where something is to be read; not open any more after its end.
+        count: how many instances the job has.
+    """
+    for kind, content in member.receive():
+        if kind == wire.HELLO:
+            if (known := member.meet(content, count)) is not None:
+                yield MemberConnected(member.index, *known)
+        elif member.index < 0:
+            member.is_open = False  # a stranger
+        elif (report := _read(member, kind, content)) is not None:
+            yield report
+        if not member.is_open:
+            break
+    if not member.is_open and member.index >= 0:
+        yield MemberLost(member.index, member.fault)
+
+
+def _read(member: Member, kind: int, content: bytes) -> Report | None:
+    index = member.index
+    if kind in (wire.STDOUT, wire.STDERR):
+        return OutputCame(index, 1 if kind == wire.STDOUT else 2, content)
+    if kind == wire.PROGRESS:
+        return _read_progress(member, content)
+    if kind == wire.ENDED:
+        return _read_end(member, content)
+    if kind == wire.EXAMINED:
+        return InstanceExamined(index, content[:1].decode(), content[1:].decode(errors="replace"))
+    if kind == wire.TOLD:
+        return InstanceTold(index, wire.unpack_number(content) == wire.ORPHANED)
+    if kind == wire.WANT:
+        return InputWanted()
+    return InstanceClosed(index) if kind == wire.CLOSED else None
+
+
+def _read_progress(member: Member, content: bytes) -> ProgressCame:
+    _, page, is_stopped, effort, memory = wire.unpack_progress(content)
+    record = _on_our_clock(parse_progress(page), member.lag_s)
+    return ProgressCame(member.index, record, is_stopped, effort, *memory)
+
+
+def _on_our_clock(record: ProgressRecord, lag_s: float) -> ProgressRecord:
+    """The record, whose times are those of the clock of its host."""
+    if record.made.from_s:
+        made = replace(record.made, from_s=record.made.from_s + lag_s, to_s=record.made.to_s + lag_s)
+        record = replace(record, made=made)
+    return replace(record, since_s=record.since_s + lag_s) if record.since_s else record
+
+
+def _read_end(member: Member, content: bytes) -> InstanceEnded:
+    by_signal, told, lacked_memory, number, at_s = wire.unpack_ended(content)
+    kind = EndKind.SIGNAL if by_signal else EndKind.EXIT
+    return InstanceEnded(member.index, Ending(kind, number, at_s + member.lag_s, told, lacked_memory=lacked_memory))

@@ -1,0 +1,162 @@
+"""Starting a failed job again, on the hosts that are left."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from popdist.records.faults import ATTEMPT_VARIABLE
+from poprun.cli.command_line import read_fault
+from poprun.cli.log import Log
+from poprun.cli.settings import Settings
+from poprun.cli.wording import count
+from poprun.errors import PopRunError
+from poprun.hosts.allocation import spread
+from poprun.hosts.errands import Errand, run_errands
+from poprun.hosts.hosts import Host
+from poprun.hosts.ssh import remote_words
+from poprun.hosts.survey import limit_from
+from poprun.ipc.facts import Ended, Verdict
+from poprun.launch.command import Launch
+from poprun.launch.plan import available_hosts, plan_launch
+
+MOST_FAILURES = 2
+"""A host on which a job has failed so often is left out, if the others take the job."""
+
+MOST_PAUSE_S = 300.0
+"""To which the pause before a restart grows."""
+
+
+class Restarts:
+    """The restarts of one job.
+
+    Args:
+        environ: the user's environment.
+        log: says what happens.
+        pause: waits for so many seconds.
+    """
+
+    def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
+        self._environ = environ
+        self._pause = pause
+        self._log = log
+        self._reasons: list[str] = []
+        self._failures: Counter[str] = Counter()
+
+    def run(self, launch: Launch, run_once: Callable[[Launch], Ended]) -> Ended:
+        """Run a job until it completes, the user ends it, or its restarts are used up.
+
+        Args:
+            launch: the first one.
+            run_once: runs a launch to its end.
+        """
+        current = self._counted(launch)
+        while True:
+            ended = run_once(current)
+            if ended.verdict is None or ended.was_told:
+                break
+            if launch.settings.on_failure == "shrink" and not ended.verdict.is_of_hosts:
+                break
+            self._note(current, ended.verdict)
+            following = self._plan(launch.settings, current)
+            if following is None:
+                return ended
+            current = following
+        if self._reasons and ended.exit_status == 0:
+            restarts = count(len(self._reasons), "restart")
+            self._log.warn(f"the job completed after {restarts}: {'; '.join(self._reasons)}")
+        return ended
+
+    def _note(self, launch: Launch, verdict: Verdict) -> None:
+        self._reasons.append(verdict.lines[0])
+        hosts = {launch.places[index].host for index in verdict.lost}
+        if len(hosts) == 1:
+            self._failures.update(hosts)
+
+    def _plan(self, settings: Settings, last: Launch) -> Launch | None:
+        """The next launch, after a pause; None if there is to be none."""
+        made = len(self._reasons) - 1
+        if made == settings.max_restarts:
+            self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
+            return None
+        self._pause(pause_s(settings.restart_backoff_s, made))
+        hosts = available_hosts(settings, self._environ)
+        silent = self._silent_among(hosts, last)
+        failing = {host.name for host in hosts if self._failures[host.name] >= MOST_FAILURES}
+        found = None
+        for left_out in (silent | failing, silent):
+            found = found or fit(settings, [host for host in hosts if host.name not in left_out])
+        if found is None:
+            self._log.error(
+                f"cannot restart: {_list_hosts(silent)} not answer, and the others do not take "
+                f"{settings.min_instances} or more of the instances (--min-instances)"
+            )
+            return None
+        instances, chosen = found
+        try:
+            launch = plan_launch(with_instances(settings, instances), self._environ, self._log, chosen)
+        except PopRunError as error:
+            self._log.error(f"cannot restart: {error}")
+            return None
+        self._log.warn(
+            f"restart {made + 1} of {settings.max_restarts}: {count(instances, 'instance')} on "
+            f"{', '.join(host.name for host in chosen)}"
+        )
+        return self._counted(launch)
+
+    def _counted(self, launch: Launch) -> Launch:
+        return replace(launch, extra={**launch.extra, ATTEMPT_VARIABLE: str(len(self._reasons))})
+
+    def _silent_among(self, hosts: Sequence[Host], last: Launch) -> set[str]:
+        """The hosts that do not answer."""
+        if last.remote is None:
+            return set()
+        shell = last.remote.shell
+        asked = {
+            host.name: Errand(tuple(remote_words(shell, host.name, ["true"])))
+            for host in hosts
+            if not host.is_this_machine
+        }
+        ends = run_errands(asked, self._environ, limit_from(self._environ))
+        return {host for host, end in ends if end.status != 0}
+
+
+def pause_s(first_s: float, made: int) -> float:
+    """The pause before the next restart: twice as long as the one before, up to five minutes or the first one.
+
+    Args:
+        first_s: the first one.
+        made: how many restarts there have been.
+    """
+    return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
+
+
+def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
+    """The most instances, at most as many as the user wants, that some of these hosts take; None: they take too few.
+
+    Args:
+        settings: with the replicas, which have to divide evenly among the instances, and `min_instances`.
+        hosts: those that are left.
+    """
+    for instances in range(settings.num_instances, settings.min_instances - 1, -1):
+        if settings.num_replicas % instances == 0 and (chosen := spread(hosts, instances)):
+            return instances, chosen
+    return None
+
+
+def with_instances(settings: Settings, instances: int) -> Settings:
+    """The settings for so many instances, at most those of `settings`; what they say about others is left out."""
+    shown = settings.only_output_from
+    return replace(
+        settings,
+        num_instances=instances,
+        inject=tuple(text for text in settings.inject if read_fault(text).instance < instances),
+        only_output_from=shown if shown is None or shown < instances else 0,
+        instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < instances),
+    )
+
+
+def _list_hosts(names: Collection[str]) -> str:
+    return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(sorted(names))} {'does' if len(names) == 1 else 'do'}"

@@ -1,0 +1,140 @@
+"""`poprun timeline`: one trace out of what instances have recorded, or a report about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from popdist.timeline.asked import folder_beside
+from poprun.cli.answers import show
+from poprun.cli.command_line import Value, read_command_line
+from poprun.cli.options import Kind, Option, describe_section
+from poprun.cli.pages import USUAL_COLUMNS, columns_of, wrap
+from poprun.errors import PopRunError, UsageError
+
+SECTION = "Timeline"
+MERGE, REPORT = "merge", "report"
+HELP = Option("help", Kind.FLAG, "print this and stop", SECTION, spellings=("-h",))
+OUTPUT = Option("output", Kind.PATH, "the trace; compressed if its name ends in .gz", SECTION, spellings=("-o",))
+HTML = Option("html", Kind.PATH, "write the report to this file too, with pictures", SECTION)
+_OPTIONS = {MERGE: (HELP, OUTPUT), REPORT: (HELP, HTML)}
+_DAMAGED = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError)
+_USAGE = """\
+usage: poprun timeline merge FOLDER -o FILE
+       poprun timeline report FOLDER [--html FILE]"""
+_WORDS = (
+    "FOLDER is where instances have recorded what they did: FILE.parts of poprun --timeline FILE, for which FILE may "
+    "be written, or what POPDIST_TIMELINE names. merge makes one trace of it, which https://ui.perfetto.dev and "
+    "chrome://tracing open, also while the job runs. report says where the time went and what held the job up."
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user wants.
+
+    Attributes:
+        verb: MERGE or REPORT.
+        folder: of the recordings.
+        to: the file to write; None: none.
+    """
+
+    verb: str
+    folder: Path
+    to: Path | None = None
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        words: after `poprun timeline`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        PopRunError: the words are wrong, or there is nothing to show.
+    """
+    wanted = read_words(words)
+    columns = columns_of(os.environ)
+    if wanted is None:
+        show(describe(columns or USUAL_COLUMNS))
+        return 0
+    try:
+        return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns)
+    except _DAMAGED as error:
+        raise PopRunError(
+            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove those that are damaged"
+        ) from None
+    except OSError as error:
+        raise PopRunError(f"{wanted.to} cannot be written: {error.strerror}; name another file") from None
+
+
+def describe(columns: int = USUAL_COLUMNS) -> str:
+    """The text of `poprun timeline --help`."""
+    return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, (HELP, OUTPUT, HTML), columns)])
+
+
+def read_words(words: Sequence[str]) -> Wanted | None:
+    """What the words ask for; None for help.
+
+    Raises:
+        UsageError: nothing that can be.
+    """
+    if not words or words[0] in ("--help", "-h"):
+        return None
+    verb, rest = words[0], words[1:]
+    if verb not in _OPTIONS:
+        raise UsageError(f"poprun timeline cannot {verb!r}; use {' or '.join(_OPTIONS)}")
+    values: dict[str, Value] = {}
+    named: list[str] = []
+    while rest:
+        line = read_command_line(rest, _OPTIONS[verb])
+        values |= line.values
+        named += line.program[:1]
+        rest = line.program[1:]
+    if values.get("help"):
+        return None
+    if len(named) != 1:
+        raise UsageError(f"poprun timeline {verb} needs one folder, {len(named)} are named; {_USAGE.splitlines()[0]}")
+    to = values.get("output" if verb == MERGE else "html")
+    if verb == MERGE and to is None:
+        raise UsageError("poprun timeline merge needs a file to write; name it with -o FILE")
+    return Wanted(verb, folder_of(named[0]), None if to is None else Path(str(to)))
+
+
+def folder_of(named: str) -> Path:
+    """The folder of recordings that is meant: it itself, or that beside a trace."""
+    return Path(named) if Path(named).is_dir() or not folder_beside(named).is_dir() else folder_beside(named)
+
+
+def _merge(wanted: Wanted) -> int:
+    from poprun.trace.merging import merge
+
+    assert wanted.to is not None
+    job, counts = merge(wanted.folder, wanted.to)
+    for warning in job.warnings:
+        show(f"warning: {warning}", 2)
+    show(f"wrote {counts.spans} spans, {counts.flows} arrows and {counts.counters} values to {wanted.to}")
+    return 0
+
+
+def _report(wanted: Wanted, columns: int | None) -> int:
+    from poprun.trace.merging import to_be_judged
+    from poprun.trace.recordings import read_recordings
+    from poprun.trace.report.page import report_page
+    from poprun.trace.report.text import report_text
+    from poprun.trace.report.verdict import judge
+
+    job = to_be_judged(read_recordings(wanted.folder))
+    try:
+        verdict = judge(job)
+    except ValueError as error:
+        raise PopRunError(f"there is nothing to report: {error}") from None
+    show(report_text(job, verdict, columns))
+    if wanted.to is not None:
+        wanted.to.write_text(report_page(job, verdict), encoding="utf-8")
+    return 0

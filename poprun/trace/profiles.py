@@ -1,0 +1,163 @@
+"""What a profiler saw of an instance, on the clock of its recording.
+
+A profiler has a clock of its own. Markers were made in it between two times of the recording's clock: each bounds the
+difference of both, as an exchange of messages with another host does.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from popdist.timeline.clocks import Alignment
+from popdist.timeline.profiles import MARKER
+
+_OF_A_DEVICE = "gpu_user_annotation"
+"""Annotations that PyTorch shows a second time, where the device came to them."""
+_OF_THE_PROFILER = "Trace"
+_DAMAGED = (
+    *(EOFError, LookupError, TypeError, AttributeError, OverflowError, RecursionError),
+    *(gzip.BadGzipFile, json.JSONDecodeError, UnicodeDecodeError, zlib.error),
+)
+_MOST_RATIO, _ROOM_BYTES = 200, 1 << 20
+"""How much a profile may become when it is unpacked; those of JAX and PyTorch become 10 to 30 times as much."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a recording says of the profile beside it.
+
+    Attributes:
+        profiler: its name.
+        file: relative to the folder of the recording; empty where it has begun, and was never written.
+        markers: times of the recording's clock before and after each of them, in ns.
+    """
+
+    profiler: str
+    file: str
+    markers: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Profiled:
+    """What a profiler saw.
+
+    Attributes:
+        threads: their names.
+        thread: for each span, which of them it is of, int64.
+        begin_ns: for each span, int64.
+        end_ns: likewise.
+        names: of the spans.
+        args: what else is said of each, JSON.
+        uncertainty_ns: the times are wrong by no more than that.
+    """
+
+    threads: Sequence[str]
+    thread: np.ndarray
+    begin_ns: np.ndarray
+    end_ns: np.ndarray
+    names: Sequence[str]
+    args: Sequence[str]
+    uncertainty_ns: float
+
+
+def read_profile(folder: Path, profile: Profile) -> Profiled:
+    """What is in the file of a profile.
+
+    Args:
+        folder: of the recording.
+        profile: what that says.
+
+    Raises:
+        ValueError: the file cannot be read, or is no profile.
+        OSError: likewise.
+    """
+    try:
+        with gzip.open(folder / profile.file) as file:
+            most_bytes = _MOST_RATIO * (folder / profile.file).stat().st_size + _ROOM_BYTES
+            text = file.read(most_bytes + 1)
+        if len(text) > most_bytes:
+            raise ValueError(f"it has more than {_MOST_RATIO} bytes for each byte of its file")
+        return on_clock_of_recording(json.loads(text), profile)
+    except _DAMAGED as error:
+        raise ValueError(f"it is cut off or damaged ({error!r})") from None
+
+
+def on_clock_of_recording(trace: Mapping[str, Any], profile: Profile) -> Profiled:
+    """The spans of a trace in the format of chrome://tracing, at times of the recording's clock.
+
+    Raises:
+        ValueError: it has none of the markers.
+    """
+    every = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") != _OF_THE_PROFILER]
+    begin = np.array([round(1e3 * each["ts"]) for each in every], np.int64)
+    end = begin + np.array([round(1e3 * each["dur"]) for each in every], np.int64)
+    places = {each["name"]: place for place, each in enumerate(every) if each.get("cat") != _OF_A_DEVICE}
+    noted = {f"{MARKER} {number}": times for number, times in enumerate(profile.markers)}
+    found = [(noted[name], places[name]) for name in noted.keys() & places.keys()]
+    alignment = Alignment.of([(before, begin[place], end[place], after) for (before, after), place in found])
+    if not alignment.is_known:
+        raise ValueError("it has none of the markers by which its clock is compared")
+    is_shown = np.array([each["name"] not in noted for each in every], bool)
+    shown = [each for each in every if each["name"] not in noted]
+    names = _names_of_threads(trace["traceEvents"], {each["pid"] for each in shown}, profile.profiler)
+    threads = {thread: place for place, thread in enumerate(dict.fromkeys(_thread(each) for each in shown))}
+    thread = np.array([threads[_thread(each)] for each in shown], np.int64)
+    begin, end = begin[is_shown], end[is_shown]
+    begins, uncertainty_ns = _moved(begin, alignment)
+    return Profiled(
+        [names.get(each, f"{profile.profiler}: thread {each[1]}") for each in threads],
+        thread,
+        begins,
+        begins + (end - begin),
+        [each["name"] for each in shown],
+        [json.dumps(each.get("args", {})) for each in shown],
+        uncertainty_ns,
+    )
+
+
+def nested(thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The ends, no later than those of spans that had begun before: only such spans can be drawn in one another."""
+    ends = end.tolist()
+    begins, threads = begin.tolist(), thread.tolist()
+    around: dict[int, list[int]] = {}
+    for place in np.lexsort((-end, begin)).tolist():
+        open_until = around.setdefault(threads[place], [])
+        while open_until and open_until[-1] <= begins[place]:
+            open_until.pop()
+        if open_until:
+            ends[place] = min(ends[place], open_until[-1])
+        open_until.append(ends[place])
+    return np.array(ends, np.int64)
+
+
+def _moved(times_ns: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, float]:
+    """Times of the profile as those of the recording, and how uncertain they are."""
+    roughly = times_ns - round(float(alignment.at(alignment.when_ns[:1]).middle_ns[0]))
+    ahead = alignment.at(roughly)
+    return times_ns - np.rint(ahead.middle_ns).astype(np.int64), float(ahead.uncertainty_ns.max(initial=0.0)) + 1
+
+
+def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return event["pid"], event["tid"]
+
+
+def _names_of_threads(
+    events: Sequence[Mapping[str, Any]], shown: Set[Any], profiler: str
+) -> dict[tuple[Any, Any], str]:
+    """With the process before the thread where several of them are shown."""
+    said = [each for each in events if each.get("ph") == "M"]
+    processes = {each["pid"]: each["args"]["name"] for each in said if each["name"] == "process_name"}
+    of_process = {pid: f"{name} " if len(shown) > 1 else "" for pid, name in processes.items()}
+    return {
+        _thread(each): f"{profiler}: {of_process.get(each['pid'], '')}{each['args']['name']}"
+        for each in said
+        if each["name"] == "thread_name"
+    }

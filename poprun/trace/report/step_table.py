@@ -1,0 +1,154 @@
+"""How long each instance took for what in each step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poprun.trace.merging import Job
+from poprun.trace.recordings import Recording
+from poprun.trace.report.overlap import inside_ns
+from poprun.trace.spans import COMPILE, SPAN, Sort, Spans
+
+COMPUTE, EXCHANGE, WAITING, INPUT = "compute", "exchange", "waiting", "input"
+UPDATE, CHECKPOINT, RECOVERY, BETWEEN, REST = "update", "checkpoint", "recovery", "between", "rest"
+CATEGORIES = (COMPUTE, EXCHANGE, WAITING, INPUT, UPDATE, CHECKPOINT, COMPILE, RECOVERY, BETWEEN, REST)
+"""Between: the program's own code between two steps. Rest: what is in no phase of a step."""
+WORDS = {BETWEEN: "your code between steps", REST: "what is in no phase"}
+"""What categories are called in sentences; the others as they are."""
+OWN_WORK = (COMPUTE, UPDATE, CHECKPOINT, BETWEEN, REST)
+"""What an instance does by itself, and others do not wait for as data or links."""
+_OF_PHASES = {
+    "forward and backward": COMPUTE,
+    "data": INPUT,
+    "update": UPDATE,
+    "checkpoint": CHECKPOINT,
+    COMPILE: COMPILE,
+    "recovery": RECOVERY,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """Times of the steps that all instances of the last attempt have recorded.
+
+    Attributes:
+        steps: their numbers, increasing.
+        begin_ns: for each instance and step when it began: where the step before ended, or data were read.
+        end_ns: when it ended.
+        of: for each of `CATEGORIES` the ns, by instance and step.
+    """
+
+    steps: np.ndarray
+    begin_ns: np.ndarray
+    end_ns: np.ndarray
+    of: dict[str, np.ndarray]
+
+    @property
+    def lasted_ns(self) -> np.ndarray:
+        """How long each step took each instance."""
+        lasted: np.ndarray = self.end_ns - self.begin_ns
+        return lasted
+
+    @property
+    def is_settled(self) -> np.ndarray:
+        """Which steps are like most: all but the first two and those in which something was compiled or recovered."""
+        rare = (self.of[COMPILE] + self.of[RECOVERY]).sum(axis=0) > 0
+        rare[:2] = True
+        settled: np.ndarray = ~rare if (~rare).any() else np.ones(len(rare), bool)
+        return settled
+
+    def own_work_ns(self) -> np.ndarray:
+        """What each instance has done by itself in each step."""
+        total: np.ndarray = np.sum([self.of[each] for each in OWN_WORK], axis=0)
+        return total
+
+
+def last_attempt(job: Job) -> list[int]:
+    """The places of the recordings that belong to the last attempt."""
+    attempt = max(each.recording.attempt for each in job.aligned)
+    return [place for place, each in enumerate(job.aligned) if each.recording.attempt == attempt]
+
+
+def table_of(job: Job) -> StepTable:
+    """The table of a job's last attempt."""
+    places = last_attempt(job)
+    spans = [job.spans[place] for place in places]
+    recordings = [job.aligned[place].recording for place in places]
+    detailed = [np.unique(own.of(Sort.PHASE)["step"]) for own in spans]
+    steps = _in_all([*detailed, *(np.unique(own.of(Sort.STEP)["step"]) for own in spans)])
+    shape = (len(spans), len(steps))
+    begin, end = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    of = {category: np.zeros(shape) for category in CATEGORIES}
+    for row, (own, recording) in enumerate(zip(spans, recordings, strict=True)):
+        made_ns, begin[row], end[row] = _lasted(own, steps)
+        of[BETWEEN][row] = _between(own, begin[row], made_ns)
+        for category, chosen in _categories(own, recording).items():
+            of[category][row] = _sums(chosen, steps)
+    of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)  # it is compiled inside of another phase
+    known = np.sum([times for category, times in of.items() if category != REST], axis=0)
+    of[REST] = np.maximum(end - begin - known, 0)
+    return StepTable(steps, begin, end, of)
+
+
+def _in_all(parts: Sequence[np.ndarray]) -> np.ndarray:
+    found = parts[0]
+    for each in parts[1:]:
+        found = np.intersect1d(found, each)
+    return found[found >= 0]
+
+
+def _between(spans: Spans, begin_ns: np.ndarray, made_ns: np.ndarray) -> np.ndarray:
+    """Return how much of the time before each step is in no phase and no collective."""
+    gaps = np.zeros(len(begin_ns), SPAN)
+    gaps["begin_ns"], gaps["end_ns"] = begin_ns, np.maximum(begin_ns, made_ns)
+    known = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER, Sort.OPERATION)
+    free: np.ndarray = np.maximum(gaps["end_ns"] - gaps["begin_ns"] - inside_ns(gaps, known), 0)
+    return free
+
+
+def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return when each step was begun, began with what was before it, and ended; of one made twice the last time."""
+    if not len(steps):
+        return steps, steps, steps
+    made = spans.of(Sort.STEP)
+    made = made[np.argsort(made["end_ns"], kind="stable")]
+    _, from_the_end = np.unique(made["step"][::-1], return_index=True)
+    known = len(made) - 1 - from_the_end
+    places = known[np.searchsorted(made["step"][known], steps)]
+    begin, end = made["begin_ns"][places].copy(), made["end_ns"][places]
+    phases = spans.of(Sort.PHASE)
+    reading = phases[np.argsort(phases["begin_ns"], kind="stable")]
+    first = np.full(len(steps), np.iinfo(np.int64).max)
+    rows = np.searchsorted(steps, reading["step"])
+    inside = (rows < len(steps)) & (steps[np.minimum(rows, max(len(steps) - 1, 0))] == reading["step"])
+    np.minimum.at(first, rows[inside], reading["begin_ns"][inside])
+    begin = np.minimum(begin, first)
+    previous = np.append(np.int64(0), made["end_ns"])[places]
+    follows = np.append(np.int64(-2), made["step"])[places] == steps - 1
+    between = spans.of(Sort.BETWEEN_STEPS)["begin_ns"]
+    disturbed = np.searchsorted(between, previous) != np.searchsorted(between, begin)
+    made_ns = made["begin_ns"][places]
+    return made_ns, np.where(follows & ~disturbed, np.minimum(previous, begin), begin), end
+
+
+def _categories(spans: Spans, recording: Recording) -> dict[str, np.ndarray]:
+    phases = spans.of(Sort.PHASE)
+    found = {WAITING: spans.of(Sort.WAIT), EXCHANGE: spans.of(Sort.TRANSFER, Sort.OPERATION)}
+    for number, said in recording.names.items():
+        if category := _OF_PHASES.get(str(said["name"])) if "call" not in said else None:
+            found[category] = phases[phases["name"] == number]
+    return found
+
+
+def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The time of spans in each of the steps."""
+    if not len(steps) or not len(spans):
+        return np.zeros(len(steps))
+    rows = np.minimum(np.searchsorted(steps, spans["step"]), len(steps) - 1)
+    inside = steps[rows] == spans["step"]
+    lasted = (spans["end_ns"] - spans["begin_ns"])[inside].astype(np.float64)
+    sums: np.ndarray = np.bincount(rows[inside], lasted, len(steps))
+    return sums

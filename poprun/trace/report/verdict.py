@@ -1,0 +1,245 @@
+"""What held a job up: the whole of what a report says. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from popdist.timeline.events import EventKind
+from poprun.cli.wording import cut_off
+from poprun.trace.matching import Meetings
+from poprun.trace.merging import Job
+from poprun.trace.recordings import Recording
+from poprun.trace.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink, SlowTraffic
+from poprun.trace.report.lateness import Lateness, culprit_of
+from poprun.trace.report.overlap import Overlap, overlap_of
+from poprun.trace.report.single_steps import are_outliers, outliers_of, path_of
+from poprun.trace.report.slow_links import slow_link_of
+from poprun.trace.report.step_table import (
+    BETWEEN,
+    CATEGORIES,
+    CHECKPOINT,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    REST,
+    StepTable,
+    last_attempt,
+    table_of,
+)
+from poprun.trace.report.traffic import slow_traffic_of, traffic_of
+from poprun.trace.spans import COMPILE, Sort, Spans
+
+_MUCH_INPUT = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a report says.
+
+    Attributes:
+        titles: of the instances.
+        table: the times of steps.
+        wall_s: from the first begin to the last end of a recorded step.
+        steps_per_second: in settled steps.
+        shares: for each instance the share of the time by category.
+        last_shares: for each instance in which part of the settled steps it held the others up most.
+        late_s: for each instance for how long it did, in all of them.
+        culprit: None where the numbers support none.
+        link: None where there is none.
+        traffic: links between hosts that are slow by what the kernel counts; None where there is none.
+        input_bound: the part of the time in which even the instance that waits least for data waits for them, if much.
+        overlap: for each instance what is known of its replicas at work.
+        outliers: the worst ones.
+        median_path: the critical path of the median step.
+        slowest_path: that of the slowest settled step.
+        changes: the three that would gain most.
+        warnings: what is not to be trusted.
+    """
+
+    titles: Sequence[str]
+    table: StepTable
+    wall_s: float
+    steps_per_second: float
+    shares: Sequence[Mapping[str, float]]
+    last_shares: Sequence[float]
+    late_s: Sequence[float]
+    culprit: Culprit | None
+    link: SlowLink | None
+    traffic: SlowTraffic | None
+    input_bound: float
+    overlap: Sequence[Overlap]
+    outliers: Sequence[Outlier]
+    median_path: tuple[int, Sequence[Segment]]
+    slowest_path: tuple[int, Sequence[Segment]]
+    changes: Sequence[Change]
+    warnings: Sequence[str]
+
+
+def judge(job: Job) -> Verdict:
+    """What held a job's last attempt up.
+
+    Args:
+        job: with at least one recorded step.
+
+    Raises:
+        ValueError: no step was recorded by all instances.
+    """
+    places = last_attempt(job)
+    table = table_of(job)
+    if not len(table.steps):
+        raise ValueError(_why_no_step(job, places))
+    spans = [job.spans[place] for place in places]
+    meetings = _settled(job.meetings, places, table)
+    settled = table.is_settled
+    settled_ns = float(table.lasted_ns[:, settled].max(axis=0).sum())
+    total = table.lasted_ns.sum(axis=1)
+    shares = [
+        {category: float(table.of[category][row].sum() / max(total[row], 1)) for category in CATEGORIES}
+        for row in range(len(places))
+    ]
+    late = _late_ns(meetings, table, len(places))
+    most = np.where(late.any(axis=1), late.argmax(axis=1), -1)
+    last_shares = [float(np.mean(most[settled] == row)) for row in range(len(places))]
+    late_s = [float(late[:, row].sum()) / 1e9 for row in range(len(places))]
+    usual = settled & ~are_outliers(table)
+    culprit = culprit_of(Lateness(table, usual, spans, late[usual], settled_ns))
+    lines = [_usual_line(job.aligned[place].recording) for place in places]
+    if culprit is not None and culprit.cause is Cause.BETWEEN:
+        culprit = replace(culprit, line=lines[culprit.instance])
+    rows = {job.aligned[place].recording.instance: row for row, place in enumerate(places)}
+    link = slow_link_of(spans, rows, table.steps[usual], settled_ns)
+    hosts = [job.aligned[place].recording.host for place in places]
+    traffic = _slow_traffic(table, hosts, spans, shares)
+    input_bound = _input_share(table)
+    overlap = [overlap_of(own) for own in spans]
+    changes = _changes(table, culprit, link, traffic, input_bound, overlap, lines)
+    lasted = table.lasted_ns.max(axis=0)
+    chosen = np.flatnonzero(settled)
+    by_length = chosen[np.argsort(lasted[chosen], kind="stable")]
+    return Verdict(
+        titles=[job.aligned[place].recording.title for place in places],
+        table=table,
+        wall_s=float(table.end_ns.max() - table.begin_ns.min()) / 1e9,
+        steps_per_second=len(chosen) / (settled_ns / 1e9) if settled_ns else 0.0,
+        shares=shares,
+        last_shares=last_shares,
+        late_s=late_s,
+        culprit=culprit,
+        link=link,
+        traffic=traffic,
+        input_bound=input_bound if input_bound >= _MUCH_INPUT else 0.0,
+        overlap=overlap,
+        outliers=outliers_of(table),
+        median_path=path_of(table, meetings, int(by_length[len(by_length) // 2])),
+        slowest_path=path_of(table, meetings, int(by_length[-1])),
+        changes=changes,
+        warnings=job.warnings,
+    )
+
+
+def _usual_line(recording: Recording) -> str:
+    """Return the line of the program in which an instance was seen most often between steps; empty if in none."""
+    seen = recording.events["name"][recording.events["kind"] == EventKind.SEEN_AT]
+    numbers, counts = np.unique(seen, return_counts=True)
+    return str(recording.names[int(numbers[counts.argmax()])]["name"]) if len(numbers) else ""
+
+
+def _why_no_step(job: Job, places: Sequence[int]) -> str:
+    without = [job.aligned[each].recording.title for each in places if not len(job.spans[each].of(Sort.STEP))]
+    if not without:
+        return "instances have recorded no step in common; look at the trace (poprun timeline merge)"
+    if len(without) == len(places):
+        return "no step was recorded by all instances; record a program that trains"
+    named = cut_off(", ".join(without))
+    return f"no step was recorded by all instances: {named} came to the end of none; remove its file to see the others"
+
+
+def _settled(meetings: Meetings, places: Sequence[int], table: StepTable) -> Meetings:
+    """The collectives of settled steps that all instances of the last attempt took part in."""
+    took_part = meetings.took_part[:, places]
+    chosen = np.isin(meetings.step, table.steps[table.is_settled]) & took_part.all(axis=1)
+    chosen &= len(places) > 1
+    came, moved, left = (each[chosen][:, places] for each in (meetings.came_ns, meetings.moved_ns, meetings.left_ns))
+    step, name = meetings.step[chosen], meetings.name[chosen]
+    return Meetings(step, name, meetings.names, came, moved, left, took_part[chosen])
+
+
+def _late_ns(meetings: Meetings, table: StepTable, instances: int) -> np.ndarray:
+    """For each step and instance how long it has held the others up: from when the last but one had come."""
+    late = np.zeros((len(table.steps), instances))
+    if len(meetings.step):
+        np.add.at(late, (np.searchsorted(table.steps, meetings.step), meetings.last), np.maximum(meetings.late_ns, 0))
+    return late
+
+
+def _slow_traffic(
+    table: StepTable, hosts: Sequence[str], spans: Sequence[Spans], shares: Sequence[Mapping[str, float]]
+) -> SlowTraffic | None:
+    """From the first settled step to the last one, with what lies between."""
+    settled = table.is_settled
+    begin_ns, end_ns = int(table.begin_ns[:, settled].min()), int(table.end_ns[:, settled].max())
+    traffic = traffic_of(hosts, spans, begin_ns, end_ns)
+    return slow_traffic_of(traffic, (end_ns - begin_ns) / 1e9, max(each[EXCHANGE] for each in shares))
+
+
+def _input_share(table: StepTable) -> float:
+    """The part of settled steps in which even those wait for data who wait least."""
+    settled = table.is_settled
+    lasted = table.lasted_ns[:, settled].max(axis=0).sum()
+    return float(table.of[INPUT][:, settled].min(axis=0).sum() / lasted) if lasted else 0.0
+
+
+def _changes(
+    table: StepTable,
+    culprit: Culprit | None,
+    link: SlowLink | None,
+    traffic: SlowTraffic | None,
+    input_bound: float,
+    overlap: Sequence[Overlap],
+    lines: Sequence[str],
+) -> list[Change]:
+    """The three that would gain most."""
+    found = []
+    if culprit is not None:
+        advice = {
+            Cause.COMPUTE: "let it compute as fast as the others: an equal core, no other program on it",
+            Cause.BETWEEN: f"do less in its loop{f', at {culprit.line}' if culprit.line else ''}",
+            Cause.REST: "look in the trace at what it does in its steps outside of phases",
+            Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
+            "(they may read as slowly, while they wait for it)",
+            Cause.LINK: "mend or avoid its link",
+            Cause.HOST: "take the other programs off its host, or give it a core of its own",
+            Cause.UNCLEAR: "look at it in the trace",
+        }[culprit.cause]
+        found.append(Change(f"instance {culprit.instance} is late: {advice}", culprit.gain))
+    if link is not None:
+        found.append(Change(f"mend or avoid the link from instance {link.source} to {link.target}", link.gain))
+    if traffic is not None and traffic.usual is not None:
+        first = traffic.links[0]
+        where = f"links of {traffic.host}" if traffic.host else f"link from {first.source} to {first.target}"
+        found.append(Change(f"mend or avoid the {where}", traffic.gain))
+    found.append(Change("read data ahead of the steps, or with more threads", input_bound))
+
+    def everywhere(category: str) -> float:
+        settled = np.ones(len(table.steps), bool) if category == COMPILE else table.is_settled
+        of_each = table.of[category][:, settled].sum(axis=1) / np.maximum(table.lasted_ns.sum(axis=1), 1)
+        return float(of_each.min())
+
+    hidden = min((each.share for each in overlap if each.share is not None), default=0.0)
+    of_links = max(link.gain if link else 0.0, traffic.gain if traffic and traffic.usual else 0.0)
+    exchange = max(everywhere(EXCHANGE) - of_links, 0.0) * (1 - hidden)
+    found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits, int8)", exchange))
+    found.append(Change("write checkpoints less often", everywhere(CHECKPOINT)))
+    found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))
+    at = f", at {max(lines, key=len)}" if any(lines) else ""
+    found.append(Change(f"do less in your code between steps{at}", everywhere(BETWEEN)))
+    found.append(Change("do less in steps outside of their phases, as in callbacks", everywhere(REST)))
+    bubbles = [each.bubbles for each in overlap if each.bubbles is not None]
+    if bubbles:
+        computing = everywhere(COMPUTE)
+        found.append(Change("more micro-batches, or a better cut, for fewer bubbles", min(bubbles) * computing))
+    worthwhile = [each for each in found if each.gain >= LEAST_GAIN]
+    return sorted(worthwhile, key=lambda each: -each.gain)[:3]

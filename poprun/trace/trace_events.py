@@ -1,0 +1,210 @@
+"""Writing one trace of all instances, in the format of chrome://tracing that Perfetto reads too.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events ("X"), flows ("s",
+"f"), instants ("i"), counters ("C") and metadata ("M"). Times are in us, with three digits behind the point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from popdist.timeline.events import EventKind
+from poprun.trace.aligned import Aligned
+from poprun.trace.matching import Meetings
+from poprun.trace.profiles import Profiled, nested
+from poprun.trace.spans import Sort, Spans
+from poprun.trace.trace_file import Writer, name_of, opened, us_of
+
+STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
+"""Threads of the trace."""
+_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much a trace has.
+
+    Attributes:
+        spans: complete events, those of profiles too.
+        flows: arrows.
+        counters: values.
+    """
+
+    spans: int
+    flows: int
+    counters: int
+
+
+def write_trace(
+    path: Path,
+    aligned: Sequence[Aligned],
+    spans: Sequence[Spans],
+    meetings: Meetings,
+    profiles: Sequence[Profiled | None] = (),
+) -> Counts:
+    """Write the trace; compressed where the name ends in .gz.
+
+    Args:
+        path: of the trace.
+        aligned: the recordings.
+        spans: of each.
+        meetings: what they have in common.
+        profiles: what a profiler saw of each, if one did; none of any where there are fewer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    began = min(int(each.recording.events["when_ns"].min(initial=np.iinfo(np.int64).max)) for each in aligned)
+    with opened(path) as file:
+        file.write(b'{"displayTimeUnit":"ns","otherData":')
+        file.write(json.dumps(_facts(aligned)).encode() + b',"traceEvents":[\n')
+        writer = Writer(file)
+        for process, (each, own) in enumerate(zip(aligned, spans, strict=True)):
+            writer.lines(_metadata(process, each, own))
+            _write_spans(writer, process, each, own, began)
+            _write_instants(writer, process, each, began)
+            _write_counters(writer, process, each, own, began)
+        for process, (each, profile) in enumerate(zip(aligned, profiles, strict=False)):
+            if profile is not None:
+                _write_profile(writer, process, each, profile, began)
+        flows = _write_flows(writer, meetings, began)
+        file.write(b"\n]}\n")
+    of_profiles = sum(len(each.names) for each in profiles if each is not None)
+    return Counts(sum(len(each.spans) for each in spans) + of_profiles, flows, writer.counters)
+
+
+def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
+    """What is known of clocks, for whoever looks into the file."""
+    return {
+        each.recording.title: {
+            "clock": each.recording.clock,
+            "is measured": each.is_measured,
+            "uncertainty_us": each.uncertainty_ns / 1e3,
+            "ahead_us": each.ahead_ns / 1e3,
+            "drift_ppm": each.drift * 1e6,
+            "drift uncertainty_ppm": each.drift_uncertainty * 1e6,
+        }
+        for each in aligned
+    }
+
+
+def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, Any]]:
+    yield name_of("process_name", process, 0, aligned.recording.title)
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
+    if not aligned.is_measured or aligned.uncertainty_ns > 1:
+        known = f"+- {aligned.uncertainty_ns / 1e3:.0f} us" if aligned.is_measured else "clock unknown"
+        yield {"ph": "M", "pid": process, "tid": 0, "name": "process_labels", "args": {"labels": known}}
+    threads = {STEPS: "steps", PHASES: "training", COMMUNICATION: "communication"}
+    of_replicas = spans.of(Sort.REPLICA)
+    for track in np.unique(_thread_of_replicas(of_replicas)).tolist():
+        replica, stage = divmod(track - REPLICAS, _STAGES)
+        several = np.any(of_replicas["track"] > 1)
+        threads[track] = f"replica {replica} stage {stage}" if several else f"replica {replica}"
+    for thread, name in threads.items():
+        yield name_of("thread_name", process, thread, name)
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _thread_of_replicas(spans: np.ndarray) -> np.ndarray:
+    found: np.ndarray = REPLICAS + spans["name"].astype(np.int64) * _STAGES + spans["track"] - 1
+    return found
+
+
+def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
+    names = {number: str(said["name"]) for number, said in aligned.recording.names.items()}
+    head = f'{{"ph":"X","pid":{process},"tid":'
+    for sort in Sort:
+        own = spans.of(sort)
+        texts = _heads(sort, head, names)
+        keys = _thread_of_replicas(own) if sort is Sort.REPLICA else own["name"].astype(np.int64)
+        heads = [texts(key) for key in keys.tolist()]
+        start, duration = us_of(own["begin_ns"] - began), us_of(own["end_ns"] - own["begin_ns"])
+        failed = np.where(own["failed"], ',"failed":true', "") if own["failed"].any() else [""] * len(own)
+        form = '%s,"ts":%d.%03d,"dur":%d.%03d,"args":{"step":%d%s}},\n'
+        writer.table(form, [heads, *start, *duration, own["step"], failed])
+
+
+def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], str]:
+    """What begins the text of a span, by its name or thread."""
+    if sort is Sort.REPLICA:
+        return lambda thread: f'{head}{thread},"name":"compute","cat":"replica"'
+    if sort in (Sort.STEP, Sort.BETWEEN_STEPS):
+        text = f'{head}{STEPS},"name":"{"step" if sort is Sort.STEP else "between steps"}","cat":"step"'
+        return lambda _: text
+    thread = PHASES if sort is Sort.PHASE else COMMUNICATION
+    ending = {Sort.WAIT: ": waiting for others", Sort.TRANSFER: ": exchange"}.get(sort, "")
+    texts = {
+        number: f'{head}{thread},"name":{json.dumps(name + ending)},"cat":"{sort.name.lower()}"'
+        for number, name in names.items()
+    }
+    return texts.__getitem__
+
+
+def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
+    """As further threads of the instance, with how well its clock is known in their names."""
+    known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
+    for thread, name in enumerate(profile.threads, PROFILE):
+        writer.lines(iter([name_of("thread_name", process, thread, f"{name} {known}")]))
+    begin = np.maximum(aligned.at_home(profile.begin_ns), began)
+    end = nested(profile.thread, begin, np.maximum(aligned.at_home(profile.end_ns), begin))
+    names = [json.dumps(name) for name in profile.names]
+    form = f'{{"ph":"X","pid":{process},"tid":%d,"name":%s,"cat":"profile","ts":%d.%03d,"dur":%d.%03d,"args":%s}},\n'
+    writer.table(form, [PROFILE + profile.thread, names, *us_of(begin - began), *us_of(end - begin), profile.args])
+
+
+_SAID: Mapping[EventKind, Callable[[int], str]] = {
+    EventKind.WAITS_FOR: lambda value: f"still waits for instance {value}",
+    EventKind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
+    EventKind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
+}
+
+
+def _write_instants(writer: Writer, process: int, aligned: Aligned, began: int) -> None:
+    events = aligned.recording.events
+    for kind, said in _SAID.items():
+        own = events[events["kind"] == kind]
+        head = f'{{"ph":"i","s":"t","pid":{process},"tid":{COMMUNICATION},"cat":"{kind.name.lower()}"'
+        names = [said(value) for value in own["value"].tolist()]
+        writer.table(f'{head},"name":"%s","ts":%d.%03d}},\n', [names, *us_of(own["when_ns"] - began)])
+
+
+def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans, began: int) -> None:
+    counters = dict(spans.measured)
+    moved = spans.moved
+    counters["exchanged bytes"] = (moved["when_ns"], np.cumsum(moved["value"]))
+    steps = spans.of(Sort.STEP)
+    if len(steps) > 1:
+        lasted = np.maximum(np.diff(steps["end_ns"]), 1) / 1e9
+        counters["rows per second"] = (steps["end_ns"][1:], steps["value"][1:] / lasted)
+        counters["steps per second"] = (steps["end_ns"][1:], 1 / lasted)
+    for name, (times, values) in counters.items():
+        finite = np.isfinite(values)
+        head = f'{{"ph":"C","pid":{process},"tid":0,"name":{json.dumps(name)},"ts":'.replace("%", "%%")
+        columns = [*us_of(times[finite] - began), values[finite].astype(np.float64)]
+        writer.table(f'{head}%d.%03d,"args":{{"value":%r}}}},\n', columns)
+        writer.counters += int(finite.sum())
+
+
+def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
+    """From who came last to a collective, to each of those who waited for it."""
+    if not len(meetings.step):
+        return 0
+    last = meetings.last
+    rows, receivers = np.nonzero(meetings.took_part)
+    others = receivers != last[rows]
+    rows, receivers = rows[others], receivers[others]
+    senders = last[rows]
+    numbers = np.arange(len(rows))
+    for phase, processes, times in (
+        ("s", senders, meetings.came_ns[rows, senders]),
+        ("f", receivers, meetings.moved_ns[rows, receivers]),
+    ):
+        head = f'{{"ph":"{phase}","bp":"e","cat":"flow","name":"last","tid":{COMMUNICATION}'
+        writer.table(f'{head},"id":%d,"pid":%d,"ts":%d.%03d}},\n', [numbers, processes, *us_of(times - began)])
+    return len(rows)

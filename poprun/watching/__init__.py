@@ -1,1 +1,0 @@
-"""A running job: what happens to it is told to the machine, and what that says is done."""

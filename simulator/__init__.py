@@ -1,9 +1,0 @@
-"""A simulated network: what reductions cost on hosts that are not there, by a virtual clock."""
-
-from __future__ import annotations
-
-from collectives.plans.network import Network
-from simulator.run import Outcome, simulate, steady_s
-from simulator.traffic import Traffic, chain, of_comparison, of_plan, ring
-
-__all__ = ["Network", "Outcome", "Traffic", "chain", "of_comparison", "of_plan", "ring", "simulate", "steady_s"]

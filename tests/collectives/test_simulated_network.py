@@ -1,0 +1,232 @@
+"""A virtual clock over plans, chains and rings."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives.plans.choice import Width
+from collectives.plans.comparing import relays
+from collectives.plans.planning import plan_for
+from collectives.plans.spread import Spread
+from collectives.simulation import Network, Traffic, chain, of_comparison, of_plan, ring, simulate, steady_s
+from collectives.simulation.__main__ import bytes_of, main
+from collectives.simulation.comparing import SimulatedJob, compared
+from collectives.simulation.traffic import Wave
+
+MEGABYTE = 10**6
+IDEAL = Network(0, 0, 1e9, 0, 0, 1e18, 1e18)
+GIGABIT = Network(100e-6, 10e-6, 1e9, 1e-6, 1e-6, 8e9, 10e9)
+
+
+def alone(source: list[int], to: list[int], nbytes: float, hosts: list[int]) -> Traffic:
+    wave = Wave(np.array(source), np.array(to), np.full(len(source), float(nbytes)))
+    return Traffic("alone", np.array(hosts), 1, lambda: [wave])
+
+
+# ---- messages
+
+
+def test_a_message_takes_its_handling_the_latency_and_its_bytes() -> None:
+    outcome = simulate(alone([0], [1], MEGABYTE, [0, 1]), GIGABIT)
+    assert outcome.seconds == pytest.approx(2 * 10e-6 + 100e-6 + 1e-3)
+    assert outcome.critical == pytest.approx(
+        {"adding": 0, "messages": 20e-6, "latency": 100e-6, "bytes": 1e-3, "busy links and ranks": 0}, abs=1e-12
+    )
+    assert outcome.link_bytes.tolist() == [MEGABYTE, 0]
+
+
+def test_a_message_inside_of_a_host_needs_no_link() -> None:
+    outcome = simulate(alone([0], [1], MEGABYTE, [0, 0]), GIGABIT)
+    assert outcome.seconds == pytest.approx(3e-6 + MEGABYTE / 8e9)
+    assert outcome.link_bytes.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "hosts"),
+    [([0, 1], [2, 3], [0, 0, 1, 2]), ([0, 1], [2, 2], [0, 1, 2]), ([0, 0], [1, 2], [0, 1, 2])],
+)
+def test_messages_that_share_a_link_in_one_direction_go_one_after_another(
+    source: list[int], to: list[int], hosts: list[int]
+) -> None:
+    assert simulate(alone(source, to, MEGABYTE, hosts), IDEAL).seconds == pytest.approx(2e-3)
+
+
+def test_directions_and_links_of_others_do_not_disturb_each_other() -> None:
+    assert simulate(alone([0, 1, 2, 3], [1, 0, 3, 2], MEGABYTE, [0, 1, 2, 3]), IDEAL).seconds == pytest.approx(1e-3)
+
+
+def test_a_rank_adds_before_it_sends() -> None:
+    wave = Wave(np.array([0]), np.array([1]), np.array([0.0]), np.array([1e9, 0]))
+    traffic = Traffic("adds", np.array([0, 1]), 1, lambda: [wave])
+    assert simulate(traffic, GIGABIT).seconds == pytest.approx(0.1 + 120e-6)
+
+
+def test_a_bucket_of_tokens_is_full_after_a_pause_and_empty_when_calls_follow_each_other() -> None:
+    shaped = replace(IDEAL, latency_s=1e-4, burst_bytes=MEGABYTE)
+    traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
+    assert simulate(traffic, shaped).seconds == pytest.approx(1e-4)
+    assert steady_s([traffic], shaped) == pytest.approx(1e-3)
+    slow = replace(shaped, latency_s=5e-3)  # so many tokens come meanwhile
+    assert steady_s([traffic], slow) == pytest.approx(5e-3)
+
+
+def test_calls_that_follow_each_other_take_as_long_as_each_alone_where_nothing_is_left_over() -> None:
+    traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
+    alone_s = simulate(traffic, GIGABIT).seconds
+    assert steady_s([traffic, traffic], GIGABIT) == pytest.approx(2 * alone_s)
+
+
+def test_the_comparison_of_calls_has_its_rounds() -> None:
+    hosts = np.repeat(np.arange(4), 2)
+    inside, between, news = relays(tuple(hosts.tolist()))
+    traffic = of_comparison(hosts, [inside, between, news], 64)
+    assert [wave.nbytes.tolist() for wave in traffic.waves()] == [[64.0] * 8, [128.0] * 12, [6 * 64.0] * 4]
+    outcome = simulate(traffic, replace(IDEAL, latency_s=1e-3))
+    assert outcome.seconds == pytest.approx(1e-3, rel=1e-2)
+    assert outcome.link_bytes.tolist() == [3 * 128] * 4
+
+
+# ---- reductions
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 8])
+def test_without_latency_a_reduction_takes_what_its_bytes_take(hosts: int) -> None:
+    elements = 24 * MEGABYTE
+    least = 2 * (hosts - 1) / hosts * 4 * elements / 1e9
+    for way in ("direct", "halving"):
+        outcome = simulate(of_plan(plan_for(Spread.apart([1] * hosts), way), elements, Width(4, 4)), IDEAL)
+        if way == "direct" or hosts & (hosts - 1) == 0:
+            assert outcome.seconds == pytest.approx(least)
+        assert outcome.seconds <= 1.51 * least
+    assert simulate(ring(np.arange(hosts), 4 * elements), IDEAL).seconds == pytest.approx(least)
+
+
+def test_a_chain_sends_everything_twice_and_is_filled_once() -> None:
+    chunk = MEGABYTE
+    outcome = simulate(chain(np.arange(5), 100 * MEGABYTE, chunk), IDEAL)
+    assert max(outcome.link_bytes) == pytest.approx(200 * MEGABYTE)
+    hops = 2 * 4
+    assert (100 + hops - 1) * 1e-3 <= outcome.seconds * 1.0001
+    assert outcome.seconds <= (200 + hops) * 1e-3
+
+
+def test_many_equal_waves_are_looked_at_once() -> None:
+    """Their times are those of waves one by one."""
+    hosts = np.arange(40)
+    whole = ring(hosts, 10 * MEGABYTE)
+    adding, copying = whole.waves()
+    singles = [Wave(each.source, each.to, each.nbytes, each.added) for each in (adding, copying) for _ in range(39)]
+    one_by_one = simulate(Traffic("", hosts, 1, lambda: singles), GIGABIT)
+    at_once = simulate(whole, GIGABIT)
+    assert at_once.seconds == pytest.approx(one_by_one.seconds)
+    assert at_once.link_bytes == pytest.approx(one_by_one.link_bytes)
+    assert at_once.critical == pytest.approx(one_by_one.critical, abs=1e-9)
+
+
+def test_pieces_overlap_adding_and_sending() -> None:
+    plan = plan_for(Spread.apart([1] * 8), "halving")
+    slow_memory = Network(0, 0, 1e9, 0, 0, 8e9, 2e9)
+    whole, cut = (simulate(of_plan(plan, 4 * MEGABYTE, Width(4, 4), pieces), slow_memory) for pieces in (1, 8))
+    assert cut.seconds < 0.85 * whole.seconds
+    assert cut.link_bytes == pytest.approx(whole.link_bytes)
+
+
+def test_a_critical_path_is_as_long_as_it_takes() -> None:
+    for name, outcome in compared(SimulatedJob(4, 2, 2, MEGABYTE), GIGABIT):
+        assert sum(outcome.critical.values()) == pytest.approx(outcome.seconds), name
+
+
+@pytest.mark.complete
+def test_the_tree_is_close_to_the_least_on_thousands_of_hosts_where_the_chain_is_not() -> None:
+    job, network = SimulatedJob(1024, 1, 1, 100 * MEGABYTE), Network()
+    ((_, outcome),) = compared(job, network, "tree, halving")
+    assert outcome.seconds <= 1.3 * job.least_s(network)
+    ((_, of_ring),) = compared(job, network, "ring")
+    assert outcome.seconds < of_ring.seconds
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("65536", 65536), ("100M", 10**8), ("64KiB", 65536), ("1.5Gi", 3 << 29), ("2kb", 2000)]
+)
+def test_sizes_have_units(text: str, nbytes: int) -> None:
+    assert bytes_of(text) == nbytes
+
+
+def test_an_all_reduce_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network = tmp_path / "net.json"
+    GIGABIT.write(network)
+    assert Network.read(network) == GIGABIT
+    options = ["--hosts", "4", "--instances-per-host", "2", "--size", "1M", "--network", str(network)]
+    assert main(["all-reduce", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["chain", "ring"]
+    assert {line.split(",")[1].strip().split()[0] for line in lines if line.startswith("tree")} == {
+        "direct",
+        "halving",
+        "doubling",
+    }
+    assert lines[-1].split() == ["least", "1.500"]
+
+
+@pytest.mark.complete
+def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="curves need matplotlib")
+    assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert {"least", "ring", "tree, direct", "tree, halving"} <= set(re.findall(r"<!-- (.+?) -->", drawn))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", "--most-hosts", "2", "--size", "1K", "--output", str(tmp_path / "plot")]) == 2
+    assert "pip install 'popdist-everywhere[plot]'" in capsys.readouterr().err
+
+
+def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
+    """TCP over loopback, then what ranks of a host give each other through its memory."""
+    path = tmp_path / "net.json"
+    assert main(["measure", "--output", str(path)]) == 0
+    assert main(["measure", "--over", "memory", "--local", "--network", str(path), "--output", str(path)]) == 0
+    network = Network.read(path)
+    assert min(network.bytes_per_s, network.local_bytes_per_s) > 1e6
+    assert min(network.message_s, network.local_message_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all-reduce", "--hosts", "0"], "hosts is 0"),
+        (["plot", "--most-hosts", "1", "--output", "x"], "begins with 2"),
+        (["all-reduce", "--hosts", "2", "--network", "{}"], "has speed; a network has latency_s"),
+        (["all-reduce", "--hosts", "2", "--network", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    path.write_text(json.dumps({"speed": 1}))
+    assert main([str(path) if each == "{}" else each for each in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_network_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="no network"):
+        Network.read(path)
+    with pytest.raises(ValueError, match="bytes_per_s of a network is 0"):
+        Network(bytes_per_s=0)
