@@ -55,10 +55,6 @@ class TestEnvironment:
         assert tell("--num-replicas=12", "--offline-mode", "on")[0]["environ"].items() >= OF_TWELVE.items()
         assert tell(environ={"PJRT_NPROC": "5"})[0]["environ"]["PJRT_NPROC"] == "5"
 
-    def test_users_add_variables_with_local_arguments(self):
-        told = tell("--mpi-local-args", "-x GREETING='hello, world' -x A=1", "--mpi-local-args=-x PJRT_NPROC=6")
-        assert [told[0]["environ"][name] for name in ("GREETING", "A", "PJRT_NPROC")] == ["hello, world", "1", "6"]
-
     def test_each_instance_gets_what_is_exported_for_it_and_no_other(self):
         of_all = ["--mpi-global-args=-x A=global", "--mpi-local-args=-x B=local"]
         own = ["--instance-mpi-local-args", "0:-x B=first -x C=first", "--instance-mpi-local-args", "1:-x A=second"]

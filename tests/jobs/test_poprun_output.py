@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
 
-def test_any_program_can_be_run():
-    finished = run("echo", "Hello World")
-    assert (finished.status, finished.stdout, finished.said) == (0, "Hello World\n", [])
-
-
 def test_both_streams_of_every_instance_are_tagged():
     finished = run(*two(RANK + "print('out', rank); print('err', rank, file=sys.stderr)"))
     assert sorted(finished.stdout.splitlines()) == ["[1,0]<stdout>:out 0", "[1,1]<stdout>:out 1"]
@@ -82,27 +77,12 @@ def test_a_pipe_that_has_standard_error_too_gets_tags():
     assert (finished.returncode, finished.stdout) == (0, b"[1,0]<stdout>:Hello World\n")
 
 
-def test_no_tags_are_shown_if_asked_and_lines_stay_whole():
-    program = RANK + "sys.stdout.write(f'out {rank}\\n'); sys.stderr.write(f'err {rank}\\n')"
-    finished = run(*two(program, "--no-tags"))
-    assert sorted(finished.stdout.splitlines()) == ["out 0", "out 1"]
-    assert sorted(finished.stderr.splitlines()) == ["err 0", "err 1"]
-
-
 def test_empty_lines_and_bytes_that_are_no_text_pass():
     job = start("printf", r"\n\303\050\n")
     job.process.wait()
     job.streams[0].close()
     assert bytes(job.streams[0]._data) == b"\n\xc3\x28\n"
     job.streams[1].close()
-
-
-def test_a_line_appears_as_soon_as_it_is_whole():
-    job = start(*two(RANK + "print('ready', rank)\nimport signal; signal.pause()"))
-    job.wait_for("[1,0]<stdout>:ready 0\n")
-    job.wait_for("[1,1]<stdout>:ready 1\n")
-    job.process.terminate()
-    assert job.finish().status == 143
 
 
 def test_a_prompt_without_line_end_appears_too():
@@ -168,15 +148,7 @@ def test_files_are_written_at_once_and_tell_why_a_job_has_failed(tmp_path):
     assert merged.splitlines()[-1] == finished.stderr.splitlines()[-1]
 
 
-def test_a_folder_with_earlier_output_is_refused_before_anything_starts(tmp_path):
-    words = ["--output-dir", str(tmp_path), "echo", "Hello World"]
-    assert run(*words).status == 0
-    finished = run(*words)
-    assert (finished.status, finished.stdout, len(finished.own_lines)) == (2, "", 1)
-    assert "holds the output of an earlier job (instance-000.stderr)" in finished.own_text
-    assert (tmp_path / "merged.log").read_text() == "[1,0]<stdout>:Hello World\n"
-
-
+@pytest.mark.complete
 def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     program = (
         "import os\n"
@@ -190,12 +162,6 @@ def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     (warning,) = finished.stderr.splitlines()
     assert "POPRUN [W] cannot write" in warning
     assert "No space left on device; the job goes on" in warning
-
-
-def test_only_one_instance_is_heard():
-    program = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
-    finished = run(*two(program, "--only-output-from-instance", "1"))
-    assert (finished.stdout, finished.stderr) == ("[1,1]<stdout>:out 1\n", "[1,1]<stderr>:err 1\n")
 
 
 def test_a_reader_that_comes_late_finds_everything():
