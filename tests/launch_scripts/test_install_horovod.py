@@ -17,6 +17,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from fakes import fake
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch_scripts" / "install_horovod.sh"
@@ -31,14 +32,6 @@ SOURCES = {
     "CMakeLists.txt": f"project(horovod CXX)\n{CXX_14}",
     "horovod/torch/CMakeLists.txt": f"{CXX_14}from distutils.sysconfig import get_python_inc; print(get_python_inc())",
 }
-
-
-def fake(path, body):
-    """An executable that stands for a foreign program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 class Machine:
@@ -57,10 +50,10 @@ class Machine:
         for name in TOOLS.split():
             (self.tools / name).symlink_to(shutil.which(name))
         for name in ("c++", "make"):
-            fake(self.tools / name, "cat >/dev/null")
-        fake(self.tools / "cmake", "echo cmake version 3.25.1")
+            fake(self.tools, name, "cat >/dev/null")
+        fake(self.tools, "cmake", "echo cmake version 3.25.1")
         (self.environment / "include" / "Python.h").touch()
-        fake(self.environment / "bin" / "mpicxx", f'echo "{self.environment}/include"')
+        fake(self.environment / "bin", "mpicxx", f'echo "{self.environment}/include"')
         self.jobs_end()
         self.python_does()
         self.sources_are(SOURCES)
@@ -70,7 +63,8 @@ class Machine:
         after = 'while [ "$1" != "{}" ]; do shift; done; shift;'.format
         here, first = self.folder, "\n    ".join(cases)
         fake(
-            self.environment / "bin" / "python",
+            self.environment / "bin",
+            "python",
             f"""case "$*" in *'-m pip '*) printf '%s\\n' "$*" >>"{here}/calls" ;; esac
 case "$*" in
     {first}
@@ -90,7 +84,7 @@ esac""",
         )
 
     def jobs_end(self, horovod=f"echo '{WORKS}'", mpi=":"):
-        fake(self.environment / "bin" / "mpirun", f'case "$*" in *horovod) {horovod} ;; *) {mpi} ;; esac')
+        fake(self.environment / "bin", "mpirun", f'case "$*" in *horovod) {horovod} ;; *) {mpi} ;; esac')
 
     def sources_are(self, files):
         with tarfile.open(self.folder / "sources.tar.gz", "w:gz") as archive:
@@ -225,7 +219,7 @@ class TestInstallation:
         assert machine.calls("torch==") == []
 
     def test_another_mpirun_of_the_user_is_mentioned(self, machine):
-        fake(machine.tools / "mpirun", ":")
+        fake(machine.tools, "mpirun", ":")
         assert f"Mind: mpirun is {machine.tools}/mpirun in your PATH, another MPI" in machine.install().stderr
 
     def test_an_interrupt_leaves_no_folder(self, machine):
@@ -246,7 +240,7 @@ MISSING = {
         "no C++ compiler found, and Horovod must be compiled; install one (Debian and Ubuntu: apt install g++)",
     ),
     "a recent compiler": (
-        lambda machine: fake(machine.tools / "c++", "exit 1"),
+        lambda machine: fake(machine.tools, "c++", "exit 1"),
         "does not compile C++17 (above), and PyTorch needs it; install g++ 9 or newer",
     ),
     "make": (
@@ -266,7 +260,7 @@ MISSING = {
         "the mpicxx in PATH is missing, not ",
     ),
     "an mpicxx of the same MPI": (
-        lambda machine: fake(machine.environment / "bin" / "mpicxx", "echo /usr/lib/mpich/include"),
+        lambda machine: fake(machine.environment / "bin", "mpicxx", "echo /usr/lib/mpich/include"),
         "mpicxx compiles with /usr/lib/mpich/include, not with ",
     ),
     "torch": (
@@ -301,7 +295,7 @@ class TestWhatIsMissing:
 
     @pytest.mark.parametrize(("version", "fetched"), [("3.12.4", 1), ("3.13.0", 0), ("4.1.2", 0), ("2.99.0", 1)])
     def test_cmake_is_fetched_when_it_is_old(self, machine, version, fetched):
-        fake(machine.tools / "cmake", f"echo cmake version {version}")
+        fake(machine.tools, "cmake", f"echo cmake version {version}")
         assert machine.install().returncode == 0
         assert len(machine.calls("cmake >=")) == fetched
 
