@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.exchange.transfer import GradientTransfer, Int8Layout
 from strategies.gradients.leaving import Allocate
 from strategies.replicas.shards import Shards
 
@@ -67,15 +67,11 @@ class GradientPlan:
     """
 
     parameters: tuple[Parameter, ...]
-    transfer: Transfer
+    transfer: GradientTransfer
     streams: bool = False
     shards: Shards | None = None
     tail: int = 0
     title: str = "gradients"
-
-    def with_tail(self, tail: int) -> GradientPlan:
-        """The same plan, with so many values behind."""
-        return replace(self, tail=tail)
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:

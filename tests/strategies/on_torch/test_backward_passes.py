@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.backward_passes import BackwardPasses, Round, is_nested
 from strategies.torch.exchange_queue import ExchangeQueue
 from strategies.torch.gradient_plan import GradientPlan, Parameter
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
-PLAN = GradientPlan((LARGE,) * 3, Transfer.parse(None), streams=True)  # three buckets
+PLAN = GradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=True)  # three buckets
 
 
 class Recording:
