@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.monitor.command import main as watch
 
             return watch(words[1:])
+        if list(words[:1]) == ["simulate"]:
+            from collectives.simulation.__main__ import main as simulate
+
+            return simulate(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))

@@ -12,8 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from popdist.instance import this_host
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
+from popdist.xla import (
+    FLAGS_VARIABLE,
+    OVERRULE,
+    adds_up_wrongly,
+    complain_of_sums,
+    is_measured,
+    is_overruled,
+    right_sums_setting,
+)
 from poprun.cli.answers import show
 from poprun.cli.lookup import find_mpirun
 from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
@@ -210,7 +217,7 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
-    flags = {name: environ[name] for name in (VARIABLE, OVERRULE) if name in environ}
+    flags = {name: environ[name] for name in (FLAGS_VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
         complaint = complain_of_sums(version, flags | right_sums_setting(version, flags))

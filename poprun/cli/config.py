@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import TypeGuard
 
-from popdist.records.linked_files import open_unless_linked
+from popdist.records.private_files import open_unless_linked
 from poprun.cli.command_line import CommandLine, Value, check_number, read_value
 from poprun.cli.options import OPTIONS, Kind, Option
 from poprun.cli.wording import cut_off, name_nearest, without_controls
@@ -100,7 +100,7 @@ def read_trusted(path: Path, what: str) -> str:
         OSError: it cannot be read.
         UnicodeDecodeError: it is no text.
     """
-    from popdist.records.private_folders import fault_of_file  # needed only by those who import
+    from popdist.records.private_files import fault_of_file  # needed only by those who import
 
     with path.open(encoding="utf-8") as file:
         if fault := fault_of_file(file.fileno()):

@@ -13,7 +13,7 @@ from poprun.errors import PopRunError, UsageError
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ROOT_OPTION = "--allow-run-as-root"
 _COMMANDS = {
-    **dict.fromkeys(("doctor", "timeline", "top", "verify"), ""),
+    **dict.fromkeys(("doctor", "simulate", "timeline", "top", "verify"), ""),
     **dict.fromkeys(("log", "logs"), "--output-dir DIR keeps what instances print, and poprun top shows what they do"),
     **dict.fromkeys(("list", "ls", "ps", "status"), "poprun top shows the jobs that run"),
     **dict.fromkeys(("check", "info"), "poprun doctor examines the hosts"),

@@ -310,6 +310,7 @@ usage: poprun [options] program [program arguments]
        poprun verify [options] program [program arguments]
        poprun timeline merge|report FOLDER [options]
        poprun top [--job PID | --address HOST:PORT]
+       poprun simulate all-reduce|plot|measure [options]
 
 example, 8 replicas in 2 processes:
        poprun -n 2 --num-replicas 8 python train.py"""
@@ -318,7 +319,8 @@ _WORDS = (
     "Options end at the first other word. doctor examines the hosts, and starts nothing. verify proves that the "
     "program has the same bits however its replicas are spread; see poprun verify --help. "
     "timeline shows what a job did that was recorded; see poprun timeline --help. "
-    "top shows what a job does that is running; see poprun top --help."
+    "top shows what a job does that is running; see poprun top --help. "
+    "simulate says what an all-reduce costs on hosts that are not there; see poprun simulate --help."
 )
 _MORE = "poprun --help-all lists the other options, those for partitions and those without effect among them."
 

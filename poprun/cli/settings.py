@@ -11,7 +11,7 @@ from typing import Any
 
 from popdist.environments.environment import nearest_multiples
 from popdist.records.metric_words import RUN_VARIABLE, parse_words
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.profiles import WantedProfile
 from poprun.cli.command_line import CommandLine, Value, read_fault, read_instance_arguments
 from poprun.cli.options import OPTIONS
 from poprun.cli.summary_setting import read_summary
@@ -224,7 +224,7 @@ class Settings:
         if self.profile is None:
             return
         try:
-            Wanted.parse(self.profile)
+            WantedProfile.parse(self.profile)
         except ValueError as error:
             raise UsageError(f"--profile {error}") from None
         if self.timeline is None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from popdist.records.private_folders import fault_of, fault_of_file, make_private
+from popdist.records.private_files import fault_of, fault_of_file, make_private
 from poprun.hosts.host_facts import HostFacts, Question, facts_from
 from poprun.hosts.survey_script import digest_sources
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
 from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
 from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
-from popdist.timeline.profiles.wanted import TORCH, Wanted
+from popdist.timeline.profiles import TORCH, WantedProfile
 from poprun.cli.settings import Settings
 from poprun.cli.vipu import PARTITION_VARIABLE
 from poprun.cli.wording import list_ranges
@@ -143,7 +143,7 @@ def extra_variables(settings: Settings, pool: Mapping[str, str], environ: Mappin
     """
     # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
-    if settings.profile is not None and Wanted.parse(settings.profile).profiler == TORCH:
+    if settings.profile is not None and WantedProfile.parse(settings.profile).profiler == TORCH:
         defaults["KINETO_LOG_LEVEL"] = _SILENT  # it says on standard error that it begins, and that it ends
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:

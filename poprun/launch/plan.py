@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from popdist.instance import this_host
-from popdist.xla.threads import thread_pool_setting
+from popdist.xla import thread_pool_setting
 from poprun.cli.log import Log
 from poprun.cli.lookup import check_program, check_working_directory, find_mpirun, home_variables
 from poprun.cli.settings import Settings

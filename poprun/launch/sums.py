@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from popdist.xla.sums import VARIABLE, is_measured, right_sums_setting
+from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
 from poprun.cli.settings import Settings
 from poprun.launch.exports import exports
 
@@ -24,7 +24,7 @@ def sums_setting(settings: Settings, environ: Mapping[str, str]) -> dict[str, st
     """
     program = shutil.which(settings.program[0], path=environ.get("PATH"))
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
-    if not is_ours or VARIABLE in exports(settings.all_mpi_args):
+    if not is_ours or FLAGS_VARIABLE in exports(settings.all_mpi_args):
         return {}
     version = find_jaxlib([*environ.get("PYTHONPATH", "").split(":"), *sys.path])
     return right_sums_setting(version, environ) if is_measured(version) else {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.trace.profiles import Profile
 
 _MOST_INSTANCES = _MOST_NAMES = 1 << 20
@@ -22,7 +22,13 @@ _MOST_ATTEMPTS = 10_000
 _MOST_STEP = 1 << 40
 _LATEST_S = 2.5e11  # what calendars know ends soon after
 _TEXT_BYTES = 4096
-_NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED, Kind.SEEN_AT)
+_NAMED = (
+    EventKind.PHASE_BEGINS,
+    EventKind.PHASE_ENDS,
+    EventKind.OPERATION_BEGINS,
+    EventKind.MEASURED,
+    EventKind.SEEN_AT,
+)
 
 
 def header_in(content: bytes) -> dict[str, Any]:
@@ -78,12 +84,12 @@ def names_in(content: bytes) -> dict[int, Mapping[str, Any]]:
 def check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
     """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
     kinds = events["kind"]
-    if not np.isin(kinds, list(Kind)).all():
+    if not np.isin(kinds, list(EventKind)).all():
         raise ValueError("it has events of no kind that is known")
     used = np.unique(events["name"][np.isin(kinds, _NAMED)])
     if not set(used.tolist()) <= names.keys():
         raise ValueError("it has events without a name")
-    steps = events["value"][kinds == Kind.STEP_BEGINS]
+    steps = events["value"][kinds == EventKind.STEP_BEGINS]
     if len(steps) and not 0 <= steps.min() <= steps.max() < _MOST_STEP:
         raise ValueError("it has steps with impossible numbers")
 

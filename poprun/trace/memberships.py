@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.trace.recordings import Recording
 
 
@@ -47,7 +47,7 @@ def of_longest_membership(recordings: Sequence[Recording]) -> tuple[list[Recordi
 
 def _renumbered(recording: Recording) -> np.ndarray:
     """The places of the events that say so."""
-    return np.flatnonzero(recording.events["kind"] == Kind.RENUMBERED)
+    return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
 
 
 def _bounds(recording: Recording, period: int) -> slice:
@@ -57,7 +57,7 @@ def _bounds(recording: Recording, period: int) -> slice:
 
 
 def _steps_in(recording: Recording, period: int) -> int:
-    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == Kind.STEP_BEGINS))
+    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == EventKind.STEP_BEGINS))
 
 
 def _with_first_numbers(recording: Recording, others: Sequence[Recording]) -> Recording:
@@ -68,7 +68,7 @@ def _with_first_numbers(recording: Recording, others: Sequence[Recording]) -> Re
     for period in range(1, losses + 1):
         first = {_number_in(each, period): each.instance for each in others if len(_renumbered(each)) >= period}
         own = events[_bounds(recording, period)]
-        waits = own["kind"] == Kind.WAITS_FOR
+        waits = own["kind"] == EventKind.WAITS_FOR
         own["value"][waits] = [first.get(value, -1) for value in own["value"][waits].tolist()]
     return replace(recording, events=events)
 

@@ -6,8 +6,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+from popdist.records.private_files import is_being_written
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
-from popdist.timeline.opening import is_being_written
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 

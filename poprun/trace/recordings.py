@@ -25,7 +25,7 @@ from popdist.timeline.blocks import (
     unpack_events,
     unpack_exchanges,
 )
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from poprun.cli.wording import cut_off
 from poprun.errors import PopRunError
 from poprun.trace.contents import check_events, header_in, joined_in, names_in, profile_in
@@ -81,7 +81,7 @@ class Recording:
     @property
     def events_lost(self) -> int:
         """How many events came too fast to be kept, or had no room in the file."""
-        return int(self.events["value"][self.events["kind"] == Kind.EVENTS_LOST].sum())
+        return int(self.events["value"][self.events["kind"] == EventKind.EVENTS_LOST].sum())
 
 
 _ROOM_BYTES = 1 << 20

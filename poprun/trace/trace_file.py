@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from popdist.records.linked_files import open_unless_linked
+from popdist.records.private_files import open_unless_linked
 
 _CHUNK = 20_000
 _COMPRESSED = ".gz"

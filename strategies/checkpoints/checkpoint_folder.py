@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from popdist.records.private_folders import make_private
+from popdist.records.private_files import make_private
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values

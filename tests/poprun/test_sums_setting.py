@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.xla.sums import WITHOUT_SUMS
+from popdist.xla import WITHOUT_SUMS
 from poprun.cli.settings import Settings
 from poprun.launch.plan import plan_launch
 from poprun.launch.sums import find_jaxlib, sums_setting

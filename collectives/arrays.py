@@ -1,4 +1,4 @@
-"""Which dtypes collectives carry, and in which precision they are added."""
+"""The dtypes that collectives carry, the precision in which they are added, and aligned memory."""
 
 from __future__ import annotations
 
@@ -30,3 +30,13 @@ def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
     if op in ("sum", "mean") and dtype in _SUMMED_IN_FLOAT32:
         return np.dtype(np.float32)
     return _OF_MEANS.get(dtype, dtype) if op == "mean" else dtype
+
+
+ALIGNMENT_BYTES = 64
+
+
+def aligned_empty(nbytes: int) -> np.ndarray:
+    """`nbytes` bytes of private memory that begin at a multiple of ALIGNMENT_BYTES."""
+    memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT_BYTES
+    return memory[start : start + nbytes]

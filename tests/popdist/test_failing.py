@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = """\
 import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from popdist.last_threads import LastThreads
+from popdist.failing import LastThreads
 last_threads = LastThreads(lambda: HAS_FAILED, lambda: print("abandoned"))
 may_end = threading.Event()
 atexit.register(print, "exit handlers")
@@ -57,5 +57,5 @@ def test_where_threads_end_python_ends_as_ever(thread):
 def test_a_program_that_has_not_failed_after_all_waits_for_its_threads():
     """The exit status was caught, say, and the program went on."""
     waits = "threading.Thread(target=lambda: (may_end.wait(1.5 * THREADS_GRACE_S), print('waited'))).start()"
-    done = run("from popdist.last_threads import THREADS_GRACE_S", waits, "last_threads.watch(3)", has_failed=False)
+    done = run("from popdist.failing import THREADS_GRACE_S", waits, "last_threads.watch(3)", has_failed=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "waited\nexit handlers\n", "")

@@ -1,10 +1,41 @@
-"""Shows the Python stack of this process to its supervisor, which asks by a signal, whatever the program is doing."""
+"""Facts about a process for its supervisor: how long it has waited for others, and its stacks."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collectives.calls import Call
+
+
+@final
+class Waits:
+    """An instrument that adds up the time from the beginning of each collective until all instances have come to it.
+
+    Args:
+        now_s: a clock.
+
+    Attributes:
+        waited_s: the sum.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.waited_s = 0.0
+        self._now_s = now_s
+        self._began_s = 0.0
+
+    def operation_begins(self, number: int, call: Call) -> None:
+        """See `collectives.instruments`."""
+        self._began_s = self._now_s()
+
+    def data_moves(self, nbytes: int) -> None:
+        """See there."""
+        self.waited_s += self._now_s() - self._began_s
+
 
 VARIABLE = "POPRUN_STACK"
 """`descriptor:signal`: the memory file that gets the stack, and what asks for it."""

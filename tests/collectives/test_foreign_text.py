@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from collectives.calls import describe_mismatch
+from collectives.calls import MOST, MOST_OF_PEERS, describe_mismatch, foreign
 from collectives.network.hello import Hello
-from collectives.text import MOST, MOST_OF_PEERS, foreign
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Right sums from XLA on CPUs: what keeps it from giving them to a library that adds up wrongly.
+"""Settings that XLA reads before it starts, so that sums are right and bits do not depend on the machine.
 
 From jaxlib 0.10.2 on, XLA gives sums, maxima and windows to YNNPACK, where several of them come out wrong: see
 docs/bits.md for what was measured. A flag of XLA keeps them where they were.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-VARIABLE = "XLA_FLAGS"
+FLAGS_VARIABLE = "XLA_FLAGS"
 OVERRULE = "POPDIST_ALLOW_WRONG_SUMS"
 FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 WITHOUT_SUMS = f"{FUSIONS}=-reduce"
@@ -52,7 +52,7 @@ def right_sums_setting(jaxlib: str, environ: Mapping[str, str]) -> dict[str, str
         or _asks_for_it(flags)
     ):
         return {}
-    return {VARIABLE: f"{flags} {WITHOUT_SUMS}".strip()}
+    return {FLAGS_VARIABLE: f"{flags} {WITHOUT_SUMS}".strip()}
 
 
 def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
@@ -66,10 +66,10 @@ def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
     if flags is None or not adds_up_wrongly(jaxlib) or not _gives_sums_away(flags):
         return None
     if _asks_for_it(flags):
-        fact, way_out = f"{VARIABLE} asks for it ({FUSIONS})", f"take {_SUMS} out of it"
+        fact, way_out = f"{FLAGS_VARIABLE} asks for it ({FUSIONS})", f"take {_SUMS} out of it"
     else:
         fact = f"JAX has started without {WITHOUT_SUMS}"
-        way_out = f"make the strategy before JAX is used, or put that into {VARIABLE}"
+        way_out = f"make the strategy before JAX is used, or put that into {FLAGS_VARIABLE}"
     return (
         f"jaxlib {jaxlib} adds up wrongly on CPUs when it leaves sums to YNNPACK, and {fact}; "
         f"{way_out} ({OVERRULE}=1 lets it add up wrongly)"
@@ -89,7 +89,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _flags(environ: Mapping[str, str]) -> str | None:
     """XLA's flags; what does not begin with a minus is the name of a file with them. None: XLA will not start."""
-    flags = environ.get(VARIABLE, "").strip()
+    flags = environ.get(FLAGS_VARIABLE, "").strip()
     if not flags or flags.startswith("-"):
         return flags
     try:
@@ -126,3 +126,29 @@ def _choices(flags: str) -> list[list[str]]:
     """The values of the flag, in order; XLA takes upper and lower case, a long name and quotes."""
     values = re.findall(rf"(?:^|\s){FUSIONS}=(\S*)", flags)
     return [value.strip("\"'").lower().replace(_PREFIX, "").split(",") for value in values]
+
+
+POOL_VARIABLE = "PJRT_NPROC"
+SMALLEST_POOL = 8
+
+
+def thread_pool_size(total_replicas: int) -> int:
+    """How many threads XLA's CPU pool has in every instance of a job.
+
+    XLA splits a matrix product by the size of this pool, and how it is split decides the order in which the
+    terms are added, hence the last bits of the result. By default the size is max(cores, devices) and so
+    depends on the machine and on how many replicas the instance drives. `PJRT_NPROC`, read when JAX starts
+    its first backend, fixes it. For the same bits however the replicas are spread it may depend on nothing
+    but their total number, and it must not be smaller than the devices of one process.
+
+    Args:
+        total_replicas: the replicas of all instances.
+    """
+    return max(SMALLEST_POOL, total_replicas)
+
+
+def thread_pool_setting(environ: Mapping[str, str], total_replicas: int) -> dict[str, str]:
+    """The variable to set so that the pool has its size; nothing where the user has set it already."""
+    if POOL_VARIABLE in environ:
+        return {}
+    return {POOL_VARIABLE: str(thread_pool_size(total_replicas))}

@@ -1,12 +1,16 @@
-"""Folders whose files are run or trusted when they are read back: made for one user, refused where others can write."""
+"""Files and folders of one user: refused where others can write, where they are links, or where another job writes."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import grp
 import os
 import pwd
 import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
@@ -111,3 +115,83 @@ def fault_of_file(descriptor: int) -> str:
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
         return f"others can write to it (mode {mode}); read it, and if it is good, take their right by chmod go-w"
     return ""
+
+
+def open_unless_linked(path: Path | str, flags: int, mode: int = 0o666) -> int:
+    """Open a file, unless its path goes through a symbolic link of another user, and return its descriptor.
+
+    A link in a folder that others can write to, as /tmp, could turn the writer against any file of its user. Links
+    of this user and of root are followed. Also an `opener` of `open`.
+
+    Args:
+        path: of the file.
+        flags: those of `os.open`; the descriptor is closed in programs that are started.
+        mode: of a file that is made.
+
+    Raises:
+        PermissionError: another user has made the path, or a folder above it, a symbolic link.
+        OSError: the file cannot be opened.
+    """
+    follow = 0 if _is_own_link(Path(path)) else os.O_NOFOLLOW
+    return os.open(path, flags | follow | os.O_CLOEXEC, mode)
+
+
+def _is_own_link(path: Path) -> bool:
+    """Return whether the path itself is a link that may be followed.
+
+    Raises:
+        PermissionError: it, or a folder above it, is one that may not.
+    """
+    at = path.absolute()
+    links = [each for each in (at, *at.parents) if each.is_symlink()]
+    for each in links:
+        owner = each.lstat().st_uid
+        if owner not in (0, os.geteuid()):
+            raise PermissionError(
+                errno.EPERM, f"{each} is a symbolic link of the user with the number {owner}, so it is not followed"
+            )
+    return at in links
+
+
+def open_recording(path: Path) -> BinaryIO:
+    """The file, empty, without a buffer, and this process's own until it ends or closes it.
+
+    Args:
+        path: of the file. Where another process writes to that, its name gets the number of this one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _open(path)
+    if not _lock(file):
+        file.close()
+        file = _open(path.with_name(f"{path.stem}.process-{os.getpid()}{path.suffix}"))
+        _lock(file)
+    if file.seek(0, os.SEEK_END):
+        file.truncate(0)
+    return file
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether another process, where file systems tell, has opened it by `open_recording`, and lives.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with path.open("ab", buffering=0) as file:
+        return not _lock(file)
+
+
+def _open(path: Path) -> BinaryIO:
+    return open(path, "ab", buffering=0, opener=open_unless_linked)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock it: by POSIX, which network file systems know, and which processes that are forked do not inherit."""
+    with suppress(OSError):  # some file systems have no locks
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
