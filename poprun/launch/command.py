@@ -15,8 +15,7 @@ from poprun.cli.vipu import PARTITION_VARIABLE
 from poprun.cli.wording import list_ranges
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote, mpirun_options
-from poprun.ipc.marked_words import mark
-from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE
+from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE, mark
 from poprun.launch.exports import export_options, exports, without_exports
 from poprun.launch.metrics import metric_variables
 from poprun.launch.placement import Place, names_binding

@@ -21,7 +21,7 @@ from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_optio
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import is_this_machine
-from poprun.ipc.loopback import loopback_variables
+from poprun.ipc.sockets import loopback_variables
 from poprun.launch.command import FORWARDED, Launch, extra_variables
 from poprun.launch.placement import place_instances
 from poprun.launch.sums import sums_setting

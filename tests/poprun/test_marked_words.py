@@ -8,7 +8,7 @@ import pytest
 
 from poprun.cli.settings import Settings
 from poprun.hosts.hosts import Host
-from poprun.ipc.marked_words import mark, unmark
+from poprun.ipc.wire import mark, unmark
 from poprun.launch.command import AGENT, Launch, build_command
 from poprun.launch.placement import place_instances
 
