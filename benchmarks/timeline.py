@@ -4,7 +4,8 @@ Usage:
 
     python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--seconds 5] [--json PATH]
 
-An event is appended to the ring as an instrument does; the least of many short repeats counts. The step of the MLP
+An event is told to no instrument, to the progress page of poprun, or appended to the ring of a timeline; the least of
+many short repeats counts. The step of the MLP
 784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
 is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
 instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder. A clock
@@ -29,15 +30,17 @@ from typing import Any
 
 import numpy as np
 import training_task
-from timing import OtherLoad, describe_machine, write_figures  # finds the project, too
+from timing import Machine, command_line  # finds the project, too
 
 from collectives.calls import Call
-from collectives.instruments import UPDATE, Instruments
+from collectives.instruments import UPDATE, Instruments, is_seen
+from popdist.records import ProgressPage
+from popdist.records.progress import new_page
 from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
 from popdist.timeline.clocks import Alignment
 from popdist.timeline.connections import read_connections
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge
 from popdist.timeline.meeting import Answering, Asking, Card
 from popdist.timeline.recorder import Recorder
@@ -55,26 +58,39 @@ CONNECTIONS = (8, 24, 64, 256)
 ASKED_EVERY_S = 0.5
 JITTER_S, AHEAD_NS, FASTER = 0.001, 5 * 10**9, 2e-4
 _OF_A_STEP = (
-    (Kind.PHASE_BEGINS, 0),
-    (Kind.PHASE_ENDS, 0),
-    (Kind.STEP_BEGINS, 0),
-    (Kind.PHASE_BEGINS, 1),
-    (Kind.PHASE_ENDS, 1),
-    *((Kind.PHASE_BEGINS, 2), (Kind.OPERATION_BEGINS, 4), (Kind.DATA_MOVES, 0), (Kind.OPERATION_ENDS, 0)) * 2,
-    (Kind.PHASE_ENDS, 2),
-    (Kind.PHASE_BEGINS, 3),
-    (Kind.PHASE_ENDS, 3),
-    (Kind.STEP_ENDS, 0),
-    (Kind.MEASURED, 5),
+    (EventKind.PHASE_BEGINS, 0),
+    (EventKind.PHASE_ENDS, 0),
+    (EventKind.STEP_BEGINS, 0),
+    (EventKind.PHASE_BEGINS, 1),
+    (EventKind.PHASE_ENDS, 1),
+    *(
+        (EventKind.PHASE_BEGINS, 2),
+        (EventKind.OPERATION_BEGINS, 4),
+        (EventKind.DATA_MOVES, 0),
+        (EventKind.OPERATION_ENDS, 0),
+    )
+    * 2,
+    (EventKind.PHASE_ENDS, 2),
+    (EventKind.PHASE_BEGINS, 3),
+    (EventKind.PHASE_ENDS, 3),
+    (EventKind.STEP_ENDS, 0),
+    (EventKind.MEASURED, 5),
 )
 _NAMES = ("data", "forward and backward", "exchange", "update", "all_reduce 'gradients'", "loss")
 
 
 def main() -> None:
     options = read_options()
-    load = OtherLoad()
-    event_ns = cost_of_events(options.repeats)
-    print(f"{'an event is recorded in':<40}{event_ns:>10.0f} ns")
+    machine = Machine()
+    instruments = {
+        "with no instrument": Instruments(),
+        "with the progress page": Instruments(a_page()),
+        "with a timeline": Instruments(Recorder(Ring())),
+    }
+    events_ns = {way: cost_of_events(each, options.repeats) for way, each in instruments.items()}
+    event_ns = events_ns["with a timeline"]
+    for way, nanoseconds in events_ns.items():
+        print(f"{f'an event {way} takes':<40}{nanoseconds:>10.0f} ns")
     with tempfile.TemporaryDirectory() as folder:
         step = measure_step(Path(folder), options.repeats)
     share = step["events"] * event_ns * 1e-9 / step["step_s"] + step["writing_share"]
@@ -98,13 +114,10 @@ def main() -> None:
     for name, found in clocks.items():
         print(f"clocks over {name} are known to {found['error_us']:.0f} us; promised {LINKS[name][1]:.0f} us. ", end="")
         print(f"Said to be uncertain by {found['uncertainty_us']:.0f} us at most, by {found['least_us']:.0f} at least")
-    load.warn()
-    write_figures(
+    machine.write(
         options,
         SETTINGS,
-        describe_machine(),
-        load,
-        event_ns=event_ns,
+        events_ns=events_ns,
         step=step,
         share=share,
         connections=connections,
@@ -114,25 +127,27 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
     parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5, metavar="N", help="to compare clocks (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 
-def cost_of_events(repeats: int) -> float:
+def a_page() -> ProgressPage:
+    """A page like that of a job, which nobody reads."""
+    descriptor = os.memfd_create("progress")
+    os.write(descriptor, new_page())
+    return ProgressPage(descriptor)
+
+
+def cost_of_events(instruments: Instruments, repeats: int) -> float:
     """Ns for an event: the mean of a phase's two and a collective's three."""
-    instruments, call = Instruments(Recorder(Ring())), Call("all_reduce", "gradients")
-    statement = "with phase: pass\nbegins(1, call); moves(8); ends()"
-    names = {
-        "phase": instruments.during[UPDATE],
-        "begins": instruments.operation_begins,
-        "moves": instruments.data_moves,
-        "ends": instruments.operation_ends,
-        "call": call,
-    }
+    told = (instruments.operation_begins, instruments.data_moves, instruments.operation_ends)
+    begins, moves, ends = (each if is_seen(each) else None for each in told)  # as a communicator does
+    phase, call = instruments.during[UPDATE], Call("all_reduce", "gradients")
+    statement = "with phase: pass\nif begins: begins(1, call)\nif moves: moves(8)\nif ends: ends()"
+    names = {"phase": phase, "begins": begins, "moves": moves, "ends": ends, "call": call}
     of_loop = min(timeit.repeat("pass", number=CALLS, repeat=repeats))
     return 1e9 * (min(timeit.repeat(statement, globals=names, number=CALLS, repeat=repeats)) - of_loop) / CALLS / 5
 
@@ -292,7 +307,7 @@ def write_recording(folder: Path, instance: int, count: int) -> int:
     steps = -(-count // len(_OF_A_STEP))
     events = np.zeros((steps, len(_OF_A_STEP)), EVENT)
     events["kind"], events["name"] = np.array(_OF_A_STEP).T
-    events["value"][events["kind"] == Kind.STEP_BEGINS] = np.arange(steps)
+    events["value"][events["kind"] == EventKind.STEP_BEGINS] = np.arange(steps)
     events = events.reshape(-1)[:count]
     events["when_ns"] = np.cumsum(numbers.integers(500, 200_000, len(events)))
     header = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from poprun.cli.answers import show
+from poprun.cli.log import show
 from poprun.monitor.picture import picture_of
 from poprun.monitor.snapshot import Snapshot
 

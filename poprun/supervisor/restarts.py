@@ -10,16 +10,16 @@ from dataclasses import replace
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.command_line import read_fault
 from poprun.cli.log import Log
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
-from poprun.hosts.errands import Errand, run_errands
+from poprun.hosts.host_commands import HostCommand, run_commands
 from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
-from poprun.ipc.facts import Ended, Verdict
-from poprun.launch.command import Launch
+from poprun.ipc.facts import JobEnd, Verdict
+from poprun.launch.launch import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
 MOST_FAILURES = 2
@@ -30,13 +30,7 @@ MOST_PAUSE_S = 300.0
 
 
 class Restarts:
-    """The restarts of one job.
-
-    Args:
-        environ: the user's environment.
-        log: says what happens.
-        pause: waits for so many seconds.
-    """
+    """The restarts of one job."""
 
     def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
@@ -45,13 +39,8 @@ class Restarts:
         self._reasons: list[str] = []
         self._failures: Counter[str] = Counter()
 
-    def run(self, launch: Launch, run_once: Callable[[Launch], Ended]) -> Ended:
-        """Run a job until it completes, the user ends it, or its restarts are used up.
-
-        Args:
-            launch: the first one.
-            run_once: runs a launch to its end.
-        """
+    def run(self, launch: Launch, run_once: Callable[[Launch], JobEnd]) -> JobEnd:
+        """Run a job until it completes, the user ends it, or its restarts are used up."""
         current = self._counted(launch)
         while True:
             ended = run_once(current)
@@ -75,8 +64,8 @@ class Restarts:
         if len(hosts) == 1:
             self._failures.update(hosts)
 
-    def _plan(self, settings: Settings, last: Launch) -> Launch | None:
-        """The next launch, after a pause; None if there is to be none."""
+    def _plan(self, settings: LaunchSettings, last: Launch) -> Launch | None:
+        """Return the next launch, after a pause; None if there is to be none."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
@@ -110,31 +99,26 @@ class Restarts:
         return replace(launch, extra={**launch.extra, ATTEMPT_VARIABLE: str(len(self._reasons))})
 
     def _silent_among(self, hosts: Sequence[Host], last: Launch) -> set[str]:
-        """The hosts that do not answer."""
+        """Return the hosts that do not answer."""
         if last.remote is None:
             return set()
         shell = last.remote.shell
         asked = {
-            host.name: Errand(tuple(remote_words(shell, host.name, ["true"])))
+            host.name: HostCommand(tuple(remote_words(shell, host.name, ["true"])))
             for host in hosts
             if not host.is_this_machine
         }
-        ends = run_errands(asked, self._environ, limit_from(self._environ))
+        ends = run_commands(asked, self._environ, limit_from(self._environ))
         return {host for host, end in ends if end.status != 0}
 
 
 def pause_s(first_s: float, made: int) -> float:
-    """The pause before the next restart: twice as long as the one before, up to five minutes or the first one.
-
-    Args:
-        first_s: the first one.
-        made: how many restarts there have been.
-    """
+    """Return the pause after `made` restarts: twice the one before, at most five minutes or the first one."""
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
-def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
-    """The most instances, at most as many as the user wants, that some of these hosts take; None: they take too few.
+def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
+    """Return the most instances, up to the user's number, that some of these hosts take; None if too few.
 
     Args:
         settings: with the replicas, which have to divide evenly among the instances, and `min_instances`.
@@ -146,14 +130,14 @@ def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...
     return None
 
 
-def with_instances(settings: Settings, instances: int) -> Settings:
-    """The settings for so many instances, at most those of `settings`; what they say about others is left out."""
-    shown = settings.only_output_from
+def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
+    """Return the settings for so many instances, without what they say about others."""
+    shown = settings.only_output_from_instance
     return replace(
         settings,
         num_instances=instances,
         inject=tuple(text for text in settings.inject if read_fault(text).instance < instances),
-        only_output_from=shown if shown is None or shown < instances else 0,
+        only_output_from_instance=shown if shown is None or shown < instances else 0,
         instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < instances),
     )
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from popdist.records.private_folders import make_private
+from popdist.records.private_files import make_private
 from strategies.checkpoints.sealed_folders import (
     DAMAGED,
     INCOMPLETE,
@@ -45,7 +45,7 @@ from strategies.checkpoints.sealed_folders import (
     seal,
 )
 from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
-from strategies.data.position import Position
+from strategies.data.layout import Position
 from strategies.errors import CheckpointError
 from strategies.numbers import positive
 

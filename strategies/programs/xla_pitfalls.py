@@ -22,8 +22,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import core
 
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import FUSIONS, adds_up_wrongly, is_measured, is_overruled
+from popdist.xla import FUSIONS, adds_up_wrongly, complain_of_sums, is_measured, is_overruled, right_sums_setting
 from strategies.errors import DeviceError
 from strategies.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
 from strategies.roles import Function, Leaf, Tree

@@ -15,7 +15,7 @@ from poprun_jobs import ROOT, run, start, start_command, two
 import strategies
 from popdist.records.recording import FOLDER_VARIABLE
 from poprun.verify.comparison import first_difference
-from poprun.verify.hints import Evidence, hints
+from poprun.verify.explanation import Evidence, hints
 from poprun.verify.records import BATCH, read_record
 
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
@@ -85,14 +85,6 @@ def test_over_horovod_all_instances_agree():
     assert finished.status == 0, finished.stderr
     zero, one = (json.loads(finished.lines_of(instance)[-1]) for instance in (0, 1))
     assert zero[2:] == one[2:]
-
-
-@pytest.mark.complete
-@pytest.mark.timeout(300)
-def test_it_verifies():
-    finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS)).finish(280)
-    assert finished.status == 0, finished.stderr
-    assert finished.stdout.count("equal") >= 2
 
 
 @pytest.mark.complete

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from popdist.records.linked_files import open_unless_linked
-from popdist.timeline.opening import open_recording
+from popdist.records.private_files import open_recording, open_unless_linked
 from poprun.cli.config import open_own
 from poprun.output.output_files import OutputFiles
-from poprun.trace.trace_file import opened
+from poprun.trace.trace_events import opened
 from strategies.sinks.csv_file import CsvFile
 
 NEW = os.O_WRONLY | os.O_CREAT

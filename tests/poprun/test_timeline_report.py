@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 from timeline_jobs import Made
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.errors import PopRunError
 from poprun.trace.command import main
 from poprun.trace.merging import put_together
 from poprun.trace.report.findings import Cause
-from poprun.trace.report.overlap import bubbles_of, common_ns
-from poprun.trace.report.page import report_page
-from poprun.trace.report.pictures import draw_curves
-from poprun.trace.report.sentences import findings, paths, time_text
-from poprun.trace.report.step_table import table_of
-from poprun.trace.report.text import report_text
+from poprun.trace.report.page import draw_curves, report_page
+from poprun.trace.report.step_table import bubbles_of, inside_ns, table_of
+from poprun.trace.report.text import findings, paths, report_text, time_text
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import SPAN
 
@@ -202,7 +199,7 @@ def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
     """Only some of the steps have a wait in the middle."""
     recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
     events = recordings[0].events
-    waits = np.flatnonzero(events["kind"] == Kind.WAITS_FOR)
+    waits = np.flatnonzero(events["kind"] == EventKind.WAITS_FOR)
     few = replace(recordings[0], events=np.delete(events, waits[held_up:]))
     assert judge(put_together([few, recordings[1]])).link is None
 
@@ -236,9 +233,9 @@ def replica_spans(*rows):
 class TestOverlap:
     def test_counts_what_lies_within_any_of_the_others_once(self):
         others = replica_spans((0, 10, 0, 1), (5, 20, 0, 1), (6, 7, 0, 1), (30, 40, 0, 1))
-        assert common_ns(replica_spans((8, 35, 0, 1)), others) == 17
-        assert common_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others) == 0
-        assert common_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others) == 2
+        assert inside_ns(replica_spans((8, 35, 0, 1)), others).sum() == 17
+        assert inside_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others).sum() == 0
+        assert inside_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others).sum() == 2
 
     def test_of_a_pipeline_leaves_bubbles(self):
         spans = replica_spans((0, 10, 0, 1), (10, 20, 0, 2), (100, 120, 1, 1), (100, 120, 1, 2))
@@ -254,7 +251,7 @@ def test_of_a_step_that_was_made_twice_the_last_time_is_told():
     recordings = Made(2, steps=6).recordings()
     once = table_of(put_together(recordings))
     for each in recordings:
-        begins = each.events["kind"] == Kind.STEP_BEGINS
+        begins = each.events["kind"] == EventKind.STEP_BEGINS
         each.events["value"][begins & (each.events["value"] == 5)] = 4
     twice = table_of(put_together(recordings))
     assert twice.steps.tolist() == list(range(5))

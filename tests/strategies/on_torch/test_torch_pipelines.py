@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Kind, placed
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, placed
 from strategies.torch.poptorch.options import Options
 
 
@@ -223,15 +224,15 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
     for _ in range(2):
         training(*(each[: COUNT * ROWS] for each in batch()))
     spans = training.trace.replicas[0]
-    assert len([span for span in spans if span.action.kind is not Kind.UPDATE]) == 2 * 4 * COUNT
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    assert len([span for span in spans if span.action.kind is not ActionKind.UPDATE]) == 2 * 4 * COUNT
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
         for stage in range(4):
             own_spans = [span for span in spans if span.action.kind is kind and span.action.stage == stage]
             assert [span.action.micro_batch for span in own_spans] == list(range(COUNT))
             assert all(one.end_s <= other.begin_s for one, other in zip(own_spans, own_spans[1:], strict=False))
     kept = most = 0
-    for span in [span for span in spans if span.action.stage == 0 and span.action.kind is not Kind.UPDATE]:
-        kept += 1 if span.action.kind is Kind.FORWARD else -1
+    for span in [span for span in spans if span.action.stage == 0 and span.action.kind is not ActionKind.UPDATE]:
+        kept += 1 if span.action.kind is ActionKind.FORWARD else -1
         most = max(most, kept)
     assert most == 4, "one forward pass, one backward pass: as many as there are stages behind"
     assert "stage" in str(training.trace)
@@ -261,12 +262,10 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
 
     def train(strategy, **options):
         own = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(own.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
+        trainer = sgd_trainer(
             strategy,
             own,
             lambda module, rows: module(*rows)[1],
-            optimizer,
             gradient_accumulation_count=4,
             loss_scaling="dynamic",
             **options,
@@ -274,9 +273,7 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
         for _ in range(3):
             local = strategy.local_replicas
             trainer.step(tuple(each.chunk(2)[local.start] if len(local) == 1 else each for each in (x, y)))
-        found = strategies.fingerprint(trainer.state.variables)
-        trainer.close()
-        return found
+        return strategies.fingerprint(trainer.state.variables)
 
     pipeline = poptorch.PipelinedExecution(schedule=schedule).pipeline
     streamed = on_instances(2, 2, lambda strategy: train(strategy, pipeline=pipeline, stream_gradients=True))
@@ -297,7 +294,7 @@ def test_inference_goes_through_the_stages_too(schedule, network):
     spans = inference.trace.replicas
     assert sorted(spans) == [0, 1]
     assert all(len(each) == 4 * 5 for each in spans.values())
-    assert {span.action.kind for span in spans[0]} == {Kind.FORWARD}
+    assert {span.action.kind for span in spans[0]} == {ActionKind.FORWARD}
     inference.destroy()
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from connected import ConnectedStrategy
 from torch import nn
+from torch_modules import sgd_trainer
 
 import collectives
 import strategies.torch
@@ -18,7 +19,7 @@ from popdist import Instance
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
 from poprun.trace.merging import put_together
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort
 from strategies.torch.poptorch.options import Options
 
@@ -44,12 +45,10 @@ def data(rows):
 
 def train_module(strategy, module, execution):
     options = {"stream_gradients": True}
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategy, module, lambda own, batch: own(*batch), optimizer, **options)
+    trainer = sgd_trainer(strategy, module, lambda own, batch: own(*batch), **options)
     dataset = strategies.torch.distribute_dataset(strategy, data(4 * REPLICAS * STEPS), batch_size=4, shuffle=False)
     for batch in dataset.epoch(0):
         trainer.step(batch)
-    trainer.close()
 
 
 def train_pipeline(strategy, module, execution):
@@ -73,7 +72,7 @@ def record(train, execution=None, is_recorded=True):
     bits = [each.detach().numpy().tobytes() for each in module.parameters()]
     if not is_recorded:
         return None, bits
-    recording = Recording(names=recorder.take_new_names(), events=ring.take()[0], is_complete=True)
+    recording = InstanceRecording(names=recorder.take_new_names(), events=ring.take()[0], is_complete=True)
     return put_together([recording]).spans[0], bits
 
 
