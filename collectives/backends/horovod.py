@@ -252,7 +252,8 @@ class HorovodTransport(Transport):
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
         """The messages of all ranks one after another; they may differ in size."""
-        gathered: torch.Tensor = self.run(partial(hvd.allgather_async, tensor_of(message)), name)
+        gathered = self.run(partial(hvd.allgather_async, tensor_of(message)), name)
+        assert isinstance(gathered, torch.Tensor)
         messages: np.ndarray = gathered.numpy()
         return messages
 
