@@ -236,18 +236,16 @@ class TorchTraining:
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
         is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
-        lacking = [number for number in np.flatnonzero(is_made_there).tolist() if not is_made[number]]
-        if lacking:
+        there = np.flatnonzero(is_made_there).tolist()
+        if lacking := [number for number in there if not is_made[number]]:
             kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
             set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
-        kinds = kinds_of(self.optimizer)
-        arrays = state_of(self.optimizer)
-        for number in np.flatnonzero(is_made_there).tolist():
-            for name, array in arrays[number].items():
-                own = np.ascontiguousarray(array)
-                broadcast(own, root, name=f"{name} of parameter {number}")
-                arrays[number][name] = own
-        set_state(self.optimizer, {number: arrays[number] for number in np.flatnonzero(is_made_there).tolist()}, kinds)
+        own = state_of(self.optimizer)
+        arrays = {number: {name: np.ascontiguousarray(one) for name, one in own[number].items()} for number in there}
+        for number, of_parameter in arrays.items():
+            for name, array in of_parameter.items():
+                broadcast(array, root, name=f"{name} of parameter {number}")
+        set_state(self.optimizer, arrays, kinds_of(self.optimizer))
 
     def _scale_words(self) -> list[float]:
         scale = self.scale
