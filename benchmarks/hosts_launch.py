@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launch import PROGRAMS
 from timing import ROOT_ALLOWED
 
-from poprun.cli.lookup import find_mpirun
+from poprun.launch.program import find_mpirun
 
 if TYPE_CHECKING:
     from beds import Bed

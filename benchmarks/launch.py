@@ -20,7 +20,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from poprun.cli.lookup import find_mpirun  # noqa: E402
+from poprun.launch.program import find_mpirun  # noqa: E402
 
 PROGRAMS = {
     "echo": ["echo", "first"],

@@ -37,7 +37,7 @@ from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
 from popdist.timeline.clocks import Alignment
 from popdist.timeline.connections import read_connections
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge
 from popdist.timeline.meeting import Answering, Asking, Card
 from popdist.timeline.recorder import Recorder
@@ -55,17 +55,23 @@ CONNECTIONS = (8, 24, 64, 256)
 ASKED_EVERY_S = 0.5
 JITTER_S, AHEAD_NS, FASTER = 0.001, 5 * 10**9, 2e-4
 _OF_A_STEP = (
-    (Kind.PHASE_BEGINS, 0),
-    (Kind.PHASE_ENDS, 0),
-    (Kind.STEP_BEGINS, 0),
-    (Kind.PHASE_BEGINS, 1),
-    (Kind.PHASE_ENDS, 1),
-    *((Kind.PHASE_BEGINS, 2), (Kind.OPERATION_BEGINS, 4), (Kind.DATA_MOVES, 0), (Kind.OPERATION_ENDS, 0)) * 2,
-    (Kind.PHASE_ENDS, 2),
-    (Kind.PHASE_BEGINS, 3),
-    (Kind.PHASE_ENDS, 3),
-    (Kind.STEP_ENDS, 0),
-    (Kind.MEASURED, 5),
+    (EventKind.PHASE_BEGINS, 0),
+    (EventKind.PHASE_ENDS, 0),
+    (EventKind.STEP_BEGINS, 0),
+    (EventKind.PHASE_BEGINS, 1),
+    (EventKind.PHASE_ENDS, 1),
+    *(
+        (EventKind.PHASE_BEGINS, 2),
+        (EventKind.OPERATION_BEGINS, 4),
+        (EventKind.DATA_MOVES, 0),
+        (EventKind.OPERATION_ENDS, 0),
+    )
+    * 2,
+    (EventKind.PHASE_ENDS, 2),
+    (EventKind.PHASE_BEGINS, 3),
+    (EventKind.PHASE_ENDS, 3),
+    (EventKind.STEP_ENDS, 0),
+    (EventKind.MEASURED, 5),
 )
 _NAMES = ("data", "forward and backward", "exchange", "update", "all_reduce 'gradients'", "loss")
 
@@ -292,7 +298,7 @@ def write_recording(folder: Path, instance: int, count: int) -> int:
     steps = -(-count // len(_OF_A_STEP))
     events = np.zeros((steps, len(_OF_A_STEP)), EVENT)
     events["kind"], events["name"] = np.array(_OF_A_STEP).T
-    events["value"][events["kind"] == Kind.STEP_BEGINS] = np.arange(steps)
+    events["value"][events["kind"] == EventKind.STEP_BEGINS] = np.arange(steps)
     events = events.reshape(-1)[:count]
     events["when_ns"] = np.cumsum(numbers.integers(500, 200_000, len(events)))
     header = {

@@ -20,8 +20,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from popdist.xla import right_sums_setting, thread_pool_setting  # noqa: E402
-from poprun.cli.lookup import find_mpirun  # noqa: E402
-from poprun.hosts.cores import divide_cores, usable_cores  # noqa: E402
+from poprun.hosts.this_machine import usable_cores  # noqa: E402
+from poprun.launch.placement import divide_cores  # noqa: E402
+from poprun.launch.program import find_mpirun  # noqa: E402
 
 PINNED = Path(__file__).with_name("pinned.py")
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from collectives.arrays import MOVABLE, REDUCIBLE
 from collectives.calls import Call
-from collectives.dtypes import MOVABLE, REDUCIBLE
 from collectives.errors import UnsupportedBufferError
 from collectives.reduction import REDUCING, Reduction, normalise_op
 

@@ -11,8 +11,6 @@ from operator import index
 
 import numpy as np
 
-from collectives.text import MOST_OF_PEERS, foreign
-
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
 _KINDS = {
@@ -155,3 +153,15 @@ def _rank_set(ranks: Sequence[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+MOST = 300
+"""Characters that are kept of a text from a process that may be no worker of the job at all."""
+MOST_OF_PEERS = 2000
+"""Of one from a process that has shown that it is."""
+
+
+def foreign(text: str, most: int = MOST) -> str:
+    """The text on one line, what is not printable escaped, since terminals obey it, and the end cut off."""
+    kept = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])
+    return kept if len(text) <= most else f"{kept} ... ({len(text)} characters)"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction, join, shares
 from collectives.transport import Contributions, Parts, Transport
 

@@ -16,7 +16,7 @@ from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismat
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.point_to_point.link import Link
-from collectives.requests import Preparations, Prepared, Result
+from collectives.requests import Preparations, Request, Result
 from collectives.transport import Transport
 from collectives.waiting import Limits, Watch
 
@@ -131,7 +131,7 @@ class Communicator:
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
         tensors = [each.arguments for each in group]
-        return self._run(Prepared(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
+        return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
         """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
@@ -252,7 +252,7 @@ class Communicator:
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
-        prepared: Prepared[np.ndarray] = Prepared(call, (), 0, collective_ops.allocate, (nbytes,))
+        prepared: Request[np.ndarray] = Request(call, (), 0, collective_ops.allocate, (nbytes,))
         array = self._run(prepared).view(dtype).reshape(shape)
         if nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory:
             self._preparations.share(array)
@@ -320,7 +320,7 @@ class Communicator:
         self._named.begin_close()
         self._let_see(Instruments())  # what was seen last is the last collective of the program
         try:
-            self._run(Prepared(Call(CLOSE), (), 0, collective_ops.nothing))
+            self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
         finally:
             self.abandon()
@@ -345,7 +345,7 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, prepared: Prepared[Result]) -> Result:
+    def _run(self, prepared: Request[Result]) -> Result:
         call = prepared.call
         if not self._lock.acquire(False):
             raise BusyError(
@@ -383,7 +383,7 @@ class Communicator:
         self._moves = moves if is_seen(moves) else None
         self._ends = ends if is_seen(ends) else None
 
-    def _start(self, prepared: Prepared[np.ndarray]) -> Handle:
+    def _start(self, prepared: Request[np.ndarray]) -> Handle:
         if not prepared.call.name:
             raise ValueError(f"{prepared.call.operation} was started without a name; name it as on the other ranks")
         if self._state is not None:

@@ -20,7 +20,7 @@ class Awaited(Protocol):
         """Whether it has ended."""
 
 
-class Waits:
+class WaitingThreads:
     """What the threads of one rank that may start named collectives wait for.
 
     These are the threads that have started one before, and all that are no daemons: a daemon that has not serves some

@@ -11,16 +11,15 @@ from pathlib import Path
 from collectives.communicator import Communicator
 from collectives.errors import PeerRefusedError
 from collectives.hosts.hosts_link import HostsLink, ranks_beside
-from collectives.hosts.layout import memory_bytes
-from collectives.hosts.near import NearLink
+from collectives.hosts.near import NearLink, memory_bytes
 from collectives.instruments import Instruments
 from collectives.named import NamedQueue
 from collectives.plans.network import Network
 from collectives.point_to_point.link import Link
-from collectives.point_to_point.transport import RingTransport
-from collectives.shared_memory.layout import channel_bytes
+from collectives.point_to_point.transport import PointToPointTransport
 from collectives.shared_memory.segment import SHARED_MEMORY_DIR, share_segment
-from collectives.shared_memory.transport import WindowTransport
+from collectives.shared_memory.transport import SharedMemoryTransport
+from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import SPINS, Limits, Watch
 
@@ -58,7 +57,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of a communicator, seen from one of them.
 
     Attributes:
@@ -99,7 +98,7 @@ def _costs_of(network: Network | None) -> str:
 
 
 def assemble(
-    settings: Settings, group: Group, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
+    settings: Settings, group: RankGroup, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
 ) -> Communicator:
     """A communicator over two independent links, for the synchronous and for the named collectives; collective.
 
@@ -118,7 +117,7 @@ def assemble(
         watch.pausing = link.pausing
         if settings.network is not None:
             link.costs, link.are_costs_measured = settings.network, True
-    rings = [RingTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
+    rings = [PointToPointTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     hosts = links[0].hosts
     beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
     opening = _open_windows if beside == len(hosts) else _open_windows_of_hosts
@@ -131,7 +130,7 @@ def assemble(
             "use 'auto' or 'ring', or enlarge it"
         )
     main, named = windows or rings
-    mechanism = "window" if isinstance(main, WindowTransport) else "window and ring" if windows else "ring"
+    mechanism = "window" if isinstance(main, SharedMemoryTransport) else "window and ring" if windows else "ring"
     logger.debug("%s: %d ranks, %s", group.names[group.rank], len(group.names), mechanism)
     queue = NamedQueue(named, watches[1])
     return Communicator(main, watches[0], queue, settings.progress, make_subgroup, mechanism)
@@ -149,7 +148,7 @@ def _open_windows(
         link.close()
     memory = memoryview(segment)
     main, named = (
-        WindowTransport(
+        SharedMemoryTransport(
             memory[number * channel : (number + 1) * channel],
             transport.rank,
             transport.size,
@@ -175,5 +174,5 @@ def _open_windows_of_hosts(
     of_hosts = [HostsLink(link, near) for link, near in zip(links, nears, strict=True)]
     for link, watch in zip(of_hosts, watches, strict=True):
         watch.pausing = link.pausing
-    main, named = (RingTransport(link, watch) for link, watch in zip(of_hosts, watches, strict=True))
+    main, named = (PointToPointTransport(link, watch) for link, watch in zip(of_hosts, watches, strict=True))
     return main, named

@@ -13,13 +13,12 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from collectives.agreement import exchange_bytes, layout_mismatch
 from collectives.calls import CLOSE, Call, describe_crossing
-from collectives.deadlock import Key, Waits, crossed_ranks
+from collectives.deadlock import Key, WaitingThreads, crossed_ranks
 from collectives.errors import (
     BrokenError,
     ClosedError,
@@ -29,7 +28,7 @@ from collectives.errors import (
     PeerLostError,
 )
 from collectives.instruments import Instruments
-from collectives.requests import Prepared
+from collectives.requests import Request
 from collectives.transport import Transport
 from collectives.waiting import Watch
 
@@ -49,7 +48,7 @@ class Handle:
     """
 
     def __init__(
-        self, prepared: Prepared[np.ndarray], key: Key, number: int, instruments: Instruments, waits: Waits
+        self, prepared: Request[np.ndarray], key: Key, number: int, instruments: Instruments, waits: WaitingThreads
     ) -> None:
         self.call = prepared.call
         self.key = key
@@ -96,7 +95,7 @@ class Handle:
 
 
 @dataclass
-class _Pending:
+class _NamedCall:
     """One name: this rank's handle, if it has started it, and who has announced what.
 
     What has failed stays until the others have started it too: their turns of the name would be out of step otherwise.
@@ -123,8 +122,8 @@ class NamedQueue:
         self._condition = threading.Condition()
         self._new: list[tuple[Key, Handle]] = []
         self._issued: Counter[str] = Counter()
-        self._waits = Waits()
-        self._pending: dict[Key, _Pending] = {}
+        self._waits = WaitingThreads()
+        self._pending: dict[Key, _NamedCall] = {}
         self._closing = False
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
@@ -132,7 +131,7 @@ class NamedQueue:
         if transport.size > 1:  # to close needs it too, maybe at the interpreter's end, when no thread can start
             self._ensure_thread()
 
-    def start(self, prepared: Prepared[np.ndarray]) -> Handle:
+    def start(self, prepared: Request[np.ndarray]) -> Handle:
         """Queue a collective; the background thread carries it out once all ranks have started it."""
         call = prepared.call
         with self._condition:
@@ -223,7 +222,7 @@ class NamedQueue:
         messages = [json.loads(text) for text in exchange_bytes(self._transport, json.dumps(news).encode())]
         for rank, message in enumerate(messages):
             for name, number, text in message["calls"]:
-                self._pending.setdefault((name, number), _Pending()).announced[rank] = text
+                self._pending.setdefault((name, number), _NamedCall()).announced[rank] = text
             if message["closing"]:
                 self._closed_ranks.add(rank)
         happened = any(message["calls"] for message in messages)
@@ -234,7 +233,7 @@ class NamedQueue:
         return happened
 
     def _admit(self, key: Key, handle: Handle) -> None:
-        entry = self._pending.setdefault(key, _Pending())
+        entry = self._pending.setdefault(key, _NamedCall())
         if entry.failure is not None:
             handle._fail(entry.failure)
             return
@@ -261,7 +260,7 @@ class NamedQueue:
                 entry.handle._fail(error)
                 raise
 
-    def _fail_crossed(self, waits: Sequence[Sequence[Sequence[Any]] | None]) -> None:
+    def _fail_crossed(self, waits: Sequence[Sequence[tuple[str, int]] | None]) -> None:
         """Fail what ranks wait for that wait for each other, each for what another one would start afterwards."""
         keys = [None if of_rank is None else [(name, number) for name, number in of_rank] for of_rank in waits]
         ranks = crossed_ranks(keys, {key: entry.announced for key, entry in self._pending.items()})

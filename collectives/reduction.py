@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import accumulator_dtype
-from collectives.tree import Node, Step, registers, steps
+from collectives.arrays import accumulator_dtype
+from collectives.tree import TreeNode, TreeSum, registers, steps
 
 OPERATIONS = ("sum", "mean", "min", "max")
 REDUCING = (
@@ -29,7 +28,7 @@ _SMALL_BYTES = 1 << 16  # larger memory is fetched from the system again and aga
 _of_thread = threading.local()
 
 
-def _quietly(function: Callable[..., None], *arguments: Any) -> None:
+def _quietly(function: Callable[..., None], *arguments: object) -> None:
     """Call it with NumPy's floating-point warnings off: infinity and NaN are results, and no reason to stop half-way.
 
     A context of its own for each thread does what `np.errstate` does in a tenth of the time.
@@ -83,7 +82,7 @@ class Reduction:
         """
         return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
-    def dtype_of(self, node: Node) -> np.dtype:
+    def dtype_of(self, node: TreeNode) -> np.dtype:
         """The dtype in which a node travels: the contribution of one replica as it is."""
         return self.dtype if node.is_leaf else self.accumulator
 
@@ -92,7 +91,7 @@ class Reduction:
         """The NumPy function that combines two contributions."""
         return _UFUNCS[self.op]
 
-    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[Node, ...] | Order = ()) -> None:
+    def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[TreeNode, ...] | Order = ()) -> None:
         """Combine `sources` into the partial result `into` (accumulator dtype, same shape, 1-D).
 
         Args:
@@ -104,7 +103,7 @@ class Reduction:
         _quietly(self._by_blocks, self._fold, sources, into, nodes, len(sources))
 
     def reduce(
-        self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[Node, ...] | Order = ()
+        self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[TreeNode, ...] | Order = ()
     ) -> None:
         """Combine `sources` and finish the result into `out` (the reduction's dtype, 1-D).
 
@@ -121,7 +120,7 @@ class Reduction:
         combine: Callable[[Sequence[np.ndarray], np.ndarray, Order, int], None],
         sources: Sequence[np.ndarray],
         out: np.ndarray,
-        nodes: tuple[Node, ...] | Order,
+        nodes: tuple[TreeNode, ...] | Order,
         count: int,
     ) -> None:
         order = nodes if isinstance(nodes, Order) else order_of(nodes or len(sources))
@@ -204,7 +203,7 @@ class Order:
 
     __slots__ = ("before_last", "late", "left", "right", "rows")
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[TreeSum, ...]) -> None:
         self.before_last = steps[:-1]
         self.left, self.right, _ = steps[-1] if steps else (0, 0, 0)
         self.rows = registers(steps)
@@ -213,10 +212,10 @@ class Order:
 
 
 @lru_cache(1024)
-def order_of(nodes: tuple[Node, ...] | int) -> Order:
+def order_of(nodes: tuple[TreeNode, ...] | int) -> Order:
     """For nodes in order, or for the contributions of so many replicas."""
     if isinstance(nodes, int):
-        nodes = tuple(Node(replica, replica + 1) for replica in range(nodes))
+        nodes = tuple(TreeNode(replica, replica + 1) for replica in range(nodes))
     return Order(steps(nodes))
 
 

@@ -30,7 +30,7 @@ _CACHED_CALLS = 1024
 
 
 @dataclass(slots=True)  # one for each call; frozen, it would take several times as long to make
-class Prepared(Generic[Result]):
+class Request(Generic[Result]):
     """A collective that can be carried out, at once or when all ranks have started it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Prepared(Generic[Result]):
 class Preparations:
     """Checks what the caller of a collective gave, before other ranks are involved.
 
-    Each method makes one collective `Prepared`, raises what the communicator's method of the same name raises, and
+    Each method makes one collective `Request`, raises what the communicator's method of the same name raises, and
     changes no buffer.
 
     Args:
@@ -100,12 +100,12 @@ class Preparations:
         self._shared_bases.add(id(array.base))
         weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
 
-    def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Prepared[np.ndarray]:
+    def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
         """In place."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
         contributions = [flat]
-        return Prepared(call, contributions, 1, collective_ops.reduce, (contributions, flat, reduction), buffer)
+        return Request(call, contributions, 1, collective_ops.reduce, (contributions, flat, reduction), buffer)
 
     def ordered_all_reduce(
         self,
@@ -114,7 +114,7 @@ class Preparations:
         op: str,
         name: str,
         begun: str = "called",
-    ) -> Prepared[np.ndarray]:
+    ) -> Request[np.ndarray]:
         """Into `out`, which all ranks may see; `begun` is for messages."""
         if not contributions:
             raise ValueError(f"ordered_all_reduce was {begun} without contributions; give one array per local replica")
@@ -131,7 +131,7 @@ class Preparations:
             finish, flat = collective_ops.reduce, self._private(out)
         refuse_partial_overlap(arrays, flat)
         carried = () if shared is not None else arrays
-        return Prepared(call, carried, len(arrays), finish, (arrays, flat, reduction), out)
+        return Request(call, carried, len(arrays), finish, (arrays, flat, reduction), out)
 
     def grouped_ordered_all_reduce(
         self,
@@ -139,7 +139,7 @@ class Preparations:
         outs: Sequence[np.ndarray],
         op: str,
         names: Sequence[str],
-    ) -> list[Prepared[np.ndarray]]:
+    ) -> list[Request[np.ndarray]]:
         """Each of a group."""
         _check_group(contributions, outs, names)
         tensors = zip(contributions, outs, names, strict=True)
@@ -148,30 +148,30 @@ class Preparations:
             refuse_overlaps_in_group([(each.call.name, *each.arguments[:2]) for each in group])
         return group
 
-    def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Prepared[np.ndarray]:
+    def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
         """Of the root's buffer."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self._rank == root else self._private(buffer)
-        return Prepared(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
+        return Request(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
 
-    def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Prepared[np.ndarray]:
+    def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Request[np.ndarray]:
         """Into `out`, one row for each rank."""
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self._size, *buffer.shape), buffer.dtype)
         flat, whole = flat_view(buffer), self._private(out)
         refuse_partial_overlap([whole], flat, self._own(flat.size))
-        return Prepared(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
+        return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
 
-    def gather(self, buffer: np.ndarray, root: int, name: str) -> Prepared[np.ndarray | None]:
+    def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
         """Into a new array of the root, one row for each rank."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("gather", name, "", buffer, root)
         out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
         flat = flat_view(buffer)
-        return Prepared(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
+        return Request(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
 
-    def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Prepared[np.ndarray]:
+    def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Request[np.ndarray]:
         """Into `out`, this rank's block."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
@@ -179,7 +179,7 @@ class Preparations:
 
     def ordered_reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray | None, op: str, name: str
-    ) -> Prepared[np.ndarray]:
+    ) -> Request[np.ndarray]:
         """Into `out`, this rank's block."""
         if not contributions:
             raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
@@ -189,17 +189,17 @@ class Preparations:
         out = result_array(out, self._block_shape(first), first.dtype)
         return self._scatter(call, arrays, out, reduction)
 
-    def barrier(self, name: str) -> Prepared[None]:
+    def barrier(self, name: str) -> Request[None]:
         """Nothing but the comparison of the calls."""
         call, _ = self._describe("barrier", name, "", None)
-        return Prepared(call, (), 0, collective_ops.nothing)
+        return Request(call, (), 0, collective_ops.nothing)
 
     def _scatter(
         self, call: Call, arrays: list[np.ndarray], out: np.ndarray, reduction: Reduction
-    ) -> Prepared[np.ndarray]:
+    ) -> Request[np.ndarray]:
         flat = self._private(out)
         refuse_partial_overlap(arrays, flat, self._own(flat.size))
-        return Prepared(call, arrays, len(arrays), collective_ops.reduce_scatter, (arrays, flat, reduction), out)
+        return Request(call, arrays, len(arrays), collective_ops.reduce_scatter, (arrays, flat, reduction), out)
 
     def _describe(
         self,

@@ -20,7 +20,7 @@ _CACHED = 4096
 Value = TypeVar("Value")
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """The replicas whose sum a node is.
 
     Attributes:
@@ -36,12 +36,12 @@ class Node(NamedTuple):
         """Whether it is the contribution of one replica."""
         return self.stop - self.first == 1
 
-    def covers(self, other: Node) -> bool:
+    def covers(self, other: TreeNode) -> bool:
         """Whether the other one is part of it, or the same."""
         return self.first <= other.first and other.stop <= self.stop
 
 
-class Step(NamedTuple):
+class TreeSum(NamedTuple):
     """Two neighbours are added. They and the sum are numbers: of what is given, then of what earlier steps came to.
 
     Attributes:
@@ -55,30 +55,30 @@ class Step(NamedTuple):
     register: int
 
 
-def root_of(replicas: int) -> Node:
+def root_of(replicas: int) -> TreeNode:
     """The sum of all replicas."""
-    return Node(0, replicas)
+    return TreeNode(0, replicas)
 
 
-def halves(node: Node) -> tuple[Node, Node]:
+def halves(node: TreeNode) -> tuple[TreeNode, TreeNode]:
     """The two nodes that are added to this one, which is no leaf."""
     middle = node.first + (1 << ((node.stop - node.first - 1).bit_length() - 1))
-    return Node(node.first, middle), Node(middle, node.stop)
+    return TreeNode(node.first, middle), TreeNode(middle, node.stop)
 
 
-def parent_of(node: Node, replicas: int) -> Node:
+def parent_of(node: TreeNode, replicas: int) -> TreeNode:
     """The node to which this one is added, together with its neighbour; the root itself for the root."""
     size = 1 << (node.stop - node.first - 1).bit_length()
     while True:
         first = node.first & -(size + size)
-        found = Node(first, min(replicas, first + size + size))
+        found = TreeNode(first, min(replicas, first + size + size))
         if found != node or found == root_of(replicas):
             return found
         size += size
 
 
 @lru_cache(_CACHED)
-def subtrees(first: int, stop: int, replicas: int) -> tuple[Node, ...]:
+def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
     """The largest nodes inside of a block of replicas, in order: one where blocks are aligned to powers of two.
 
     Args:
@@ -86,25 +86,25 @@ def subtrees(first: int, stop: int, replicas: int) -> tuple[Node, ...]:
         stop: where it ends.
         replicas: how many there are in all.
     """
-    return merged([Node(replica, replica + 1) for replica in range(first, stop)], replicas)
+    return merged([TreeNode(replica, replica + 1) for replica in range(first, stop)], replicas)
 
 
-def merged(nodes: Iterable[Node], replicas: int) -> tuple[Node, ...]:
+def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
     """What is left of nodes after all have been added that can be: the largest nodes inside of them, in order."""
-    left: list[Node] = []
+    left: list[TreeNode] = []
     for node in sorted(nodes):
         left.append(node)
         while len(left) > 1:
             one, other = left[-2:]
             parent = parent_of(one, replicas)
-            if one.stop != other.first or parent != Node(one.first, other.stop) or parent == one:
+            if one.stop != other.first or parent != TreeNode(one.first, other.stop) or parent == one:
                 break
             left[-2:] = [parent]
     return tuple(left)
 
 
 @lru_cache(_CACHED)
-def steps(nodes: tuple[Node, ...]) -> tuple[Step, ...]:
+def steps(nodes: tuple[TreeNode, ...]) -> tuple[TreeSum, ...]:
     """The additions that make one node of some nodes, in the order of the tree; none for one.
 
     Args:
@@ -114,9 +114,9 @@ def steps(nodes: tuple[Node, ...]) -> tuple[Step, ...]:
         ValueError: if they are not, or one of them is no node of the tree below it.
     """
     numbers = {node: number for number, node in enumerate(nodes)}
-    order: list[Step] = []
+    order: list[TreeSum] = []
 
-    def add(node: Node, register: int) -> int:
+    def add(node: TreeNode, register: int) -> int:
         if node in numbers:
             return numbers[node]
         if node.is_leaf:
@@ -124,16 +124,16 @@ def steps(nodes: tuple[Node, ...]) -> tuple[Step, ...]:
         left, right = halves(node)
         first = add(left, register)
         second = add(right, register + (first >= len(nodes)))
-        order.append(Step(first, second, register))
+        order.append(TreeSum(first, second, register))
         return len(nodes) + len(order) - 1
 
-    add(Node(nodes[0].first, nodes[-1].stop), 0)
+    add(TreeNode(nodes[0].first, nodes[-1].stop), 0)
     if len(order) != len(nodes) - 1:
         raise ValueError(f"{list(nodes)} are not the parts of one node")
     return tuple(order)
 
 
-def registers(order: Sequence[Step]) -> int:
+def registers(order: Sequence[TreeSum]) -> int:
     """How many accumulators some steps take."""
     return max((step.register for step in order), default=-1) + 1
 
@@ -141,6 +141,6 @@ def registers(order: Sequence[Step]) -> int:
 def combined(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Anything that replicas have, one value each in their order, combined in the order of the tree."""
     found = list(values)
-    for left, right, _ in steps(tuple(Node(replica, replica + 1) for replica in range(len(values)))):
+    for left, right, _ in steps(tuple(TreeNode(replica, replica + 1) for replica in range(len(values)))):
         found.append(combine(found[left], found[right]))
     return found[-1]

@@ -1,6 +1,6 @@
-"""Draws docs/schedules.svg, and writes what docs/pipelines.md shows of plans: the table of schedules, and a timetable.
+"""Writes what docs/pipelines.md shows of plans: the table of schedules, and timetables.
 
-    python docs/draw_pipelines.py     after a schedule was added, or pictures look different
+    python docs/draw_pipelines.py     after a schedule was added, or timetables look different
 
 What stands in the page between `<!-- name -->` and `<!-- end of name -->` is written here.
 """
@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from strategies.pipelines.pictures.svg import draw_svg
-from strategies.pipelines.pipelining_ops import Plan, plan
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.plan import Plan, plan
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 
-PICTURE = Path(__file__).with_name("schedules.svg")
 PAGE = Path(__file__).with_name("pipelines.md")
-STAGES, MICRO_BATCHES, IN_PICTURE, IN_TEXT = 4, 24, 8, 12
-WIDTH = 1100
+STAGES, MICRO_BATCHES, IN_COMPARISON, IN_TEXT = 4, 24, 8, 12
+COMPARED = (PipelineSchedule.Grouped, PipelineSchedule.OneForwardOneBackward)
 ON_TWO_DEVICES = [0, 1, 1, 0]
 HEAD = (
     "| schedule | length | bubbles | the same on two devices | micro-batches kept by stages 0 to 3 "
@@ -26,13 +24,8 @@ HEAD = (
 )
 
 
-def draw() -> str:
-    """The picture: a panel for each schedule."""
-    return draw_svg([plan(STAGES, IN_PICTURE, one).panel for one in PipelineSchedule], WIDTH)
-
-
 def table() -> str:
-    """The table: a row for each schedule."""
+    """Return the table: a row for each schedule."""
     return "\n".join([HEAD, *map(_row, PipelineSchedule)])
 
 
@@ -55,10 +48,12 @@ def _on_two_devices(schedule: PipelineSchedule) -> str:
 
 
 def written(page: str) -> str:
-    """The page with what is computed."""
+    """Return the page with what is computed."""
+    compared = "\n".join(plan(STAGES, IN_COMPARISON, one).text(columns=120) for one in COMPARED)
     parts = {
         "table of schedules": table(),
         "a timetable": f"```text\n{plan(STAGES, IN_TEXT, 'zero_bubble').text()}```",
+        "timetables of two schedules": f"```text\n{compared}```",
     }
     for name, text in parts.items():
         page, number = re.subn(
@@ -72,5 +67,4 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), encoding="utf-8")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from collectives.tree import Node, halves, root_of, subtrees
+from collectives.tree import TreeNode, halves, root_of, subtrees
 
 PICTURE = Path(__file__).with_name("tree.svg")
 REPLICAS, COUNTS = 7, (3, 2, 2)
@@ -25,7 +25,7 @@ def draw() -> str:
         f'<rect width="{width}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     owners = [owner for owner, count in enumerate(COUNTS) for _ in range(count)]
-    added_by: dict[Node, int] = {}
+    added_by: dict[TreeNode, int] = {}
     first = 0
     for owner, count in enumerate(COUNTS):
         added_by |= dict.fromkeys(subtrees(first, first + count, REPLICAS), owner)
@@ -38,13 +38,15 @@ def draw() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def place(node: Node) -> tuple[float, float]:
+def place(node: TreeNode) -> tuple[float, float]:
     """Where a node stands."""
     across = LEFT + STEP * (node.first + node.stop - 1) / 2
     return across, TOP + LEVEL * (3 - (node.stop - node.first - 1).bit_length())
 
 
-def _draw_node(lines: list[str], node: Node, owners: list[int], added_by: dict[Node, int], owner: int = -1) -> None:
+def _draw_node(
+    lines: list[str], node: TreeNode, owners: list[int], added_by: dict[TreeNode, int], owner: int = -1
+) -> None:
     across, below = place(node)
     owner = added_by.get(node, owner)
     if node.is_leaf:

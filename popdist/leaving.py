@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from popdist.connecting import finalize_mpi
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
-from popdist.exit_status import end_with
+from popdist.failing import end_with
 from popdist.instance import Instance
 from popdist.process import Chief, process
 
@@ -155,8 +155,7 @@ def watch_exit() -> None:
     """Arrange that a finished program waits for the others, and that a failed one does not."""
     if process.watches_exit:
         return
-    from popdist.failing import notice_failure
-    from popdist.last_threads import LastThreads
+    from popdist.failing import LastThreads, notice_failure
 
     process.watches_exit = True
     atexit.register(_leave)

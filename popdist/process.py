@@ -13,7 +13,7 @@ from popdist.environments import Cluster, detect_instance
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, Waits, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
-from popdist.timeline.asked import Asked
+from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings
@@ -84,7 +84,7 @@ class Process:
             EnvironmentMismatchError: a variable for one of them cannot be read.
         """
         attached: list[Instrument] = [progress] if isinstance(progress, ProgressPage) else []
-        if asked := Asked.from_environ(os.environ):
+        if asked := TimelineOptions.from_environ(os.environ):
             from popdist.timeline.attaching import Timeline  # loads numpy
 
             self.timeline = Timeline(asked, instance, os.environ)

@@ -7,23 +7,19 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from poprun.cli.answers import show
-from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.config import check_export, export_config, import_config
-from poprun.cli.log import Level, Log, fault_of_level, level_from
-from poprun.cli.lookup import check_user, check_word, quote_words
-from poprun.cli.notes import Circumstances, note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.cli.options import describe_options
-from poprun.cli.pages import USUAL_COLUMNS, columns_of
-from poprun.cli.settings import settings_from
-from poprun.cli.summary_setting import read_summary
+from poprun.cli.help import describe_options, describe_version
+from poprun.cli.log import Level, Log, fault_of_level, level_from, show
+from poprun.cli.notes import note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.settings import SummaryAsked
+from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.errors import PopRunError
-from poprun.launch.command import Launch, build_command
-from poprun.launch.dry_run import describe_plan, draw_placement
-from poprun.launch.hidden_packages import warn_of_hidden
-from poprun.launch.metrics import check_sinks
+from poprun.launch.command import build_command
+from poprun.launch.display import describe_plan, draw_placement, draw_topology
+from poprun.launch.launch import Launch
 from poprun.launch.plan import plan_launch
-from poprun.launch.topology import draw_topology
+from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.monitor.command import main as watch
 
             return watch(words[1:])
+        if list(words[:1]) == ["simulate"]:
+            from collectives.simulation.__main__ import main as simulate
+
+            return simulate(words[1:])
         return _run(words, os.environ)
     except PopRunError as error:
         Log().error(str(error))
@@ -75,25 +75,24 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         show(describe_options(columns_of(environ) or USUAL_COLUMNS, with_rare=bool(line.values.get("help-all"))))
         return 0
     if line.values.get("version"):
-        from poprun.version import describe_version  # reads the metadata of every package
-
         show(describe_version(str(line.values.get("version-format", "text"))))
         return 0
-    line = import_config(line)
+    if "import-config" in line.values:
+        line = import_config(line)
     settings = settings_from(line, environ)
+    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if not settings.host and settings.hostfile is None:
         check_word(settings.program[0], environ)
     if not settings.dry_run:
         check_user(settings, os.geteuid(), environ)
-    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if fault := fault_of_level(environ):
         log.warn(fault)
-    check_export(line)
+    if "export-config" in line.values:
+        check_export(line)
     launch = plan_launch(settings, environ, log)
     _comment(line, launch, environ, log)
-    exported = export_config(line)
-    if exported is not None:
-        log.info(f"wrote the options in force to {exported}")
+    if "export-config" in line.values:
+        log.info(f"wrote the options in force to {export_config(line)}")
     command = build_command(launch)
     if settings.dry_run:
         _show_plan(launch, command, environ)
@@ -112,7 +111,7 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
     settings = launch.settings
     check_sinks(settings, launch.hosts, launch.places[0], environ)
-    summary = Summary(read_summary(settings.summary), settings.program, log, environ)
+    summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
     viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
     if settings.timeline is not None:
         from poprun.trace.command import make_room
@@ -130,20 +129,14 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
 def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:
     """Say which files hide packages, which options have no effect, and with --debug which are in force."""
+    settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
     for text in warn_of_deprecated(line.values):
         log.warn(text)
-    settings = launch.settings
     for text in warn_of_hidden(settings.program, environ):
         log.warn(text)
-    for text in warn_of_output(settings.all_mpi_args):
+    for text in warn_of_output(settings.mpi.words):
         log.warn(text)
-    circumstances = Circumstances(
-        is_offline=settings.offline_mode,
-        has_partition=settings.vipu_partition is not None,
-        leaves_this_machine=launch.leaves_this_machine,
-        on_failure=settings.on_failure,
-    )
-    for text in note_without_effect(line.values, circumstances):
+    for text in note_without_effect(line.values, settings, leaves_this_machine):
         log.info(text)
     if settings.debug:
         for name, value in line.values.items():

@@ -12,23 +12,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from popdist.instance import this_host
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import OVERRULE, VARIABLE, adds_up_wrongly, is_measured, is_overruled
-from poprun.cli.answers import show
-from poprun.cli.lookup import find_mpirun
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
-from poprun.cli.wording import count
+from popdist.xla import (
+    FLAGS_VARIABLE,
+    OVERRULE,
+    adds_up_wrongly,
+    complain_of_sums,
+    is_measured,
+    is_overruled,
+    right_sums_setting,
+)
+from poprun.cli.log import show
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, wrap
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import find_allocation
-from poprun.hosts.before_launch import LET_PASS, addresses_in, find_network, with_this_machine
-from poprun.hosts.host_checks import Finding, Wanted, findings_of
-from poprun.hosts.host_facts import Fault, HostFacts, question_about
+from poprun.hosts.host_checks import Finding, HostNeeds, findings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, question_about
 from poprun.hosts.hosts import parse_hosts
-from poprun.hosts.interfaces import Network
-from poprun.hosts.links import Blocked, HostMeasurements, Link, all_reduce_bound_s, find_blocked, measure
+from poprun.hosts.inspection import LET_PASS, addresses_in, find_network, with_this_machine
+from poprun.hosts.interfaces import HostNetwork
+from poprun.hosts.links import Blocked, HostMeasurements, MeasuredLink, all_reduce_bound_s, find_blocked, measure
 from poprun.hosts.ssh import by_hand, ssh_words, user_arguments
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.this_machine import is_this_machine
+from poprun.launch.program import find_mpirun
 
 USAGE = "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]"
 
@@ -38,8 +44,8 @@ _COLUMNS = ("", "check", "host", "result", "way out")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user wants to know.
+class DoctorRequest:
+    """The words after `poprun doctor`.
 
     Attributes:
         hosts: as the user wrote them; none: this machine.
@@ -53,8 +59,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found.
+class DoctorReport:
+    """The findings of `poprun doctor`.
 
     Attributes:
         findings: the rows of the table.
@@ -63,8 +69,8 @@ class Report:
     """
 
     findings: tuple[Finding, ...]
-    network: Network | None = None
-    links: tuple[Link, ...] = ()
+    network: HostNetwork | None = None
+    links: tuple[MeasuredLink, ...] = ()
 
     @property
     def is_well(self) -> bool:
@@ -72,15 +78,12 @@ class Report:
         return not any(each.is_fault for each in self.findings)
 
     def as_json(self) -> str:
-        """Everything, for programs."""
+        """Return everything as JSON."""
         return json.dumps({"ok": self.is_well, **asdict(self)}, indent=2)
 
 
 def main(words: Sequence[str]) -> int:
     """Run `poprun doctor`.
-
-    Args:
-        words: those after `doctor`.
 
     Returns:
         The exit status: 0 if a job can run, 1 if not.
@@ -97,8 +100,8 @@ def main(words: Sequence[str]) -> int:
     return 0 if report.is_well else 1
 
 
-def read_words(words: Sequence[str]) -> Asked:
-    """What the words after `doctor` ask for; `--host` adds up.
+def read_words(words: Sequence[str]) -> DoctorRequest:
+    """Read the words after `doctor`; `--host` adds up.
 
     Raises:
         UsageError: one of them is unknown, or a value is missing or wrong.
@@ -120,10 +123,10 @@ def read_words(words: Sequence[str]) -> Asked:
                 lists.append(value)
         else:
             raise UsageError(f"doctor knows no {word!r}; {USAGE}")
-    return Asked(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
+    return DoctorRequest(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
 
 
-def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
+def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     """Look at everything.
 
     Args:
@@ -144,11 +147,11 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     if allocation is not None:
         findings.append(Finding("hosts", here.host, f"those of {allocation.source}, asked by {ssh[0]}"))
         findings += _check_warning(environ, here.host)
-    if isinstance(here, Fault):
-        return Report((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
+    if isinstance(here, HostFault):
+        return DoctorReport((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
     good = {host: each for host in hosts if isinstance(each := facts[host], HostFacts)}
     network, reason = _find_network(good, here, asked)
-    wanted = Wanted(here, sys.executable, dict.fromkeys(hosts, 0), network)
+    wanted = HostNeeds(here, sys.executable, dict.fromkeys(hosts, 0), network)
     findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
     measured, links = measure(_addresses(good, network), [each.name for each in good.values()], sys.executable, ssh)
     findings += [
@@ -161,7 +164,7 @@ def examine(asked: Asked, environ: Mapping[str, str]) -> Report:
     everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
     reached = _addresses(everyone, network) if network is not None else {}
     findings += check_connections(len(reached), find_blocked(reached, sys.executable, ssh, limit_from(environ)))
-    return Report(_in_order(findings), network, tuple(links))
+    return DoctorReport(_in_order(findings), network, tuple(links))
 
 
 def check_measurements(
@@ -183,8 +186,8 @@ def check_measurements(
             yield _judge_names(each, facts)
 
 
-def check_mtu(facts: Mapping[str, HostFacts], network: Network | None) -> Iterator[Finding]:
-    """Whether all hosts send packets of the same size in the chosen network."""
+def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> Iterator[Finding]:
+    """Return whether all hosts send packets of the same size in the chosen network."""
     if network is None:
         return
     found = {
@@ -209,8 +212,8 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
-    flags = {name: environ[name] for name in (VARIABLE, OVERRULE) if name in environ}
+    """Return whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
+    flags = {name: environ[name] for name in (FLAGS_VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
         complaint = complain_of_sums(version, flags | right_sums_setting(version, flags))
@@ -228,8 +231,8 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
             yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
 
 
-def check_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """What was measured, and what it means for an all-reduce."""
+def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
+    """Report the measured links, and the time that an all-reduce takes at least."""
     for link in links:
         name = f"{link.source} -> {link.target}"
         if link.fault:
@@ -243,7 +246,7 @@ def check_links(links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Finding]:
-    """Whether every host, this machine included, can connect to every other one."""
+    """Return whether every host, this machine included, can connect to every other one."""
     for each in blocked:
         yield Finding("connections", each.target, each.fact, LET_PASS, is_fault=True)
     if hosts > 1 and not blocked:
@@ -251,7 +254,7 @@ def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Findin
 
 
 def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
-    """The rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
+    """Return the rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
 
     Args:
         findings: what was found.
@@ -267,7 +270,7 @@ def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
 
 
 def _in_two(row: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """A row of four columns, and one more where there is a way out."""
+    """Split a row into one of four columns and, if there is a way out, one more."""
     *first, way_out = row
     return [tuple(first), *([("", "", "", f"-> {way_out}")] if way_out else [])]
 
@@ -280,13 +283,13 @@ def _folded(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _state(finding: Finding) -> str:
-    return "FAULT" if finding.is_fault else "hint" if finding.way_out else "ok"
+    return "FAULT" if finding.is_fault else "hint" if finding.is_advice else "ok"
 
 
 def _find_network(
-    facts: Mapping[str, HostFacts], here: HostFacts, asked: Asked
-) -> tuple[Network | None, tuple[Finding, ...]]:
-    """The network, or why there is none; one host needs none."""
+    facts: Mapping[str, HostFacts], here: HostFacts, asked: DoctorRequest
+) -> tuple[HostNetwork | None, tuple[Finding, ...]]:
+    """Return the network, or why there is none; one host needs none."""
     if len(facts) < 2 and not asked.host_subnet:
         return None, ()
     try:
@@ -297,8 +300,8 @@ def _find_network(
         return None, (Finding("network", here.host, *_split(str(error)), is_fault=True),)
 
 
-def _addresses(facts: Mapping[str, HostFacts], network: Network | None) -> dict[str, str]:
-    """Each host's address in the network; without one, links cannot be measured, but the hosts can."""
+def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> dict[str, str]:
+    """Return each host's address in the network; without a network, hosts are measured but no links."""
     if network is None:
         return dict.fromkeys(facts, "")
     return addresses_in(network, facts)
@@ -335,14 +338,14 @@ def _find_mpirun(environ: Mapping[str, str]) -> tuple[str, Finding]:
 
 
 def _check_path(mpirun: str, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Whether Open MPI can start its daemons on other hosts from where it is."""
+    """Return whether Open MPI can start its daemons on other hosts from where it is."""
     if " " in mpirun and not all(map(is_this_machine, hosts)):
         fact = f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there"
         yield Finding("mpirun", this_host(), fact, "make the environment in a folder without one", is_fault=True)
 
 
 def _check_warning(environ: Mapping[str, str], here: str) -> Iterator[Finding]:
-    """What a signal before the end of a Slurm job has to look like; what this job was given is not to be seen."""
+    """Say how Slurm has to be asked for a signal before the end; the job itself cannot see it."""
     if "SLURM_JOB_ID" in environ:
         fact = "a warning before the end of the job is for poprun: `sbatch --signal=B:USR1@60`, and `exec poprun ...`"
         yield Finding("signals", here, f"{fact}; without `B:` only instances on other hosts than poprun's get it")
@@ -360,7 +363,7 @@ def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _describe_agent(environ: Mapping[str, str]) -> str:
-    """One that is missing is no fault: keys without a passphrase need none."""
+    """Describe the ssh agent; a missing one is no fault, because keys without a passphrase need none."""
     if not environ.get("SSH_AUTH_SOCK"):
         return "none; keys without a passphrase need none"
     try:

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import popdist
 from strategies.roles import Number
 from strategies.sinks.opening import asked_sinks, open_sinks, opened
-from strategies.sinks.row import Row
-from strategies.sinks.sink import Sink
-from strategies.sinks.sinks import Job, Sinks
+from strategies.sinks.sink import Row, Sink
+from strategies.sinks.sinks import JobFacts, Sinks
 from strategies.strategy import Strategy, get_strategy
 
 __all__ = ["Row", "Sink", "Sinks", "log", "open"]
@@ -39,7 +38,7 @@ def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
     """
     strategy = strategy or get_strategy()
     if strategy is None:
-        return open_sinks(sinks, Job(is_chief=popdist.is_chief), os.environ)
+        return open_sinks(sinks, JobFacts(is_chief=popdist.is_chief), os.environ)
     replicas = strategy.replicas
     found = open_sinks(sinks, replicas.job, os.environ)
     replicas.sinks.append(found)
@@ -60,6 +59,6 @@ def log(values: Mapping[str, Number], step: int) -> None:
     Raises:
         TypeError, ValueError: see `Sinks.log`.
     """
-    asked_sinks(Job(is_chief=popdist.is_chief), os.environ)
+    asked_sinks(JobFacts(is_chief=popdist.is_chief), os.environ)
     for sinks in opened():
         sinks.log(values, step)

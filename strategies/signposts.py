@@ -10,7 +10,7 @@ from types import ModuleType
 _HERE = Path(__file__).parent
 _RENAMED = {
     "notes": "strategies.checkpoints.plain_values",
-    "private_folders": "popdist.records.private_folders",
+    "private_folders": "popdist.records.private_files",
     "probing": "strategies.comparing.exactness",
     "sharding": "strategies.data.layout",
     "streams": "strategies.data.sequential",

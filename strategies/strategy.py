@@ -19,8 +19,7 @@ from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
 from strategies.axes import Axis
-from strategies.config.configured import in_force
-from strategies.config.ipu_config import IPUConfig
+from strategies.config.configured import IPUConfig, in_force
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
 from strategies.data.input_context import InputContext

@@ -8,8 +8,8 @@ from typing import Any, Unpack
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
-from strategies.evaluation.evaluation_program import MetricsFunction, Task
-from strategies.evaluation.evaluator import Evaluator
+from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
+from strategies.evaluation.evaluator import JaxEvaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
@@ -76,7 +76,7 @@ class Trainer:
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
         parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
         self._states, self._single, self._executions = parts.states, parts.single, parts.executions
-        self._evaluator = Evaluator(strategy.replicas, loss_fn, self._options, self._single)
+        self._evaluator = JaxEvaluator(strategy.replicas, loss_fn, self._options, self._single)
         self._memory = MemoryPlanner(strategy.replicas, loss_fn, optimizer, self._options)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 
@@ -220,10 +220,10 @@ class Trainer:
             state: what `init`, `step` or `run` returned last.
             dataset: a `DistributedDataset` with `remainder="pad"`, or an iterable of this instance's batches.
             fn: as `loss_fn`, called with each row as a batch of one; None for `loss_fn` itself.
-            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}`; see `Evaluator.evaluate`.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}`; see `JaxEvaluator.evaluate`.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `Evaluator.evaluate`.
+            TypeError, ValueError, DisagreementError: see `JaxEvaluator.evaluate`.
         """
         found = self._evaluator.evaluate(state, dataset, fn, metrics_fn)
         tell_evaluation(self._strategy.replicas, state.step, found)
@@ -242,13 +242,13 @@ class Trainer:
             to_all: whether all instances get the outputs, as host arrays; otherwise all but instance 0 get None.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `Evaluator.predict`.
+            TypeError, ValueError, DisagreementError: see `JaxEvaluator.predict`.
         """
         return self._evaluator.predict(state, dataset, fn, to_all)
 
     def told(
-        self, task: Task, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
+        self, task: EvaluationTask, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
     ) -> Generator[Told, None, None]:
-        """For each batch what a task tells of it; what `evaluate` and `predict` are made of. See `Evaluator.told`."""
+        """For each batch what a task tells of it; what `evaluate` and `predict` are made of."""
         batches: Any = dataset
         return self._evaluator.told(task, state, batches)

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.factory import Group, Settings, assemble
+from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
@@ -157,7 +157,7 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
         return _communicator(settings, node, name, chosen)
 
     of_rank = members.index(node.rank)
-    seen = Group(of_rank, [node.names[member] for member in members], members, lost)
+    seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost)
     links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
     lanes = {link.begin() for link in links}
     if group == ALL:  # who makes another group waits for nobody

@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from collectives.agreement import agree, exchange_bytes
+from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype, aligned_empty
 from collectives.calls import MISMATCH, Call, checked_root
 from collectives.communicator import Communicator
-from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
 from collectives.errors import (
     BusyError,
     CollectiveError,
@@ -41,8 +40,7 @@ from collectives.errors import (
     PeerLostError,
     UnsupportedBufferError,
 )
-from collectives.factory import Group, Settings
-from collectives.memory import aligned_empty
+from collectives.factory import RankGroup, Settings
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared
 from collectives.reduction import Reduction, join, shares
@@ -91,7 +89,7 @@ _numbers = itertools.count()  # of communicators; the same on all ranks, which m
 # ---- Horovod itself, for NumPy arrays
 
 
-def start(comm: Any = None) -> None:
+def start(comm: object = None) -> None:
     """Start Horovod in this process, unless it runs; a collective call.
 
     Args:
@@ -121,7 +119,7 @@ class _Unprotected:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def finished(begin: Callable[[], int], watch: Watch) -> Any:
+def finished(begin: Callable[[], int], watch: Watch) -> object:
     """The result of an operation of Horovod that `begin` starts.
 
     Raises:
@@ -258,7 +256,7 @@ class HorovodTransport(Transport):
         messages: np.ndarray = gathered.numpy()
         return messages
 
-    def run(self, begin: Callable[..., int], name: str) -> Any:
+    def run(self, begin: Callable[..., int], name: str) -> object:
         """The result of an operation of Horovod that `begin(name=...)` starts."""
         # The same name in every step lets Horovod remember the answer of its negotiation.
         return finished(partial(begin, name=f"{self._name}: {name}"), self._watch)
@@ -356,7 +354,7 @@ class Operations:
         self._run([one for one in pending if one.is_scaled], reduce, (1.0, 1.0), "allreduce of integers")
         return [one.finish().reshape(array.shape) for one, array in zip(pending, arrays, strict=True)]
 
-    def _run(self, pending: Sequence[_Pending], reduce: Any, factors: tuple[float, float], name: str) -> None:
+    def _run(self, pending: Sequence[_Reducing], reduce: object, factors: tuple[float, float], name: str) -> None:
         tensors = [tensor_of(carrier) for one in pending for carrier in one.carriers if carrier.size]
         if tensors:
             scales = {"prescale_factor": factors[0], "postscale_factor": factors[1]}
@@ -391,7 +389,7 @@ class Operations:
 
 
 @dataclass
-class _Pending:
+class _Reducing:
     """A reduction under way.
 
     Attributes:
@@ -405,7 +403,7 @@ class _Pending:
     is_scaled: bool = False
 
 
-def _pending(array: np.ndarray, op: str, factors: tuple[float, float], size: int) -> _Pending:
+def _pending(array: np.ndarray, op: str, factors: tuple[float, float], size: int) -> _Reducing:
     flat = array.reshape(-1)
     if op != "Average" or array.dtype.kind not in "iu":
         return _plain(flat, Reduction("mean" if op == "Average" else "sum", flat.dtype), "sum", size)
@@ -415,7 +413,7 @@ def _pending(array: np.ndarray, op: str, factors: tuple[float, float], size: int
     return _divided_mean(flat, size) if reduction.divides_first else _plain(flat, reduction, "mean", size)
 
 
-def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: int) -> _Pending:
+def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: int) -> _Reducing:
     total = flat.astype(accumulator_dtype(flat.dtype, accumulated_as))
     carrier = _carrier(total)
 
@@ -425,10 +423,10 @@ def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: in
         reduction.finish(total, result, size)
         return result
 
-    return _Pending([carrier], finish)
+    return _Reducing([carrier], finish)
 
 
-def _divided_mean(flat: np.ndarray, size: int) -> _Pending:
+def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
     """The mean of 64-bit integers, whose sum need not fit."""
     ((quotients,), (remainders,)) = shares([flat], size)
     carriers = [_carrier(quotients), _carrier(remainders)]
@@ -438,10 +436,10 @@ def _divided_mean(flat: np.ndarray, size: int) -> _Pending:
         join(quotients, remainders, result, size)
         return result
 
-    return _Pending(carriers, finish)
+    return _Reducing(carriers, finish)
 
 
-def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Pending:
+def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Reducing:
     """The mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
     before, after = factors
     with np.errstate(all="ignore"):  # what does not fit is noticed by the sum of the absolute values
@@ -462,7 +460,7 @@ def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _
             )
         return mean.astype(flat.dtype)
 
-    return _Pending([total, bound], finish, is_scaled=True)
+    return _Reducing([total, bound], finish, is_scaled=True)
 
 
 def _check_reducible(array: np.ndarray, op: str, factors: tuple[float, float]) -> None:
@@ -507,8 +505,8 @@ def connect(settings: Settings) -> Communicator:
     return Communicator(main, watches[0], queue, settings.progress, partial(_connect_some, settings), "horovod")
 
 
-def _everybody() -> Group:
-    return Group(hvd.rank(), [f"rank {rank}" for rank in range(hvd.size())], range(hvd.size()))
+def _everybody() -> RankGroup:
+    return RankGroup(hvd.rank(), [f"rank {rank}" for rank in range(hvd.size())], range(hvd.size()))
 
 
 def _connect_some(settings: Settings, ranks: Sequence[int]) -> Communicator:

@@ -14,7 +14,7 @@ import numpy as np
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
-from collectives.factory import Group, Settings, assemble, refuse_other_networks
+from collectives.factory import RankGroup, Settings, assemble, refuse_other_networks
 from collectives.open_mpi import open_mpi_prepared
 from collectives.plans.spread import host_numbers
 from collectives.point_to_point.link import LANES, Link, Sizes, Transfer
@@ -175,7 +175,7 @@ def _connect_over(
         return _connect_over(settings, subgroup, subgroup, [members[rank] for rank in ranks], _nothing, here)
 
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-    group = Group(comm.Get_rank(), names, members)
+    group = RankGroup(comm.Get_rank(), names, members)
     return assemble(settings, group, (main, named), True, make_subgroup)
 
 

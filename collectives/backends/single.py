@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from collectives.arrays import aligned_empty
 from collectives.communicator import Communicator
-from collectives.factory import Group, Settings
-from collectives.memory import aligned_empty
+from collectives.factory import RankGroup, Settings
 from collectives.named import NamedQueue
 from collectives.reduction import Reduction
 from collectives.transport import Parts, Transport
@@ -57,7 +57,7 @@ class SingleTransport(Transport):
 
 def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:
     """A communicator of this process alone."""
-    group = Group(0, ["rank 0"], instances)
+    group = RankGroup(0, ["rank 0"], instances)
     queue = NamedQueue(SingleTransport(), group.watch(settings))
     return Communicator(
         SingleTransport(),

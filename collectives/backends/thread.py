@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from collectives.factory import Group, Settings, assemble
+from collectives.factory import RankGroup, Settings, assemble
 from collectives.plans.spread import host_numbers
 from collectives.point_to_point.link import Link, Transfer
 
@@ -232,7 +232,7 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
     """
     settings = replace(settings, spins=0)  # a spinning thread would keep the interpreter from the others
     members = instances if instances is not None else range(hub.size)
-    group = Group(rank, [f"rank {number}" for number in range(hub.size)], members, partial(hub.why_not_wait, rank))
+    group = RankGroup(rank, [f"rank {number}" for number in range(hub.size)], members, partial(hub.why_not_wait, rank))
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         of_ranks = hub.subgroup(tuple(ranks), rank)

@@ -7,28 +7,15 @@ cache. Every word of the memory has one writer.
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from collectives.hosts.bell import CAN_RING, LINE_BYTES, Bells
-from collectives.hosts.layout import (
-    ANNOUNCED,
-    FRAGMENT_BYTES,
-    FRAGMENT_WORDS,
-    FRAGMENTS,
-    POOL_BYTES,
-    QUEUE_WORDS,
-    QUEUED,
-    TAKEN,
-    bells_start,
-    fragments,
-    pool_start,
-    queue_start,
-    words_of,
-)
-from collectives.point_to_point.link import LANES, Link, Transfer
+from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Transfer
 from collectives.shared_memory.words import FENCE
 
 
@@ -83,7 +70,7 @@ class NearLink(Link):
         return np.frombuffer(self._memory, np.uint8, POOL_BYTES[lane], pool_start(self.size, source, lane))
 
 
-class _Sent:
+class _Outgoing:
     """A message of which fragments may still have to be copied."""
 
     __slots__ = ("_outbox", "data", "left", "to")
@@ -135,14 +122,14 @@ class _Outbox:
         self._pool = link.pool(link.rank, lane)
         self._channels = [link.channel(link.rank, to, lane) for to in range(link.size)]
         self._announced = [0] * link.size
-        self._waiting: deque[_Sent] = deque()
+        self._waiting: deque[_Outgoing] = deque()
         self._lying: deque[tuple[int, Sequence[tuple[int, int]]]] = deque()  # ends; receivers, with their fragments
         self._begins = 0  # of what lies in the pool, counted in bytes from the very first one on
         self._ends = 0
 
-    def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Sent:
+    def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Outgoing:
         """Send as much at once as there is room for."""
-        sent = _Sent(self, data, to)
+        sent = _Outgoing(self, data, to)
         self._waiting.append(sent)
         self.fill()
         return sent
@@ -157,7 +144,7 @@ class _Outbox:
                 sent.left.popleft()
             self._waiting.popleft()
 
-    def _copy(self, sent: _Sent, part: slice, is_last: bool) -> bool:
+    def _copy(self, sent: _Outgoing, part: slice, is_last: bool) -> bool:
         """Whether there was room for a fragment."""
         nbytes = part.stop - part.start
         if any(self._announced[to] - self._channels[to][TAKEN] >= QUEUED for to in sent.to):
@@ -237,3 +224,101 @@ class _Inbox:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // LINE_BYTES) * LINE_BYTES
+
+
+LINE_BYTES = 64
+"""What a bell takes, so that it shares no cache line."""
+
+_SYSTEM_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = (1 << 31) - 1
+
+CAN_RING = _SYSTEM_CALL > 0
+"""Whether this machine has such bells; elsewhere waits have to poll."""
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Bells:
+    """One for each rank, which alone waits for it, and which any of the others rings.
+
+    A ring that comes while its rank is awake ends the next wait at once. Of two that come at the same time one may be
+    lost, with a wait that lasts as long as it was given.
+
+    Args:
+        memory: `LINE_BYTES` for each rank, zeroed, the same for all of them.
+        rank: this rank.
+    """
+
+    def __init__(self, memory: memoryview, rank: int) -> None:
+        self._call = ctypes.CDLL(None).syscall
+        self._words = memory.cast("I")
+        self._places = [ctypes.c_uint32.from_buffer(memory, start) for start in range(0, memory.nbytes, LINE_BYTES)]
+        self._own = rank * (LINE_BYTES // 4)
+        self._place = ctypes.byref(self._places[rank])
+        self._heard = 0
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank, after what it waits for has been written."""
+        place = rank * (LINE_BYTES // 4)
+        self._words[place] = (self._words[place] + 1) & 0xFFFFFFFF
+        self._call(_SYSTEM_CALL, ctypes.byref(self._places[rank]), _WAKE, _EVERYBODY, None, None, 0)
+
+    def wait(self, seconds: float) -> None:
+        """Return when the bell of this rank has rung since the last wait, at the latest after so many seconds."""
+        limit, heard = _Time(int(seconds), int(seconds % 1 * 1e9)), ctypes.c_uint32(self._heard)
+        self._call(_SYSTEM_CALL, self._place, _WAIT, heard, ctypes.byref(limit), None, 0)  # whatever it returns
+        self._heard = self._words[self._own]
+
+
+POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
+"""What a rank may have on its way in each lane, to all others of its host together."""
+
+FRAGMENT_BYTES = 1 << 16
+"""Longer messages pass in parts of this size, so that they need not fit."""
+
+QUEUED = 12
+"""Fragments that may be on their way in a lane from one rank to another one."""
+
+# Of each lane from one rank to another one, in 8-byte units. The sender writes how many fragments it has announced so
+# far, and for the last ones where they lie, how long they are, and whether they end a message; the receiver, in a cache
+# line of its own, how many it has taken.
+ANNOUNCED, FRAGMENTS, TAKEN = 0, 1, 40
+FRAGMENT_WORDS = 3
+QUEUE_WORDS = 48
+
+_WORD_BYTES = 8
+
+
+def memory_bytes(size: int) -> int:
+    """The memory that one channel between `size` ranks takes."""
+    return pool_start(size, size, EXCHANGE)
+
+
+def words_of(size: int) -> int:
+    """How many words come before the pools."""
+    return LANES * size * size * QUEUE_WORDS
+
+
+def queue_start(size: int, source: int, to: int, lane: int) -> int:
+    """Where the words of a lane from one rank to another one begin."""
+    return ((lane * size + source) * size + to) * QUEUE_WORDS
+
+
+def bells_start(size: int) -> int:
+    """Where the bells of all ranks begin, in bytes: behind the words."""
+    return words_of(size) * _WORD_BYTES
+
+
+def pool_start(size: int, source: int, lane: int) -> int:
+    """Where the pool of a rank for a lane begins, in bytes."""
+    before = sum(POOL_BYTES[each] for each in range(lane))
+    return bells_start(size) + size * LINE_BYTES + source * sum(POOL_BYTES.values()) + before
+
+
+def fragments(nbytes: int) -> Iterator[slice]:
+    """The parts in which so many bytes pass; one even where there are none."""
+    for start in range(0, max(1, nbytes), FRAGMENT_BYTES):
+        yield slice(start, min(nbytes, start + FRAGMENT_BYTES))

@@ -7,16 +7,15 @@ from functools import cached_property
 
 import grpc
 
+from collectives.calls import foreign
 from collectives.network import wire
-from collectives.network.bearer import Bearer
 from collectives.network.claims import taken
 from collectives.network.hello import CONTROL, PROTOCOL, Hello, Refusal
-from collectives.network.identity import Runner
+from collectives.network.identity import Bearer, Runner
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, is_same
 from collectives.network.worker import Worker
 from collectives.point_to_point.link import LANES
-from collectives.text import foreign
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from collectives.calls import foreign
 from collectives.network.identity import Runner
-from collectives.text import foreign
 
 PROTOCOL = 2
 _LARGEST = 1 << 32

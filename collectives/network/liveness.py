@@ -14,7 +14,7 @@ FAILURES = 3  # attempts, all of which have to fail; this worker may have been s
 _ANSWER_LIMIT_S = 1.0
 
 
-class Liveness:
+class PeerWatch:
     """Watches over the other workers in a thread of its own.
 
     A broken connection tells of itself. A cut network does not: nothing comes any more, as from a process that is

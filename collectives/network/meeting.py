@@ -7,12 +7,12 @@ import ssl
 import threading
 from typing import Any
 
+from collectives.calls import foreign
 from collectives.errors import CollectiveTimeoutError, PeerRefusedError
 from collectives.network import wire
 from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
 from collectives.network.worker import Worker
-from collectives.text import foreign
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
 from collectives.network import wire
 from collectives.network.addresses import Address, describe_os_error
@@ -19,12 +20,11 @@ from collectives.network.claims import digest_incarnation
 from collectives.network.hello import CONTROL, PROTOCOL, Hello
 from collectives.network.identity import other_users
 from collectives.network.lanes import Bell, Inbox, Outbox
-from collectives.network.liveness import BEAT_S, Liveness
+from collectives.network.liveness import BEAT_S, PeerWatch
 from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
 from collectives.network.security import TOKEN, Security
 from collectives.network.worker import Worker
-from collectives.text import MOST_OF_PEERS, foreign
 from collectives.waiting import Limits
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Node(Worker):
         self._bells: dict[str, Bell] = {}
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._server: grpc.Server | None = None
-        self._liveness = Liveness(self)
+        self._liveness = PeerWatch(self)
         self.admission = Admission(self)
 
     # ---- the beginning

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from collectives.plans.plan import Addition, Message, Round
-from collectives.tree import Node, merged, root_of
+from collectives.tree import TreeNode, merged, root_of
 
-Held = Sequence[tuple[Node, ...]]
+Held = Sequence[tuple[TreeNode, ...]]
 Column = tuple[tuple[int, ...], list[Round]]
 Run = tuple[int, int, int]  # slices from the first on, up to the second, and the place in a group that has them
 Way = Callable[[Held, int], Column]
@@ -104,7 +104,7 @@ def pairs_up(held: Held, replicas: int) -> bool:
     """Whether hosts own equal nodes of a power of two replicas, the last one what is left: then pairs own nodes too."""
     size = sum(node.stop - node.first for node in held[0])
     return size & (size - 1) == 0 and all(
-        merged(nodes, replicas) == (Node(host * size, min(replicas, (host + 1) * size)),)
+        merged(nodes, replicas) == (TreeNode(host * size, min(replicas, (host + 1) * size)),)
         for host, nodes in enumerate(held)
     )
 
@@ -140,13 +140,13 @@ class Groups:
         first, size = self._group(self.sibling(host, level), level)
         return first + _place(host, level, size)
 
-    def node(self, host: int, level: int) -> Node:
+    def node(self, host: int, level: int) -> TreeNode:
         """What a host's group of 2^level owns."""
         first = host >> level << level
         last = min(self._count, first + (1 << level)) - 1
-        return Node(self._held[first][0].first, self._held[last][-1].stop)
+        return TreeNode(self._held[first][0].first, self._held[last][-1].stop)
 
-    def parts(self, host: int, level: int) -> tuple[Node, ...]:
+    def parts(self, host: int, level: int) -> tuple[TreeNode, ...]:
         """What a host has of its group's sum before the group is joined: until then it has added nothing."""
         own = self.node(host, level)
         return self._held[host] if own == self.node(host, 0) else (own,)
@@ -193,7 +193,7 @@ def _place(owner: int, level: int, size: int) -> int:
     return place
 
 
-def inside(nodes: Iterable[Node], whole: Node) -> tuple[Node, ...]:
+def inside(nodes: Iterable[TreeNode], whole: TreeNode) -> tuple[TreeNode, ...]:
     """Those of some nodes that are parts of another one."""
     return tuple(node for node in nodes if whole.covers(node))
 

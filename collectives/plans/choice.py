@@ -11,7 +11,7 @@ from collectives.plans.network import Network
 from collectives.plans.plan import Addition, Message, Plan
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
-from collectives.tree import Node, root_of
+from collectives.tree import TreeNode, root_of
 
 _CACHED = 1024
 
@@ -28,7 +28,7 @@ class Width:
     leaf: int
     partial: int
 
-    def of(self, node: Node, replicas: int) -> int:
+    def of(self, node: TreeNode, replicas: int) -> int:
         """Of a node of so many replicas."""
         return self.leaf if node.is_leaf or node == root_of(replicas) else self.partial
 

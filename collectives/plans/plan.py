@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from collectives.plans.spread import Spread
-from collectives.tree import Node, root_of
+from collectives.tree import TreeNode, root_of
 
 
 class Addition(NamedTuple):
@@ -24,8 +24,8 @@ class Addition(NamedTuple):
     rank: int
     first: int
     stop: int
-    nodes: tuple[Node, ...]
-    into: Node
+    nodes: tuple[TreeNode, ...]
+    into: TreeNode
 
 
 class Message(NamedTuple):
@@ -43,7 +43,7 @@ class Message(NamedTuple):
     to: int
     first: int
     stop: int
-    node: Node
+    node: TreeNode
 
 
 @dataclass(frozen=True)

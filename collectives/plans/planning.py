@@ -15,7 +15,7 @@ from itertools import zip_longest
 from collectives.plans.between_hosts import WAYS, inside, pairs_up
 from collectives.plans.plan import Addition, Message, Plan, Round
 from collectives.plans.spread import Spread
-from collectives.tree import Node, root_of
+from collectives.tree import TreeNode, root_of
 
 _CACHED = 256
 
@@ -52,7 +52,7 @@ def possible_ways(spread: Spread) -> tuple[str, ...]:
     return ("direct",)
 
 
-def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[Node, ...]]:
+def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]]:
     """What each worker begins with: its own contributions, and the sums of the others of its host."""
     held = []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from collectives.tree import Node, subtrees
+from collectives.tree import TreeNode, subtrees
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Spread:
         return sum(self.counts)
 
     @cached_property
-    def blocks(self) -> tuple[Node, ...]:
+    def blocks(self) -> tuple[TreeNode, ...]:
         """The replicas of each rank; such a block need not be a node of the tree."""
         stops = list(accumulate(self.counts))
-        return tuple(Node(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True))
+        return tuple(TreeNode(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True))
 
     @cached_property
-    def sums(self) -> tuple[tuple[Node, ...], ...]:
+    def sums(self) -> tuple[tuple[TreeNode, ...], ...]:
         """The largest nodes that each rank can add up by itself."""
         return tuple(subtrees(*block, self.replicas) for block in self.blocks)
 
@@ -72,10 +72,10 @@ class Spread:
             ranks[host].append(rank)
         return tuple(map(tuple, ranks))
 
-    def leaves(self, rank: int) -> tuple[Node, ...]:
+    def leaves(self, rank: int) -> tuple[TreeNode, ...]:
         """The contributions of a rank."""
         first, stop = self.blocks[rank]
-        return tuple(Node(replica, replica + 1) for replica in range(first, stop))
+        return tuple(TreeNode(replica, replica + 1) for replica in range(first, stop))
 
 
 def host_numbers(hosts: Sequence[Hashable]) -> tuple[int, ...]:

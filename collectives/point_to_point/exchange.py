@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from collectives.arrays import aligned_empty
 from collectives.errors import PeerLostError
-from collectives.memory import aligned_empty
 from collectives.plans.comparing import Relay, relays
 from collectives.point_to_point.link import EXCHANGE, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
@@ -28,7 +28,7 @@ Opening = Callable[[], OpeningLink]
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
 
 
-class Exchange:
+class LinkExchange:
     """What the ranks of a link say, each in a block of its own: a header, and arrays.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives.point_to_point.link import PARTIALS, RESULTS, Fetch, Link, Transfer
-from collectives.point_to_point.program import Kind, Parcel, Place, Program, Turn
+from collectives.point_to_point.program import Area, BufferPart, Parcel, RankProgram, RankRound
 from collectives.reduction import Reduction
 
 
@@ -32,7 +32,7 @@ class Arrays:
     replicas: int
 
 
-class Memory:
+class PartialSums:
     """Room for partial sums: fresh pages cost more than the sums, so it is kept."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PieceFlow:
     def __init__(
         self,
         link: Link,
-        program: Program,
+        program: RankProgram,
         arrays: Arrays,
         offset: int,
         room: np.ndarray,
@@ -130,11 +130,11 @@ class PieceFlow:
         """Whether it has all that comes in the turn with this number."""
         return self._next > turn + 1 or (self._next == turn + 1 and not self._coming)
 
-    def _enter(self, turn: Turn) -> None:
+    def _enter(self, turn: RankRound) -> None:
         arrays, reduction = self._arrays, self._arrays.reduction
         for sources, nodes, into, elements in turn.sums:
             given = [self._at(place, elements) for place in sources]
-            if into.kind is Kind.RESULT:
+            if into.kind is Area.RESULT:
                 reduction.reduce(given, self._at(into, elements), arrays.replicas, nodes)
             else:
                 reduction.fold(given, self._at(into, elements), nodes)
@@ -150,15 +150,15 @@ class PieceFlow:
             result = self._at(parcel.place, parcel.elements).view(np.uint8)
             self._coming.append((self._link.receive(result, parcel.other, RESULTS), parcel.other))
 
-    def _at(self, place: Place, elements: int) -> np.ndarray:
+    def _at(self, place: BufferPart, elements: int) -> np.ndarray:
         kind, number, start = place
-        if kind is Kind.OWN:
+        if kind is Area.OWN:
             start += self._offset
             return self._arrays.contributions[number][start : start + elements]
-        if kind is Kind.RESULT:
+        if kind is Area.RESULT:
             start += self._offset - self._arrays.begins
             return self._arrays.out[start : start + elements]
-        if kind is Kind.ADDED:
+        if kind is Area.ADDED:
             return self._added[start : start + elements]
         message = self._fetches[number].message
         return message.view(self._dtype(self._program.fetches[number]))[start : start + elements]

@@ -14,7 +14,7 @@ from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
 from collectives.point_to_point.link import Link
 from collectives.point_to_point.opening import opening_round
-from collectives.point_to_point.program import Program, program_of
+from collectives.point_to_point.program import RankProgram, program_of
 from collectives.reduction import Reduction
 
 _CACHED = 256  # layouts
@@ -59,7 +59,7 @@ class Planned:
     """
 
     plan: Plan
-    programs: tuple[tuple[int, Program], ...]
+    programs: tuple[tuple[int, RankProgram], ...]
     opens_in: int
 
     @cached_property

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from collectives.plans.cutting import Table
 from collectives.plans.plan import Addition, Message, Plan
-from collectives.tree import Node, root_of
+from collectives.tree import TreeNode, root_of
 
 _ALIGNMENT = 16  # elements
 
 
-class Kind(Enum):
+class Area(Enum):
     """Where something lies."""
 
     OWN = "in the contribution with this number"
@@ -24,22 +24,22 @@ class Kind(Enum):
     FETCHED = "in the partial sum with this number, of those that others send"
 
 
-class Place(NamedTuple):
+class BufferPart(NamedTuple):
     """A place in memory.
 
     Attributes:
         kind: where.
-        number: see `Kind`; otherwise 0.
+        number: see `Area`; otherwise 0.
         start: the first element there.
     """
 
-    kind: Kind
+    kind: Area
     number: int
     start: int
 
-    def behind(self, elements: int) -> Place:
+    def behind(self, elements: int) -> BufferPart:
         """The place so many elements further on."""
-        return Place(self.kind, self.number, self.start + elements)
+        return BufferPart(self.kind, self.number, self.start + elements)
 
 
 class Sum(NamedTuple):
@@ -52,9 +52,9 @@ class Sum(NamedTuple):
         elements: of each.
     """
 
-    sources: tuple[Place, ...]
-    nodes: tuple[Node, ...]
-    into: Place
+    sources: tuple[BufferPart, ...]
+    nodes: tuple[TreeNode, ...]
+    into: BufferPart
     elements: int
 
 
@@ -69,12 +69,12 @@ class Parcel(NamedTuple):
     """
 
     other: int
-    place: Place
+    place: BufferPart
     elements: int
-    node: Node
+    node: TreeNode
 
 
-class Delivery(NamedTuple):
+class SharedResult(NamedTuple):
     """A result that others are given.
 
     Attributes:
@@ -84,12 +84,12 @@ class Delivery(NamedTuple):
     """
 
     others: tuple[int, ...]
-    place: Place
+    place: BufferPart
     elements: int
 
 
 @dataclass(frozen=True)
-class Turn:
+class RankRound:
     """What a rank does in one round: it adds, then sends, then needs what comes.
 
     Attributes:
@@ -103,14 +103,14 @@ class Turn:
 
     sums: tuple[Sum, ...]
     parts: tuple[Parcel, ...]
-    results: tuple[Delivery, ...]
+    results: tuple[SharedResult, ...]
     fetched: range
     received: tuple[Parcel, ...]
     overwrites: bool
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """What a rank does of a plan.
 
     Attributes:
@@ -120,13 +120,13 @@ class Program:
         added: the elements of memory for partial results.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[RankRound, ...]
     fetches: tuple[Parcel, ...]
     room: int
     added: int
 
 
-def program_of(plan: Plan, rank: int, table: Table) -> Program:
+def program_of(plan: Plan, rank: int, table: Table) -> RankProgram:
     """What a rank does of a plan whose slices lie as the table says."""
     return _Compiler(plan, rank, table).compiled()
 
@@ -140,14 +140,14 @@ class _Compiler:
         self._table = table
         self._root = root_of(plan.spread.replicas)
         leaves = plan.spread.leaves(rank)
-        self._held: list[dict[Node, Place]] = [
-            {leaf: Place(Kind.OWN, number, start) for number, leaf in enumerate(leaves)} for start in table.starts
+        self._held: list[dict[TreeNode, BufferPart]] = [
+            {leaf: BufferPart(Area.OWN, number, start) for number, leaf in enumerate(leaves)} for start in table.starts
         ]
         self._fetches: list[Parcel] = []
         self._room = 0
         self._added = 0
 
-    def compiled(self) -> Program:
+    def compiled(self) -> RankProgram:
         turns = []
         for each in self._plan.rounds:
             sums = [made for addition in each.additions if addition.rank == self._rank for made in self._add(addition)]
@@ -157,9 +157,9 @@ class _Compiler:
             for message in each.messages:
                 if message.to == self._rank:
                     received += self._receive(message)
-            finishes_all = not self._plan.is_scattering and any(made.into.kind is Kind.RESULT for made in sums)
+            finishes_all = not self._plan.is_scattering and any(made.into.kind is Area.RESULT for made in sums)
             turns.append(
-                Turn(
+                RankRound(
                     tuple(sums),
                     tuple(parcel for parcel in sent if parcel.node != self._root),
                     _delivered(parcel for parcel in sent if parcel.node == self._root),
@@ -168,15 +168,15 @@ class _Compiler:
                     bool(received) or finishes_all,
                 )
             )
-        return Program(tuple(turns), tuple(self._fetches), self._room, self._added)
+        return RankProgram(tuple(turns), tuple(self._fetches), self._room, self._added)
 
     def _add(self, addition: Addition) -> Iterator[Sum]:
         _, first, stop, nodes, into = addition
         for begun, ended in self._table.runs(first, stop):
             if into == self._root:
-                target = Place(Kind.RESULT, 0, self._table.starts[begun])
+                target = BufferPart(Area.RESULT, 0, self._table.starts[begun])
             else:
-                target = Place(Kind.ADDED, 0, self._added)
+                target = BufferPart(Area.ADDED, 0, self._added)
                 self._added += _aligned(self._table.elements(begun, ended))
             start = self._table.starts[begun]
             for one, other in self._together(begun, ended, nodes):
@@ -197,19 +197,19 @@ class _Compiler:
         for begun, ended in self._table.runs(first, stop):
             elements = self._table.elements(begun, ended)
             if node == self._root:
-                place = Place(Kind.RESULT, 0, self._table.starts[begun])
+                place = BufferPart(Area.RESULT, 0, self._table.starts[begun])
                 yield Parcel(source, place, elements, node)
             else:
-                place = Place(Kind.FETCHED, len(self._fetches), 0)
+                place = BufferPart(Area.FETCHED, len(self._fetches), 0)
                 self._fetches.append(Parcel(source, place.behind(self._room), elements, node))
                 self._room += _aligned(elements)
             self._hold(begun, ended, node, place)
 
-    def _hold(self, first: int, stop: int, node: Node, place: Place) -> None:
+    def _hold(self, first: int, stop: int, node: TreeNode, place: BufferPart) -> None:
         for number in range(first, stop):
             self._held[number][node] = place.behind(self._table.starts[number] - self._table.starts[first])
 
-    def _together(self, first: int, stop: int, nodes: Sequence[Node]) -> Iterator[tuple[int, int]]:
+    def _together(self, first: int, stop: int, nodes: Sequence[TreeNode]) -> Iterator[tuple[int, int]]:
         """Parts of a run in which everything that is needed lies together too."""
         begun, last = -1, -1
         for number in range(first, stop):
@@ -226,10 +226,10 @@ class _Compiler:
         yield begun, stop
 
 
-def _delivered(parcels: Iterable[Parcel]) -> tuple[Delivery, ...]:
+def _delivered(parcels: Iterable[Parcel]) -> tuple[SharedResult, ...]:
     """Neighbours of one place together; between two ranks parcels keep their order."""
     together = groupby(parcels, lambda parcel: (parcel.place, parcel.elements))
-    return tuple(Delivery(tuple(parcel.other for parcel in same), *what) for what, same in together)
+    return tuple(SharedResult(tuple(parcel.other for parcel in same), *what) for what, same in together)
 
 
 def _aligned(elements: int) -> int:

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.plans.cutting import UNDER_WAY
-from collectives.point_to_point.exchange import Exchange
-from collectives.point_to_point.flow import Arrays, Memory, PieceFlow, drain
+from collectives.point_to_point.exchange import LinkExchange
+from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drain
 from collectives.point_to_point.link import RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
@@ -24,7 +24,7 @@ from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
 
 
-class RingTransport(Transport):
+class PointToPointTransport(Transport):
     """Ranks that are connected by a link.
 
     Args:
@@ -38,11 +38,11 @@ class RingTransport(Transport):
         self.rank = link.rank
         self.size = link.size
         self.link = link
-        self._memory = Memory()
+        self._memory = PartialSums()
         self._watch = watch
         self._sizes = link.sizes
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._exchange = Exchange(link, watch, self._complete)
+        self._exchange = LinkExchange(link, watch, self._complete)
         self._planner = Planner(link, self._exchange.pairs)
         self._is_between_hosts = len(set(link.hosts)) > 1
         self._announced: Reducing | None = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction, order_of
-from collectives.shared_memory.layout import (
+from collectives.shared_memory.words import (
     CONSUMED,
     DEPTH,
     FETCHED,
@@ -23,11 +23,11 @@ from collectives.shared_memory.layout import (
     PRODUCED,
     REDUCED,
     RESULT_BYTES,
+    Window,
     pipe_start,
 )
-from collectives.shared_memory.words import Window
 from collectives.transport import Parts
-from collectives.tree import Node
+from collectives.tree import TreeNode
 
 
 class ChunkedReduction:
@@ -231,7 +231,7 @@ def spread_of(counts: tuple[int, ...]) -> Spread:
 
 
 @lru_cache(1024)
-def nodes_seen_by(spread: Spread, rank: int) -> tuple[Node, ...]:
+def nodes_seen_by(spread: Spread, rank: int) -> tuple[TreeNode, ...]:
     """What a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
     others = [spread.sums[other] for other in range(spread.size)]
     others[rank] = spread.leaves(rank)

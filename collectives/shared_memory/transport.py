@@ -15,12 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
-from collectives.shared_memory.layout import (
+from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
+from collectives.shared_memory.segment import share_segment
+from collectives.shared_memory.words import (
     CONSUMED,
     COUNT,
     DEPTH,
+    FENCE,
     FINGERPRINT,
     INLINE_BYTES,
     LINE_BYTES,
@@ -31,12 +34,10 @@ from collectives.shared_memory.layout import (
     RESULT_BYTES,
     SEQUENCE,
     WORDS,
+    Window,
     inline_start,
     pipe_start,
 )
-from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
-from collectives.shared_memory.segment import share_segment
-from collectives.shared_memory.words import FENCE, Window
 from collectives.transport import Parts, Transport
 from collectives.waiting import Watch
 
@@ -46,7 +47,7 @@ _NO_PARTS = Parts((), ())
 _PLANS = 256  # cached layouts
 
 
-class WindowTransport(Transport):
+class SharedMemoryTransport(Transport):
     """Ranks that share memory.
 
     Args:

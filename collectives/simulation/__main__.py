@@ -1,4 +1,7 @@
-"""The command: `python -m collectives.simulation all-reduce`, `plot` and `measure`; `--help` says what each takes."""
+"""The command `poprun simulate`: what an all-reduce costs on hosts that are not there.
+
+`all-reduce`, `plot` and `measure` say with `--help` what they take.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from collectives.plans.network import Network
-from collectives.simulation.comparing import Job, compared
+from collectives.simulation.comparing import SimulatedJob, compared
 from collectives.simulation.measuring import measured
-from collectives.simulation.pictures.plotting import Curve, png_of, svg_of
+from collectives.simulation.plotting import plot
 
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -22,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = run(options)
     except (ValueError, OSError) as error:
-        print(f"simulator: {error}", file=sys.stderr)
+        print(f"poprun simulate: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0
@@ -43,7 +46,9 @@ def bytes_of(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="poprun simulate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="poprun simulate", description="What an all-reduce costs on hosts that are not there."
+    )
     commands = parser.add_subparsers(required=True)
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--instances-per-host", type=int, default=1)
@@ -53,10 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     reduction = commands.add_parser("all-reduce", parents=[job], help="time, bytes and critical path of each way")
     reduction.add_argument("--hosts", type=int, required=True)
     reduction.set_defaults(run=_all_reduce)
-    plot = commands.add_parser("plot", parents=[job], help="times over numbers of hosts, as PNG and SVG")
-    plot.add_argument("--most-hosts", type=int, default=4096)
-    plot.add_argument("--output", type=Path, required=True, help="without .png and .svg")
-    plot.set_defaults(run=_plot)
+    curves = commands.add_parser(
+        "plot", parents=[job], help="times over numbers of hosts, as PNG and SVG; needs matplotlib"
+    )
+    curves.add_argument("--most-hosts", type=int, default=4096)
+    curves.add_argument("--output", type=Path, required=True, help="without .png and .svg")
+    curves.set_defaults(run=_plot)
     measure = commands.add_parser("measure", help="what messages and sums cost here, into a file")
     measure.add_argument("--over", choices=("loopback", "grpc", "mpi", "memory"), default="loopback")
     measure.add_argument("--local", action="store_true", help="what is measured is inside of a host, not between hosts")
@@ -70,8 +77,8 @@ def _network(options: argparse.Namespace) -> Network:
     return Network.read(options.network) if options.network else Network()
 
 
-def _job(options: argparse.Namespace, hosts: int) -> Job:
-    return Job(hosts, options.instances_per_host, options.replicas_per_instance, options.size)
+def _job(options: argparse.Namespace, hosts: int) -> SimulatedJob:
+    return SimulatedJob(hosts, options.instances_per_host, options.replicas_per_instance, options.size)
 
 
 def _all_reduce(options: argparse.Namespace) -> str:
@@ -98,12 +105,9 @@ def _plot(options: argparse.Namespace) -> str:
         points.setdefault("least", []).append((hosts, job.least_s(network) * 1e3))
         for name, outcome in compared(job, network, ("ring", "tree")):
             points.setdefault(", ".join(name.split(", ")[:2]), []).append((hosts, outcome.seconds * 1e3))
-    curves = [Curve(name, tuple(found)) for name, found in points.items()]
     instances = "instance" if options.instances_per_host == 1 else "instances"
     title = f"all-reduce of {options.size / 1e6:g} MB, {options.instances_per_host} {instances} per host"
-    options.output.with_suffix(".svg").write_text(svg_of(title, curves))
-    options.output.with_suffix(".png").write_bytes(png_of(title, curves))
-    return f"{options.output.with_suffix('.svg')} and {options.output.with_suffix('.png')}"
+    return " and ".join(map(str, plot(title, points, options.output)))
 
 
 def _measure(options: argparse.Namespace) -> str:

@@ -21,7 +21,7 @@ _CHUNKS_PER_RANK = 48
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What is reduced.
 
     Attributes:
@@ -60,7 +60,7 @@ class Job:
         return max(on_links, read)
 
 
-def compared(job: Job, network: Network, names: str | tuple[str, ...] = "") -> Iterator[tuple[str, Outcome]]:
+def compared(job: SimulatedJob, network: Network, names: str | tuple[str, ...] = "") -> Iterator[tuple[str, Outcome]]:
     """The chain, the ring, and the plans of the tree, each in the number of pieces that suits it best.
 
     Args:
@@ -79,10 +79,10 @@ def compared(job: Job, network: Network, names: str | tuple[str, ...] = "") -> I
             yield min(outcomes, key=lambda outcome: outcome[1].seconds)
 
 
-def _is_small(job: Job, way: str) -> bool:
+def _is_small(job: SimulatedJob, way: str) -> bool:
     return way != "direct" or 2 * job.hosts**2 * job.instances_per_host <= _MOST_MESSAGES
 
 
-def _in_pieces(job: Job, way: str) -> list[Traffic]:
+def _in_pieces(job: SimulatedJob, way: str) -> list[Traffic]:
     plan = plan_for(job.spread, way)
     return [of_plan(plan, job.nbytes // 4, Width(4, 4), pieces) for pieces in _PIECES]

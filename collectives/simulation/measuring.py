@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from collectives import Limits, Settings, connect
-from collectives.hosts.layout import memory_bytes
-from collectives.hosts.near import NearLink
+from collectives.hosts.near import NearLink, memory_bytes
 from collectives.instruments import Instruments
 from collectives.plans.network import Network
 from collectives.point_to_point.link import Link, Transfer

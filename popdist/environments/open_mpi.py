@@ -22,7 +22,7 @@ VARIABLES = (RANK, SIZE, LOCAL_RANK)
 
 
 @dataclass(frozen=True)
-class Process:
+class MpiProcess:
     """What Open MPI tells a process about itself."""
 
     rank: int
@@ -35,14 +35,14 @@ def is_set(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in VARIABLES)
 
 
-def read_process(environ: Mapping[str, str]) -> Process:
+def read_process(environ: Mapping[str, str]) -> MpiProcess:
     """The process that Open MPI's variables describe.
 
     Raises:
         EnvironmentMismatchError: they are incomplete or not numbers, or the rank is not below the size.
     """
     require_all(environ, VARIABLES, "Open MPI")
-    process = Process(
+    process = MpiProcess(
         rank=read_whole_number(environ, RANK, 0),
         size=read_whole_number(environ, SIZE, 1),
         local_rank=read_whole_number(environ, LOCAL_RANK, 0),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from popdist.environments.environment import Environment, quote, read_whole_number, require_all
 from popdist.environments.open_mpi import VARIABLES as OPEN_MPI_VARIABLES
-from popdist.environments.open_mpi import Process, read_process
+from popdist.environments.open_mpi import MpiProcess, read_process
 from popdist.environments.open_mpi import is_set as is_started_by_open_mpi
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
@@ -72,7 +72,7 @@ def _read(environ: Mapping[str, str]) -> _Replicas:
     )
 
 
-def _one_of_many(replicas: _Replicas, process: Process, environ: Mapping[str, str]) -> Instance:
+def _one_of_many(replicas: _Replicas, process: MpiProcess, environ: Mapping[str, str]) -> Instance:
     agree = (
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
@@ -86,7 +86,7 @@ def _one_of_many(replicas: _Replicas, process: Process, environ: Mapping[str, st
     return _instance(replicas, process.rank, process.size)
 
 
-def _is_block(replicas: _Replicas, process: Process) -> bool:
+def _is_block(replicas: _Replicas, process: MpiProcess) -> bool:
     return process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
 
 

@@ -34,7 +34,7 @@ _TASKS, _STEP_TASKS = "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """What Slurm tells a task about itself."""
 
     rank: int
@@ -53,14 +53,14 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return environ[STEP] not in _SHELL_STEPS and not is_inherited
 
 
-def read_task(environ: Mapping[str, str]) -> Task:
+def read_task(environ: Mapping[str, str]) -> SlurmTask:
     """The task that Slurm's variables describe.
 
     Raises:
         EnvironmentMismatchError: they are incomplete, not numbers, or contradict each other.
     """
     require_all(environ, VARIABLES, "Slurm")
-    task = Task(
+    task = SlurmTask(
         rank=read_whole_number(environ, RANK, 0),
         size=read_whole_number(environ, SIZE, 1),
         local_rank=read_whole_number(environ, LOCAL_RANK, 0),
@@ -116,7 +116,7 @@ class SlurmWithoutPMIxEnvironment(Environment):
         return _instance(task, num_replicas)
 
 
-def _instance(task: Task, num_replicas: int | None) -> Instance:
+def _instance(task: SlurmTask, num_replicas: int | None) -> Instance:
     local = replicas_of_each(num_replicas, task.size, f"{SIZE}={task.size}")
     return Instance(
         index=task.rank,

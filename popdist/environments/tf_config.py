@@ -221,7 +221,7 @@ def _load(text: str) -> dict[str, Any]:
     return config
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object; without this the last of several equal keys would win in silence."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
@@ -230,21 +230,21 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read(parent: dict[str, Any], key: str, example: str, inside: str = "") -> Any:
+def _read(parent: dict[str, object], key: str, example: str, inside: str = "") -> object:
     if key not in parent:
         place = f'"{inside}" in TF_CONFIG' if inside else "TF_CONFIG"
         _refuse(f'{place} has no "{key}", only {_shown(parent)}', f'add "{key}":{example}')
     return parent[key]
 
 
-def _read_object(config: dict[str, Any], key: str, example: str) -> dict[str, Any]:
+def _read_object(config: dict[str, object], key: str, example: str) -> dict[str, object]:
     value = _read(config, key, f"{{{example}}}")
     if not isinstance(value, dict):
         _refuse(f'"{key}" in TF_CONFIG is {_shown(value)}, not an object', f'write "{key}":{{{example}}}')
     return value
 
 
-def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def _read_jobs(config: dict[str, object]) -> dict[str, tuple[str, ...]]:
     jobs = _read_object(config, "cluster", _WORKERS)
     for job in jobs:
         if job not in JOBS:
@@ -254,7 +254,7 @@ def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     return {job: _read_addresses(job, tasks) for job, tasks in jobs.items()}
 
 
-def _read_addresses(job: str, tasks: Any) -> tuple[str, ...]:
+def _read_addresses(job: str, tasks: object) -> tuple[str, ...]:
     if not isinstance(tasks, list) or not tasks:
         _refuse(
             f'the job "{job}" in TF_CONFIG is {_shown(tasks)}, not a list of at least one address',
@@ -266,14 +266,14 @@ def _read_addresses(job: str, tasks: Any) -> tuple[str, ...]:
     return tuple(tasks)
 
 
-def _read_task_type(task: dict[str, Any]) -> str:
+def _read_task_type(task: dict[str, object]) -> str:
     task_type = _read(task, "type", '"worker"', inside="task")
     if not isinstance(task_type, str):
         _refuse(f"the task type in TF_CONFIG is {_shown(task_type)}, not a text", 'write "worker" or "chief"')
     return task_type
 
 
-def _whole_number(index: Any) -> int:
+def _whole_number(index: object) -> int:
     """The index of a task; TensorFlow takes it from a text of digits, too."""
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         return int(index)

@@ -5,8 +5,7 @@ Nothing here imports numpy, MPI or JAX.
 
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.progress import Made, NoProgress, Progress, ProgressPage, ProgressRecord, parse_progress
-from popdist.records.stack import show_stack_when_asked
-from popdist.records.waits import Waits
+from popdist.records.watched import Waits, show_stack_when_asked
 
 __all__ = [
     "FaultInjector",

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.profiles import WantedProfile
 
 FOLDER_VARIABLE = "POPDIST_TIMELINE"
 """The folder that gets a file from each instance; every instance of a job has to have it."""
 LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
 """How many MB the file of an instance may have."""
 PROFILE_VARIABLE = "POPDIST_PROFILE"
-"""Which profiler runs beside, and when; see `popdist.timeline.profiles.wanted`."""
+"""Which profiler runs beside, and when; see `popdist.timeline.profiles`."""
 SUFFIX = ".timeline"
 """Of the files."""
 PROFILE_SUFFIX = ".profile"
@@ -29,7 +29,7 @@ def folder_beside(trace: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TimelineOptions:
     """What is to be recorded.
 
     Attributes:
@@ -40,10 +40,10 @@ class Asked:
 
     folder: Path
     limit_bytes: int = USUAL_LIMIT_MB * 10**6
-    profile: Wanted | None = None
+    profile: WantedProfile | None = None
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Asked | None:
+    def from_environ(cls, environ: Mapping[str, str]) -> TimelineOptions | None:
         """What the environment asks for; None if nothing.
 
         Raises:
@@ -67,10 +67,10 @@ def _refuse_profile_alone(environ: Mapping[str, str]) -> None:
         )
 
 
-def _profile_in(environ: Mapping[str, str]) -> Wanted | None:
+def _profile_in(environ: Mapping[str, str]) -> WantedProfile | None:
     if not environ.get(PROFILE_VARIABLE):
         return None
     try:
-        return Wanted.parse(environ[PROFILE_VARIABLE])
+        return WantedProfile.parse(environ[PROFILE_VARIABLE])
     except ValueError as error:
         raise EnvironmentMismatchError(f"{PROFILE_VARIABLE}: {error}") from None

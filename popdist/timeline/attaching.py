@@ -1,4 +1,4 @@
-"""Recording one instance from its start to its end."""
+"""TimelineFile one instance from its start to its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
-from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, Asked
+from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.blocks import JOINED, PROFILE
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.connections import read_connections
-from popdist.timeline.events import MAIN_TRACK, Kind
+from popdist.timeline.events import MAIN_TRACK, EventKind
 from popdist.timeline.meeting import (
     CARD_BYTES,
     Answering,
@@ -31,9 +31,8 @@ from popdist.timeline.meeting import (
     own_addresses,
     this_clock,
 )
-from popdist.timeline.profiles.profiling import Profiling
-from popdist.timeline.profiles.wanted import Wanted
-from popdist.timeline.spilling import Recording
+from popdist.timeline.profiles import Profiling, WantedProfile
+from popdist.timeline.spilling import TimelineFile
 
 if TYPE_CHECKING:
     from collectives import Communicator
@@ -55,7 +54,7 @@ class Timeline:
     """
 
     def __init__(
-        self, asked: Asked, instance: Instance, environ: Mapping[str, str], clock: HostClock | None = None
+        self, asked: TimelineOptions, instance: Instance, environ: Mapping[str, str], clock: HostClock | None = None
     ) -> None:
         attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self._clock = clock or this_clock()
@@ -73,7 +72,7 @@ class Timeline:
             "began_at_s": time.time(),
         }
         name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
-        self._recording = Recording(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
+        self._recording = TimelineFile(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
         self._profiling = None if asked.profile is None else self._open_profiling(asked.profile)
         self._process = os.getpid()
         self._answering: Answering | None = None
@@ -118,7 +117,7 @@ class Timeline:
 
     def renumbered(self, instance: Instance) -> None:
         """Note that others are lost, and what this instance is now."""
-        self._recording.recorder.note(int(Kind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
+        self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
 
     def close(self) -> None:
         """Write what is left; may be called again, and by processes that were forked, whose recording it is not."""
@@ -133,7 +132,7 @@ class Timeline:
             self._answering.close()
         atexit.unregister(self.close)
 
-    def _open_profiling(self, wanted: Wanted) -> Profiling:
+    def _open_profiling(self, wanted: WantedProfile) -> Profiling:
         folder = self._recording.path.with_suffix(PROFILE_SUFFIX)
         return Profiling(wanted, folder, self._clock.now_ns, partial(self._recording.add, PROFILE))
 

@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ _COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
-class Block:
+class EventBlock:
     """One block.
 
     Attributes:
@@ -44,12 +43,12 @@ def block(kind: bytes, content: bytes) -> bytes:
     return _HEAD.pack(kind, len(content), zlib.crc32(content)) + content
 
 
-def json_block(kind: bytes, value: Any) -> bytes:
+def json_block(kind: bytes, value: object) -> bytes:
     """A block of JSON."""
     return block(kind, json.dumps(value).encode())
 
 
-def read_blocks(data: bytes) -> Iterator[Block]:
+def read_blocks(data: bytes) -> Iterator[EventBlock]:
     """Yield the blocks of a file, up to where it is cut off.
 
     Raises:
@@ -65,14 +64,14 @@ def read_blocks(data: bytes) -> Iterator[Block]:
         raise ValueError(f"it is damaged at byte {position}")
 
 
-def _block_at(data: bytes, position: int) -> Block | None:
+def _block_at(data: bytes, position: int) -> EventBlock | None:
     """Return the whole block that begins there; None if there is none."""
     if position + _HEAD.size > len(data):
         return None
     kind, length, checksum = _HEAD.unpack_from(data, position)
     content = data[position + _HEAD.size : position + _HEAD.size + length]
     is_whole = len(content) == length and zlib.crc32(content) == checksum
-    return Block(kind, content) if is_whole and kind in _KINDS else None
+    return EventBlock(kind, content) if is_whole and kind in _KINDS else None
 
 
 def _is_cut(data: bytes, position: int) -> bool:
@@ -137,6 +136,6 @@ def unpack_exchanges(content: bytes) -> np.ndarray:
     return np.frombuffer(content, "<i8").reshape(-1, 4)
 
 
-def names_block(names: Mapping[int, Mapping[str, Any]]) -> bytes:
+def names_block(names: Mapping[int, Mapping[str, object]]) -> bytes:
     """The block that says what names stand for."""
     return json_block(NAMES, [[number, dict(said)] for number, said in names.items()])

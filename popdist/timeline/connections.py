@@ -34,7 +34,7 @@ ReadableBuffer = bytes | ctypes.Array[ctypes.c_char]
 
 
 @dataclass(frozen=True)
-class Ends:
+class Addresses:
     """Two addresses between which there are connections.
 
     Attributes:
@@ -50,11 +50,11 @@ class Ends:
         return f"{what}{_FROM}{self.local}{_TO}{self.peer}"
 
 
-def ends_in(name: str, what: str) -> Ends | None:
+def ends_in(name: str, what: str) -> Addresses | None:
     """Of which connections a measurement is this, by its name; None if it is another one."""
     before, is_from, ends = name.partition(_FROM)
     local, is_to, peer = ends.partition(_TO)
-    return Ends(local, peer) if before == what and is_from and is_to else None
+    return Addresses(local, peer) if before == what and is_from and is_to else None
 
 
 def read_connections() -> dict[str, float]:
@@ -111,7 +111,7 @@ def _libc() -> ctypes.PyDLL:
 @lru_cache(4096)
 def _names(local: bytes, peer: bytes) -> _Names | None:
     """How what is measured between two addresses of the kernel is called; None if they are of one host."""
-    ends = Ends(_plain(local), _plain(peer))
+    ends = Addresses(_plain(local), _plain(peer))
     return None if ends.local == ends.peer else (ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP))
 
 

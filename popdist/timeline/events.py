@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 
-class Kind(IntEnum):
+class EventKind(IntEnum):
     """What has happened, and what the value of such an event is."""
 
     STEP_BEGINS = 1

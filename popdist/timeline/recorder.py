@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, PHASES, RECOVERY
-from popdist.timeline.events import MAIN_TRACK, Kind, bits_of
+from popdist.timeline.events import MAIN_TRACK, EventKind, bits_of
 from popdist.timeline.ring_buffer import Ring
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ALWAYS = frozenset((COMPILE, CHECKPOINT, RECOVERY))
     _MEASURED,
     _REPLICA_BEGINS,
     _REPLICA_ENDS,
-) = map(int, list(Kind)[:11])
+) = map(int, list(EventKind)[:11])
 
 
 @final
@@ -44,8 +44,8 @@ class Recorder:
     def __init__(self, ring: Ring, stride: Callable[[], int] = lambda: 1) -> None:
         self._append = ring.append
         self._stride = stride
-        self._names: dict[Any, int] = {}
-        self._new_names: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._names: dict[object, int] = {}
+        self._new_names: deque[tuple[int, Mapping[str, object]]] = deque()
         self._next_number = count().__next__
         self._phases = {phase: self._number_of(phase, {"name": phase}) for phase in PHASES}
         self._step = -1
@@ -59,7 +59,7 @@ class Recorder:
         """The thread that makes steps, while it is between two of them, in no phase and no collective; otherwise 0."""
         return 0 if self._is_in_step or self._is_busy else self._thread
 
-    def take_new_names(self) -> dict[int, Mapping[str, Any]]:
+    def take_new_names(self) -> dict[int, Mapping[str, object]]:
         """What the names stand for that events have had since the last call, and some that none has had yet."""
         return dict(self._new_names.popleft() for _ in range(len(self._new_names)))
 
@@ -142,7 +142,7 @@ class Recorder:
         name = self._names.get(line)
         if name is None:
             name = self._number_of(line, {"name": line})
-        self._append(int(Kind.SEEN_AT), MAIN_TRACK, name, 0)
+        self._append(int(EventKind.SEEN_AT), MAIN_TRACK, name, 0)
 
     def note(self, kind: int, track: int, value: int) -> None:
         """Note anything else that happens now."""
@@ -150,7 +150,7 @@ class Recorder:
 
     # ---- names and steps
 
-    def _number_of(self, key: Any, said: Mapping[str, Any]) -> int:
+    def _number_of(self, key: object, said: Mapping[str, object]) -> int:
         """A number for a name, without a lock, which a forked process could inherit; it is told before it is used."""
         number = self._next_number()
         self._new_names.append((number, said))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from types import FrameType
+from typing import BinaryIO, final
 
 import numpy as np
 
+from popdist.records.private_files import open_recording
 from popdist.timeline.blocks import (
     CLOCKS,
     END,
@@ -25,13 +29,10 @@ from popdist.timeline.blocks import (
     pack_exchanges,
 )
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge, read_gauges
-from popdist.timeline.opening import open_recording
-from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
-from popdist.timeline.sampling import stride_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _LAST_WORDS = 4096
 
 
 @final
-class Recording:
+class TimelineFile:
     """The file of an instance, and the thread that writes it. What goes wrong with it never disturbs the program.
 
     Args:
@@ -61,7 +62,7 @@ class Recording:
     def __init__(
         self,
         path: Path,
-        header: Mapping[str, Any],
+        header: Mapping[str, object],
         limit_bytes: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -93,7 +94,7 @@ class Recording:
         """Begin to write."""
         self._thread.start()
 
-    def add(self, kind: bytes, value: Any) -> None:
+    def add(self, kind: bytes, value: object) -> None:
         """Write a block of JSON now."""
         with self._lock:
             self._write(json_block(kind, value))
@@ -177,4 +178,53 @@ class Recording:
 def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:
     """The event that says so, at the time of those that follow."""
     when = following["when_ns"][0] if len(following) else when_ns
-    return np.array([(when, int(Kind.EVENTS_LOST), 0, 0, lost)], EVENT)
+    return np.array([(when, int(EventKind.EVENTS_LOST), 0, 0, lost)], EVENT)
+
+
+_RESERVE = 0.95
+"""Steps that are left out leave their beginning, measurements go on."""
+_MOST_HALVINGS = 20
+
+
+def stride_of(written_bytes: int, limit_bytes: int) -> int:
+    """Every how manieth step is recorded when a file has so many bytes already.
+
+    Half of the limit is for all steps, a quarter for every second one, and so on: each part lasts as long as the one
+    before. Strides are powers of two, so whatever an instance leaves out, those that leave out fewer have its steps.
+
+    Returns:
+        A power of two; 0 where nothing is recorded any more.
+    """
+    room = limit_bytes * _RESERVE
+    stride = 1
+    for _ in range(_MOST_HALVINGS):
+        if written_bytes < room * (1 - 0.5 / stride):
+            return stride
+        stride *= 2
+    return 0
+
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OF_OTHERS = tuple(
+    {
+        *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(os.path.join(_ROOT, name, "") for name in ("collectives", "popdist", "strategies")),
+        "<frozen ",
+    }
+)
+
+
+def line_of(thread: int) -> str:
+    """Return the innermost line of the program itself in a thread, as `train.py:12`; empty if there is none."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_OTHERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _shown(file: str) -> str:
+    try:
+        near = os.path.relpath(file)
+    except (OSError, ValueError):  # the working directory is gone
+        return file
+    return file if near.startswith("..") or file.startswith("<") else near

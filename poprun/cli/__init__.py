@@ -1,1 +1,1 @@
-"""What the user wants: options, configuration files, settings."""
+"""poprun's command line: options, configuration files, settings, help and log."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from popdist.records.faults import KINDS, Fault, parse_fault
-from popdist.records.metric_words import parse_words
-from poprun.cli.options import OPTIONS, Kind, Option
+from popdist.records.metric_words import RUN_VARIABLE, parse_words
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import Option, OptionKind
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import UsageError
 
@@ -22,10 +26,10 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
 """A whole number; `int` would read `1_0` and digits of every script too, and none longer than 4300 digits."""
 
 _FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
-"""What seconds may be as well."""
+"""A number of seconds may also be a fraction."""
 
-_WITHOUT_DASH = (Kind.TEXT, Kind.PATH, Kind.HOSTS, Kind.METRICS)
-"""What is seldom meant to begin with a dash: otherwise `--output-dir --timestamps` would make such a folder."""
+_WITHOUT_DASH = (OptionKind.TEXT, OptionKind.PATH, OptionKind.HOSTS, OptionKind.METRICS)
+"""Kinds whose values seldom begin with a dash: `--output-dir --timestamps` does not mean such a folder."""
 
 _MEETS_BY_ITSELF = ": instances find each other by themselves; leave it out"
 _COUNTED_TOGETHER = "; --num-instances (-n) counts the processes of all hosts together, and --host names the hosts"
@@ -42,12 +46,12 @@ _ELSEWHERE = {
     **dict.fromkeys(("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), _MEETS_BY_ITSELF),
     **dict.fromkeys(("--master-addr", "--master-port", "--node-rank"), _MEETS_BY_ITSELF),
 }
-"""What users of mpirun, torchrun, horovodrun and srun try, and what has the same effect here."""
+"""Options of mpirun, torchrun, horovodrun and srun, each with the option that has the same effect here."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user wrote.
+    """The options and the program that the user wrote.
 
     Attributes:
         values: the options that were given, by name.
@@ -63,10 +67,6 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
 
     Boost.Program_options is the model: `--name value`, `--name=value`, unambiguous prefixes of long names.
 
-    Args:
-        words: what the user wrote.
-        options: those that there are.
-
     Raises:
         UsageError: an option is unknown or ambiguous, or its value is missing or wrong.
     """
@@ -80,7 +80,7 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
         if attached is None and option.if_bare and not _is_fault(words[position : position + 1]):
             _store(values, option, (option.if_bare,))
             continue
-        if attached is None and option.kind is not Kind.FLAG:
+        if attached is None and option.kind is not OptionKind.FLAG:
             attached = _next_word(words, position, option)
             position += 1
         _store(values, option, True if attached is None else read_value(option, attached))
@@ -90,10 +90,10 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
 
 
 def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
-    """The option that is meant by a word such as `--num-rep`, `-v` or `--print-topology`.
+    """Find the option for a word such as `--num-rep`, `-v` or `--print-topology`.
 
     Raises:
-        UsageError: none or several are meant; the nearest ones are named.
+        UsageError: the word fits no option, or several; the message names the nearest ones.
     """
     for option in options:
         if written == f"--{option.name}" or written in option.spellings:
@@ -109,34 +109,34 @@ def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
 
 
 def read_value(option: Option, text: str) -> Value:
-    """The value of an option that does not stand alone, from the word that follows it.
+    """Read the word that follows an option.
 
     Raises:
         UsageError: the word is not what the option needs.
     """
-    if option.kind in (Kind.FLAG, Kind.BOOLEAN):
+    if option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
         return _read_boolean(option, text)
-    if option.kind in (Kind.NUMBER, Kind.SECONDS):
+    if option.kind in (OptionKind.NUMBER, OptionKind.SECONDS):
         return _read_number(option, text)
-    if option.kind is Kind.ARGUMENTS:
+    if option.kind is OptionKind.ARGUMENTS:
         return _split(option, text)
-    if option.kind is Kind.METRICS:
+    if option.kind is OptionKind.METRICS:
         return (read_metrics(text),)
-    if option.kind is Kind.FAULT:
+    if option.kind is OptionKind.FAULT:
         read_fault(text)
         return (text,)
-    if option.kind is Kind.INSTANCE_ARGUMENTS:
+    if option.kind is OptionKind.INSTANCE_ARGUMENTS:
         read_instance_arguments(text)
         return (text,)
     if not text:
-        raise UsageError(f"--{option.name} is empty; give it {option.kind.value}")
+        raise UsageError(f"--{option.name} is empty; give it {option.kind.needs}")
     if option.choices and text not in option.choices:
         raise UsageError(f"--{option.name} is {text!r}; use one of {', '.join(option.choices)}")
-    return (text,) if option.kind is Kind.HOSTS else text
+    return (text,) if option.kind is OptionKind.HOSTS else text
 
 
 def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
-    """The instance and the words in `<index>:-x A=1 -x B=2`; quotes around all of the words are taken off.
+    """Split `<index>:-x A=1 -x B=2` into the instance and the words; quotes around all words are taken off.
 
     Raises:
         UsageError: there is no index or no colon, or the words cannot be split.
@@ -152,10 +152,10 @@ def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
 
 
 def read_fault(text: str) -> Fault:
-    """The fault that a user wants to happen.
+    """Parse a fault of `--inject`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text describes no fault.
     """
     try:
         return parse_fault(text)
@@ -164,10 +164,10 @@ def read_fault(text: str) -> Fault:
 
 
 def read_metrics(text: str) -> str:
-    """The same words, if they say where metrics go.
+    """Return the text unchanged if it says where metrics go.
 
     Raises:
-        UsageError: they do not.
+        UsageError: it does not.
     """
     try:
         words = parse_words([text])
@@ -182,12 +182,34 @@ def check_number(option: Option, number: float) -> None:
     """Refuse a number that is too small or too large for its option.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is too small or too large.
     """
     if option.at_least is not None and number < option.at_least:
         raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
     if not number <= option.at_most:  # nan is neither more nor less
         raise UsageError(f"--{option.name} is {number}; use at most {option.at_most}")
+
+
+def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
+    """Return the settings of a command line; one replica for each instance unless it says how many.
+
+    Args:
+        line: the user's words.
+        environ: may name a partition.
+
+    Raises:
+        UsageError: the settings are impossible.
+    """
+    given = (option.name for option in OPTIONS if option.name in line.values)
+    values: dict[str, Any] = {name.replace("-", "_"): line.values[name] for name in given}
+    values.setdefault("num_replicas", values.get("num_instances", 1))
+    if environ.get(PARTITION_VARIABLE):
+        values.setdefault("vipu_partition", environ[PARTITION_VARIABLE])
+    if texts := values.get("instance_mpi_local_args"):
+        values["instance_mpi_local_args"] = tuple(read_instance_arguments(text) for text in texts)
+    if values.get("metrics"):
+        values["metrics_run"] = environ.get(RUN_VARIABLE) or os.urandom(6).hex()
+    return LaunchSettings(line.program, **values)
 
 
 def _is_option(word: str) -> bool:
@@ -199,7 +221,7 @@ def _is_prefix(written: str, option: Option) -> bool:
 
 
 def _is_fault(words: Sequence[str]) -> bool:
-    """Whether the next word was meant for one, not for the program."""
+    """Return whether the next word was meant for one, not for the program."""
     return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
 
 
@@ -215,11 +237,11 @@ def _suggest(written: str, options: Sequence[Option]) -> str:
 
 def _next_word(words: Sequence[str], position: int, option: Option) -> str:
     if position == len(words):
-        raise UsageError(f"--{option.name} needs {option.kind.value}, the command line ends there")
+        raise UsageError(f"--{option.name} needs {option.kind.needs}, the command line ends there")
     word = words[position]
     if word.startswith("-") and option.kind in _WITHOUT_DASH:
         raise UsageError(
-            f"--{option.name} needs {option.kind.value}, got {word!r}; "
+            f"--{option.name} needs {option.kind.needs}, got {word!r}; "
             f"write --{option.name}={word} if that is not the next option"
         )
     return word
@@ -239,10 +261,10 @@ def _read_boolean(option: Option, text: str) -> bool:
 
 
 def _read_number(option: Option, text: str) -> int | float:
-    is_fraction = option.kind is Kind.SECONDS and _FRACTION.fullmatch(text)
+    is_fraction = option.kind is OptionKind.SECONDS and _FRACTION.fullmatch(text)
     if not is_fraction and not _NUMBER.fullmatch(text):
         hint = f"; this machine has {os.cpu_count()} cores" if text in ("auto", "gpu", "cpu") else ""
-        raise UsageError(f"--{option.name} needs {option.kind.value}, got {text!r}{hint}")
+        raise UsageError(f"--{option.name} needs {option.kind.needs}, got {text!r}{hint}")
     number = float(text) if is_fraction else int(text)
     check_number(option, number)
     return number

@@ -11,9 +11,10 @@ import stat
 from pathlib import Path
 from typing import TypeGuard
 
-from popdist.records.linked_files import open_unless_linked
+from popdist.records.private_files import open_unless_linked
 from poprun.cli.command_line import CommandLine, Value, check_number, read_value
-from poprun.cli.options import OPTIONS, Kind, Option
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import Option, OptionKind
 from poprun.cli.wording import cut_off, name_nearest, without_controls
 from poprun.errors import UsageError
 
@@ -27,7 +28,7 @@ _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 
 
 def format_config(line: CommandLine) -> str:
-    """The text of a configuration file.
+    """Return the text of a configuration file.
 
     Options that concern one call of poprun only (such as `--dry-run`, `--export-config`) are left out.
     """
@@ -36,7 +37,7 @@ def format_config(line: CommandLine) -> str:
     table: dict[str, object] = {
         option.name: _plain(line.values[option.name])
         for option in OPTIONS
-        if option.is_setting and option.name in line.values
+        if not option.once and option.name in line.values
     }
     if line.program:
         table[PROGRAM] = list(line.program)
@@ -44,11 +45,7 @@ def format_config(line: CommandLine) -> str:
 
 
 def parse_config(text: str, path: str) -> CommandLine:
-    """What a configuration file says, as if it had been written on a command line.
-
-    Args:
-        text: the contents.
-        path: for messages.
+    """Read a configuration file as if its options had been written on a command line.
 
     Raises:
         UsageError: it is not TOML, a key is unknown, or a value is wrong.
@@ -67,7 +64,7 @@ def parse_config(text: str, path: str) -> CommandLine:
 
 
 def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
-    """The command line, with what it does not say taken from a file. Lists replace lists."""
+    """Return the command line, with what it does not say taken from a file. Lists replace lists."""
     given = set(line.values)
     displaced = {name for group in _EXCLUSIVE if group & given for name in group} | given
     kept = {name: value for name, value in imported.values.items() if name not in displaced}
@@ -75,7 +72,7 @@ def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
 
 
 def import_config(line: CommandLine) -> CommandLine:
-    """The command line, completed by the file that its `--import-config` names, if any.
+    """Return the command line, completed by the file that its `--import-config` names, if any.
 
     Raises:
         UsageError: the file cannot be read or understood.
@@ -93,14 +90,14 @@ def import_config(line: CommandLine) -> CommandLine:
 
 
 def read_trusted(path: Path, what: str) -> str:
-    """The text of a file that says what is run.
+    """Return the text of a file that says what is run.
 
     Raises:
         UsageError: somebody else can decide what it says.
         OSError: it cannot be read.
         UnicodeDecodeError: it is no text.
     """
-    from popdist.records.private_folders import fault_of_file  # needed only by those who import
+    from popdist.records.private_files import fault_of_file  # needed only by those who import
 
     with path.open(encoding="utf-8") as file:
         if fault := fault_of_file(file.fileno()):
@@ -112,7 +109,7 @@ def read_trusted(path: Path, what: str) -> str:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A file to write to that others cannot write to; its descriptor.
+    """Open a file for writing that others cannot write to, and return its descriptor.
 
     Args:
         path: of the file.
@@ -176,7 +173,7 @@ def _plain(value: Value) -> object:
 
 
 def _find(key: str, path: str) -> Option:
-    settings = {option.name: option for option in OPTIONS if option.is_setting}
+    settings = {option.name: option for option in OPTIONS if not option.once}
     if key in settings:
         return settings[key]
     if any(option.name == key for option in OPTIONS):
@@ -196,25 +193,27 @@ def _read(option: Option, value: object, path: str) -> Value:
 
 def _convert(option: Option, value: object) -> Value:
     """The value as the command line would have it; every kind is also understood as the word it would be there."""
-    if isinstance(value, bool) and option.kind in (Kind.FLAG, Kind.BOOLEAN):
+    if isinstance(value, bool) and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
         return value
     if _is_number(value, option.kind):
         check_number(option, value)
         return value
-    if isinstance(value, str) or (type(value) is int and option.kind in (Kind.FLAG, Kind.BOOLEAN)):
+    if isinstance(value, str) or (type(value) is int and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN)):
         return read_value(option, str(value))
     if option.is_repeatable and isinstance(value, list) and all(isinstance(word, str) for word in value):
         return _read_list(option, value)
-    raise UsageError(f"--{option.name} needs {option.kind.value}, got {value!r}")
+    raise UsageError(f"--{option.name} needs {option.kind.needs}, got {value!r}")
 
 
-def _is_number(value: object, kind: Kind) -> TypeGuard[int | float]:
+def _is_number(value: object, kind: OptionKind) -> TypeGuard[int | float]:
     is_whole = type(value) is int  # True is no number here
-    return (is_whole and kind in (Kind.NUMBER, Kind.SECONDS)) or (isinstance(value, float) and kind is Kind.SECONDS)
+    return (is_whole and kind in (OptionKind.NUMBER, OptionKind.SECONDS)) or (
+        isinstance(value, float) and kind is OptionKind.SECONDS
+    )
 
 
 def _read_list(option: Option, words: list[str]) -> Value:
-    if option.kind is not Kind.ARGUMENTS:
+    if option.kind is not OptionKind.ARGUMENTS:
         for word in words:
             read_value(option, word)
     return tuple(words)

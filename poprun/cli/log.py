@@ -1,20 +1,22 @@
-"""poprun's own log lines: `HH:MM:SS.mmm <pid> POPRUN [E] text` on standard error."""
+"""poprun's own words on its standard streams: answers, and log lines `HH:MM:SS.mmm <pid> POPRUN [E] text`."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from poprun.cli.wording import without_controls
+from poprun.errors import OutputError
 
 LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
 
 
 class Level(IntEnum):
-    """How much is said; a line is shown when its level is at most the log's."""
+    """The importance of a log line; a line is shown if its level is at most the log's."""
 
     ERROR = 0
     WARN = 1
@@ -24,7 +26,7 @@ class Level(IntEnum):
 
 
 def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
-    """The level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
+    """Return the level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
     if verbosity:
         return Level.INFO if verbosity == 1 else Level.DEBUG
     name = environ.get(LEVEL_VARIABLE, "").upper()
@@ -32,7 +34,7 @@ def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
 
 
 def fault_of_level(environ: Mapping[str, str]) -> str:
-    """What is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
+    """Return what is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
     name = environ.get(LEVEL_VARIABLE, "")
     if not name or name.upper() in Level.__members__:
         return ""
@@ -73,13 +75,13 @@ class Log:
 
 
 def format_line(level: Level, text: str) -> str:
-    """One log line, with its newline; line breaks inside the text begin new log lines, and terminals obey nothing."""
+    """Format one log line. A line break in the text begins a new log line; control characters are escaped."""
     head = f"{clock_text(time.time())} {os.getpid()} POPRUN [{level.name[0]}] "
     return "".join(f"{head}{without_controls(line)}\n" for line in text.splitlines() or [""])
 
 
 def clock_text(now_s: float) -> str:
-    """The local time with milliseconds.
+    """Return the local time with milliseconds.
 
     Args:
         now_s: seconds since 1970.
@@ -94,3 +96,21 @@ def write_all(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
     except OSError:
         return
+
+
+def show(text: str, descriptor: int = 1) -> None:
+    """Write a text and a line end; words of the user that are not UTF-8 come out as they are.
+
+    Raises:
+        OutputError: it cannot be written, because the disk is full.
+        SystemExit: nobody reads it any more, as with `| head`.
+    """
+    data = f"{text}\n".encode(errors="surrogateescape")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        name = "standard output" if descriptor == 1 else "standard error"
+        raise OutputError(f"{name} cannot be written: {error.strerror}; nothing was started") from None

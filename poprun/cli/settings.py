@@ -1,139 +1,81 @@
-"""What the user asked for, checked."""
+"""The settings of a launch: its options, checked against each other, and what follows from several of them."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from functools import cached_property
 
 from popdist.environments.environment import nearest_multiples
-from popdist.records.metric_words import RUN_VARIABLE, parse_words
-from popdist.timeline.profiles.wanted import Wanted
-from poprun.cli.command_line import CommandLine, Value, read_fault, read_instance_arguments
-from poprun.cli.options import OPTIONS
-from poprun.cli.summary_setting import read_summary
-from poprun.cli.vipu import LARGEST_DOMAIN_IPUS, PARTITION_VARIABLE
+from popdist.records.faults import parse_fault
+from popdist.records.metric_words import parse_words
+from popdist.timeline.profiles import WantedProfile
+from poprun.cli.launch_options import LaunchOptions
+from poprun.cli.log import Level
+from poprun.cli.mpi_arguments import JobArguments
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 
-_POSITIVE = (
-    "num_replicas",
-    "num_instances",
-    "ipus_per_replica",
-    "num_ilds",
-    "start_timeout_s",
-    "host_timeout_s",
-    "min_instances",
-)
+PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
+"""Names the partition if no option does, as for the original; instances find the name of theirs in it."""
 
+LARGEST_DOMAIN_IPUS = 64
+"""The most IPUs of one IPU-Link domain."""
+
+_POSITIVE = (
+    *("num_replicas", "num_instances", "ipus_per_replica", "num_ilds"),
+    *("start_timeout_s", "host_timeout_s", "min_instances"),
+)
 _OPTION_AND_MORE = re.compile(r"-[^\s=]*\s+\S")
+
+FILE_PREFIX = "json:"
+_YES = ("yes", "on", "true", "1")
+_NO = ("no", "off", "false", "0")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of one launch.
+class SummaryAsked:
+    """The summary that the user wants when the job is over.
 
     Attributes:
-        program: the program and its arguments.
-        host: lists of hosts as they were written; empty: see `hostfile`.
-        hostfile: a file that lists the hosts; None: this machine.
-        host_subnet: the interface or network that hosts use; None: chosen by poprun.
-        num_replicas: replicas of all instances together.
-        num_instances: processes.
-        ipus_per_replica: devices that one replica spans.
-        num_ilds: IPU-Link domains; None: as many as the simulated partition needs, 1 without one.
-        verbosity: 0, 1 (`-v`) or 2 (`-vv`).
-        debug: say everything.
-        print_topology: show the table.
-        dry_run: print the command, run nothing.
-        json: print it as JSON.
-        only_output_from: the instance whose output is shown; None: all.
-        no_tags: show lines without anything that names the instance.
-        tag_host: show the host in front of each line.
-        timestamps: show the time in front of each line.
-        output_dir: directory that gets each instance's output too.
-        metrics: where the metrics of every step go, as it was written.
-        metrics_run: a name of this job that no other has, for services; the same when it is started again.
-        timeline: the file that gets what instances did; None: nothing is recorded.
-        timeline_limit: MB that one of them may record; None: the usual.
-        profile: which profiler sees which of their steps, as `popdist.timeline.profiles` has it; None: none.
-        summary: what is said when the job is over: `yes`, `no`, `json:FILE`; "": as usual.
-        top_address: where those who know the job's token may look at it, `HOST:PORT`; None: on this machine only.
-        executable_cache_path: what programs find in POPDIST_EXECUTABLE_CACHE_PATH.
-        mpi_global_args: options for mpirun.
-        mpi_local_args: options for mpirun, for each instance.
-        instance_mpi_local_args: an instance and options for mpirun for it, any number of times.
-        allow_run_as_root: pass mpirun's option of that name.
-        process_placement: `spreadnuma`, `cores`, `sockets` or `disabled`.
-        torch_distributed_env: set the variables by which `torch.distributed` connects the instances.
-        offline_mode: use no accelerators.
-        synchronise_python_venv: copy the Python environment to the hosts.
-        distribute_ssh_key: install the ssh key on the hosts.
-        skip_checks: do not examine the hosts before the launch.
-        start_timeout_s: limit for the start of all instances.
-        host_timeout_s: silence after which a host is lost.
-        on_failure: `stop`, `shrink` or `restart`.
-        max_restarts: how often the job is started again at most.
-        restart_backoff_s: the pause before the first restart; it doubles from one to the next.
-        min_instances: the fewest instances with which the job goes on or is started again.
-        inject: faults that are to happen, as they were written.
-        stuck_timeout_s: so long an instance that others wait for may do nothing; 0: for ever.
-        vipu_partition: the name or device map of a simulated partition; None: there is none.
-        update_partition: give the partition the size that is needed.
-
-    Raises:
-        UsageError: numbers are out of range, or replicas or instances cannot be divided evenly.
+        lines: whether lines are shown; None: if standard error is a terminal.
+        file: the file that gets all of it as JSON; "": none.
     """
 
-    program: tuple[str, ...]
-    host: tuple[str, ...] = ()
-    hostfile: str | None = None
-    host_subnet: str | None = None
-    num_replicas: int = 1
-    num_instances: int = 1
-    ipus_per_replica: int = 1
-    num_ilds: int | None = None
-    verbosity: int = 0
-    debug: bool = False
-    print_topology: bool = False
-    dry_run: bool = False
-    json: bool = False
-    only_output_from: int | None = None
-    no_tags: bool = False
-    tag_host: bool = False
-    timestamps: bool = False
-    output_dir: str | None = None
-    metrics: tuple[str, ...] = ()
-    metrics_run: str = ""
-    timeline: str | None = None
-    timeline_limit: int | None = None
-    profile: str | None = None
-    summary: str = ""
-    top_address: str | None = None
-    executable_cache_path: str | None = None
-    mpi_global_args: tuple[str, ...] = ()
-    mpi_local_args: tuple[str, ...] = ()
-    instance_mpi_local_args: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    allow_run_as_root: bool = False
-    process_placement: str = "spreadnuma"
-    torch_distributed_env: bool = False
-    offline_mode: bool = False
-    synchronise_python_venv: bool = False
-    distribute_ssh_key: bool = False
-    skip_checks: bool = False
-    start_timeout_s: float = 60
-    host_timeout_s: float = 10
-    on_failure: str = "stop"
-    max_restarts: int = 3
-    restart_backoff_s: float = 1
-    min_instances: int = 1
-    inject: tuple[str, ...] = ()
-    stuck_timeout_s: float = 300
-    vipu_partition: str | None = None
-    update_partition: bool = False
+    lines: bool | None = None
+    file: str = ""
+
+    def shows_lines(self, is_terminal: bool, level: Level, environ: Mapping[str, str]) -> bool:
+        """Return whether lines are shown; by default on a terminal, unless the user has said that only errors count."""
+        if self.lines is not None:
+            return self.lines
+        return is_terminal and level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
+
+    @classmethod
+    def read(cls, text: str) -> SummaryAsked:
+        """Read the value of `--summary`; "" if the option is not given.
+
+        Raises:
+            UsageError: the text is none of the possible values.
+        """
+        if not text:
+            return cls()
+        if text.lower() in (*_YES, *_NO):
+            return cls(lines=text.lower() in _YES)
+        file = text.removeprefix(FILE_PREFIX)
+        if not text.startswith(FILE_PREFIX) or not file:
+            raise UsageError(f"--summary is {text!r}; use yes, no or {FILE_PREFIX}FILE")
+        return cls(file=file)
+
+
+@dataclass(frozen=True)
+class LaunchSettings(LaunchOptions):
+    """The options of a launch, checked.
+
+    Raises:
+        UsageError: numbers are out of range, options exclude each other, or replicas or instances do not divide evenly.
+    """
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -172,21 +114,15 @@ class Settings:
             )
 
     def _check_instances_named(self) -> None:
-        instances, last = count(self.num_instances, "instance"), self.num_instances - 1
-        way_out = f"use 0 to {last}" if last else "use 0"
-        shown = self.only_output_from
-        if shown is not None and not 0 <= shown <= last:
-            raise UsageError(f"--only-output-from-instance is {shown}, the job has {instances}; {way_out}")
-        for index, _ in self.instance_mpi_local_args:
-            if index > last:
-                raise UsageError(
-                    f"--instance-mpi-local-args names instance {index}, the job has {instances}; {way_out}"
-                )
-        for text in self.inject:
-            if read_fault(text).instance > last:
-                raise UsageError(
-                    f"--inject {text!r} names an instance that is none, the job has {instances}; {way_out}"
-                )
+        last, shown = self.num_instances - 1, self.only_output_from_instance
+        wrong = [
+            *([f"--only-output-from-instance is {shown}"] if shown is not None and not 0 <= shown <= last else []),
+            *(f"--instance-mpi-local-args names instance {i}" for i, _ in self.instance_mpi_local_args if i > last),
+            *(f"--inject {text!r} names an instance that is none" for text in self.inject if _instance(text) > last),
+        ]
+        for fact in wrong:
+            way_out = f"use 0 to {last}" if last else "use 0"
+            raise UsageError(f"{fact}, the job has {count(self.num_instances, 'instance')}; {way_out}")
 
     def _check_mpi_args(self) -> None:
         """Refuse an option and its value in one word: quotes inside of quotes, or an entry of a list in TOML."""
@@ -200,7 +136,7 @@ class Settings:
                 )
 
     def _check_exclusions(self) -> None:
-        read_summary(self.summary)
+        SummaryAsked.read(self.summary)
         try:
             parse_words(self.metrics)
         except ValueError as error:
@@ -224,7 +160,7 @@ class Settings:
         if self.profile is None:
             return
         try:
-            Wanted.parse(self.profile)
+            WantedProfile.parse(self.profile)
         except ValueError as error:
             raise UsageError(f"--profile {error}") from None
         if self.timeline is None:
@@ -232,7 +168,7 @@ class Settings:
 
     @property
     def replicas_per_instance(self) -> int:
-        """How many replicas each instance drives."""
+        """The number of replicas that each instance drives."""
         return self.num_replicas // self.num_instances
 
     @property
@@ -258,49 +194,17 @@ class Settings:
         return self.print_topology or self.verbosity >= 2
 
     @property
-    def all_mpi_args(self) -> tuple[str, ...]:
-        """Every option for mpirun that the user gave, for whichever instance."""
-        of_instances = (word for _, words in self.instance_mpi_local_args for word in words)
-        return (*self.mpi_global_args, *self.mpi_local_args, *of_instances)
+    def verbosity(self) -> int:
+        """The number of `v` in `-v` and `-vv`; `--debug` counts as 2."""
+        return 2 if self.vv or self.debug else int(self.verbose)
 
-    def mpi_args_of(self, instance: int) -> tuple[str, ...]:
-        """The options for mpirun of one instance: those of each instance, then its own."""
-        own = (word for index, words in self.instance_mpi_local_args if index == instance for word in words)
-        return (*self.mpi_local_args, *own)
-
-
-def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
-    """The settings that a command line asks for; one replica for each instance unless it says how many.
-
-    Args:
-        line: what the user wrote.
-        environ: may name a partition.
-
-    Raises:
-        UsageError: they are impossible.
-    """
-    given = line.values
-    own = {_field_of(option.name): given[option.name] for option in OPTIONS if option.name in given}
-    settings: dict[str, Any] = {name: value for name, value in own.items() if name in _FIELDS}
-    texts = settings.pop("instance_mpi_local_args", ())
-    settings.setdefault("num_replicas", settings.get("num_instances", 1))
-    if environ.get(PARTITION_VARIABLE):
-        settings.setdefault("vipu_partition", environ[PARTITION_VARIABLE])
-    return Settings(
-        program=line.program,
-        verbosity=_verbosity(given),
-        instance_mpi_local_args=tuple(read_instance_arguments(text) for text in texts),
-        metrics_run=(environ.get(RUN_VARIABLE) or os.urandom(6).hex()) if settings.get("metrics") else "",
-        **settings,
-    )
+    @cached_property
+    def mpi(self) -> JobArguments:
+        """The user's options for mpirun."""
+        own = self.instance_mpi_local_args
+        return JobArguments.read(self.mpi_global_args, self.mpi_local_args, own, self.num_instances)
 
 
-_FIELDS = frozenset(Settings.__dataclass_fields__) - {"program", "verbosity", "metrics_run"}
-
-
-def _field_of(option: str) -> str:
-    return {"only-output-from-instance": "only_output_from"}.get(option, option.replace("-", "_"))
-
-
-def _verbosity(given: Mapping[str, Value]) -> int:
-    return 2 if given.get("vv") or given.get("debug") else int(bool(given.get("verbose")))
+def _instance(fault: str) -> int:
+    """Return the instance of a fault that was checked when the option was read."""
+    return parse_fault(fault).instance

@@ -1,12 +1,17 @@
-"""How messages write numbers and names. Pure."""
+"""Numbers, names and tables as poprun writes them, and the width of the page. Pure but for `columns_of`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+USUAL_COLUMNS = 80
+_LEAST_COLUMNS = 20
+_GAP = 2
 
 
 def count(number: int, noun: str) -> str:
-    """A number and what is counted: `1 host`, `2 hosts`."""
+    """Write a number and what is counted: `1 host`, `2 hosts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -22,12 +27,12 @@ def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
 
 
 def cut_off(text: str, most: int = 300) -> str:
-    """A text that somebody else has written, without its end where it is longer than a line of ours should be."""
+    """Shorten a foreign text to about one line."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def name_nearest(written: str, known: Iterable[str]) -> str:
-    """The known names that are nearest to an unknown one, as a question to append to a message; often empty."""
+    """Return the known names that are nearest to an unknown one, as a question to append to a message; often empty."""
     import difflib  # costs some milliseconds, needed only on the way out
 
     nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
@@ -35,7 +40,7 @@ def name_nearest(written: str, known: Iterable[str]) -> str:
 
 
 def without_controls(text: str) -> str:
-    """The text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
+    """Return the text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
     if text.isprintable():
         return text
     return "".join(each if _is_harmless(each) else each.encode("unicode_escape").decode() for each in text)
@@ -46,29 +51,92 @@ def _is_harmless(character: str) -> bool:
 
 
 def share_text(share: float) -> str:
-    """A share of something: `3 %`, `0.4 %`."""
+    """Write a share: `3 %`, `0.4 %`."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 0.95 or percent < 0.05 else f"{percent:.1f} %"
 
 
 def number_text(number: float) -> str:
-    """A number with three digits that count: `0.123`, `12.3`, `12345`."""
+    """Write a number with three significant digits: `0.123`, `12.3`, `12345`."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}" if number >= 0.9995 else f"{number:.3g}"
 
 
 def memory_text(nbytes: int) -> str:
-    """An amount of memory: `812 MiB`, `1.5 GiB`."""
+    """Write an amount of memory: `812 MiB`, `1.5 GiB`."""
     mebibytes = nbytes / 2**20
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1023.5 else f"{mebibytes:.0f} MiB"
 
 
 def duration_text(seconds: float) -> str:
-    """A time: `0.3 s`, `59 s`, `2 min 5 s`, `3 h 20 min`."""
+    """Write a duration: `0.3 s`, `59 s`, `2 min 5 s`, `3 h 20 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:
+    """Return the width of the page: COLUMNS, else that of the terminal; None for a pipe or a file."""
+    text = environ.get("COLUMNS", "")
+    if text.isascii() and text.isdecimal() and len(text) < 6 and int(text):
+        return max(int(text), _LEAST_COLUMNS)
+    try:
+        columns = os.get_terminal_size(descriptor).columns
+    except OSError:
+        return None
+    return max(columns, _LEAST_COLUMNS) if columns else USUAL_COLUMNS
+
+
+def wrap(text: str, columns: int, indent: int = 0) -> str:
+    """Return the text in lines of at most so many columns; a longer word has a line of its own."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= columns:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(" " * indent + word)
+    return "\n".join(lines)
+
+
+def draw_rows(rows: Sequence[Sequence[str]], columns: int | None = None) -> str:
+    """Rows with aligned columns, without a final newline.
+
+    Where they do not fit, the texts in the widest columns are broken.
+
+    Args:
+        rows: of equally many cells each.
+        columns: of the page; None: as many as it takes.
+    """
+    widths = _fit([max(map(len, cells)) for cells in zip(*rows, strict=True)], columns)
+    lines: list[str] = []
+    for row in rows:
+        cells = [_break(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for number in range(max(map(len, cells))):
+            pieces = [cell[number] if number < len(cell) else "" for cell in cells]
+            lines.append((" " * _GAP).join(map(str.ljust, pieces, widths)).rstrip())
+    return "\n".join(lines)
+
+
+def _fit(widths: list[int], columns: int | None) -> list[int]:
+    """Narrower columns, the widest first, for a page of so many."""
+    too_many = 0 if columns is None else sum(widths) + _GAP * (len(widths) - 1) - columns
+    while too_many > 0 and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+        too_many -= 1
+    return widths
+
+
+def _break(text: str, width: int) -> list[str]:
+    """Return the text in pieces of this width: between words, behind a comma, or anywhere."""
+    pieces: list[str] = []
+    while len(text) > width:
+        end = text.rfind(" ", 0, width + 1)
+        if end <= 0:
+            end = text.rfind(",", 0, width) + 1 or width
+        pieces.append(text[:end].rstrip())
+        text = text[end:].lstrip()
+    return [*pieces, text]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
@@ -18,10 +19,10 @@ from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, 
 from poprun.hosts.schedulers.slurm import SlurmScheduler
 
 BATCH_SYSTEMS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), LsfScheduler())
-"""Those that reserve hosts for a job: where several seem to, they have to agree."""
+"""Schedulers that reserve hosts for a job. If several seem to have done so, they have to agree."""
 
 HOSTFILES: tuple[Scheduler, ...] = (KubernetesScheduler(), OpenMPIHostfile())
-"""Those that are asked where there is no batch system, as by mpirun; the first active one counts."""
+"""Hostfiles that are read without a batch system, as mpirun does; the first one found counts."""
 
 
 def _read_text(path: str) -> str:
@@ -29,7 +30,7 @@ def _read_text(path: str) -> str:
 
 
 def find_allocation(environ: Mapping[str, str], read_text: ReadText = _read_text) -> Allocation | None:
-    """The hosts that were reserved for this process; None: nobody reserved any.
+    """Return the hosts that were reserved for this process; None: nobody reserved any.
 
     Args:
         environ: the variables of the process.
@@ -38,17 +39,21 @@ def find_allocation(environ: Mapping[str, str], read_text: ReadText = _read_text
     Raises:
         UsageError: what is reserved cannot be read, or two batch systems contradict each other.
     """
-    reserved = [system.allocation(environ, read_text) for system in BATCH_SYSTEMS if system.is_active(environ)]
+    reserved = list(_allocations(BATCH_SYSTEMS, environ, read_text))
     for other in reserved[1:]:
         if other.hosts != reserved[0].hosts:
             raise UsageError(
                 f"{reserved[0].source} has {describe_slots(reserved[0].hosts)}, but {other.source} has "
                 f"{describe_slots(other.hosts)}; {NAME_HOSTS}, or unset the variables of one"
             )
-    if reserved:
-        return reserved[0]
-    hostfile = next((file for file in HOSTFILES if file.is_active(environ)), None)
-    return hostfile.allocation(environ, read_text) if hostfile is not None else None
+    return next(chain(reserved, _allocations(HOSTFILES, environ, read_text)), None)
+
+
+def _allocations(
+    schedulers: Iterable[Scheduler], environ: Mapping[str, str], read_text: ReadText
+) -> Iterator[Allocation]:
+    asked = [each for each in schedulers if not environ.keys().isdisjoint(each.variables)]
+    return (found for each in asked if (found := each.allocation(environ, read_text)) is not None)
 
 
 def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int = 0) -> Allocation:
@@ -72,14 +77,8 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))
 
 
-def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: Settings) -> str:
-    """What of an allocation is used, and how more of it would be; empty where all is, or slots are not counted.
-
-    Args:
-        allocation: what is reserved.
-        hosts: those that are used.
-        settings: how many instances and replicas there are.
-    """
+def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
+    """Say which part of an allocation is used, and how to use more; empty if all is used."""
     slots, instances = allocation.slots, settings.num_instances
     if slots is None or instances == slots:
         return ""

@@ -1,4 +1,4 @@
-"""What hosts are told so that they get a copy of the Python environment, and what their answers mean. Pure."""
+"""The copy of the Python environment: the words for each host, and the meaning of its answers. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poprun.cli.wording import count, cut_off
-from poprun.hosts.environment_trees import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
-from poprun.hosts.errands import Ended, Errand
+from poprun.hosts.host_commands import CommandResult, HostCommand
+from poprun.hosts.python_environment import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
 
 OPTION = "--synchronise-python-venv"
@@ -58,8 +58,8 @@ _NUMBERS = {"files": r"regular files transferred: ([\d,.]+)", "bytes": r"transfe
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a host has said about the folders.
+class FolderClaim:
+    """A host's answer about the folders.
 
     Attributes:
         has_rsync: whether it has, and this machine too.
@@ -92,12 +92,12 @@ class Copy:
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """The folders, for messages."""
         return f"{self.tree.root}" + (f" ({', '.join(self.tree.names)})" if self.tree.names else "")
 
 
 def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) -> str:
-    """The shell program with which a host says which folders it needs, and makes them ready.
+    """Return the shell program with which a host says which folders it needs, and makes them ready.
 
     Args:
         environment: what is copied.
@@ -113,8 +113,8 @@ def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) ->
     return "\n".join([_CLAIM, *lines, "say end", ""])
 
 
-def read_claim(said: str, environment: PythonEnvironment) -> Claim | None:
-    """What a host answers to `claim_script`; None if that is no complete answer and no refusal either."""
+def read_claim(said: str, environment: PythonEnvironment) -> FolderClaim | None:
+    """Read the answer to `claim_script`; None if it is neither complete nor a refusal."""
     words = [line.removeprefix(_SAYS).split() for line in said.splitlines() if line.startswith(_SAYS)]
     try:
         return _claim_from(words, environment)
@@ -122,14 +122,14 @@ def read_claim(said: str, environment: PythonEnvironment) -> Claim | None:
         return None
 
 
-def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Claim | None:
+def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> FolderClaim | None:
     folders = environment.folders
 
     def numbers(topic: str) -> list[int]:
         return [int(each[1]) for each in words if each[0] == topic]
 
     digests = [each[2] if len(each) > 2 else "" for each in words if each[0] == "mine"]
-    claim = Claim(
+    claim = FolderClaim(
         has_rsync=["rsync"] in words,
         mine=dict(zip([folders[number] for number in numbers("mine")], digests, strict=True)),
         shared=tuple(folders[number] for number in numbers("shared")),
@@ -139,15 +139,8 @@ def _claim_from(words: list[list[str]], environment: PythonEnvironment) -> Claim
     return claim if ["end"] in words or claim.foreign or claim.missing else None
 
 
-def claim_faults(host: str, claim: Claim | None, ended: Ended, late: str) -> list[str]:
-    """Why a host cannot get the environment: a line for each reason.
-
-    Args:
-        host: the host.
-        claim: its answer.
-        ended: how the ssh ended.
-        late: what to say where it did not end in time.
-    """
+def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, late: str) -> list[str]:
+    """Return a line for each reason why a host cannot get the environment."""
     if claim is None:
         return [f"host {host}: {_complain(host, ended, late)}"]
     lines = [
@@ -161,8 +154,10 @@ def claim_faults(host: str, claim: Claim | None, ended: Ended, late: str) -> lis
     ]
 
 
-def plan_copies(host: str, claim: Claim, environment: PythonEnvironment, digests: Mapping[Path, str]) -> list[Copy]:
-    """What has to be copied to a host.
+def plan_copies(
+    host: str, claim: FolderClaim, environment: PythonEnvironment, digests: Mapping[Path, str]
+) -> list[Copy]:
+    """Return the copies that a host needs.
 
     Args:
         host: the host.
@@ -175,8 +170,8 @@ def plan_copies(host: str, claim: Claim, environment: PythonEnvironment, digests
     return [Copy(host, tree, claim.has_rsync) for tree in trees if tree is not None]
 
 
-def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
-    """The command that copies a tree.
+def copy_command(copy: Copy, ssh: Sequence[str]) -> HostCommand:
+    """Return the command that copies a tree.
 
     rsync removes what is not here any more, in the tree's own folders only. tar removes nothing.
     """
@@ -188,22 +183,22 @@ def copy_errand(copy: Copy, ssh: Sequence[str]) -> Errand:
         filters = [f"--filter=-p {name}" for name in LEFT_OUT] + [f"--filter=H {TOKEN_PREFIX}*"]
         sources = [f"{root}/{name}" for name in copy.tree.names] or [f"{root}/"]
         options = [*filters, f"--exclude={MARKER}", "-e", shlex.join(ssh)]
-        return Errand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
+        return HostCommand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
     omitted = [f"--exclude={name}" for name in (*LEFT_OUT, MARKER, f"{TOKEN_PREFIX}*")]
     words = ["tar", *omitted, "-cf", "-", "--", *(copy.tree.names or ["."])]
     # tar itself, in `-C`, takes backslashes for more than that. 1: a file has changed meanwhile
     feeder = ("sh", "-c", 'cd "$1" && shift && { "$@" || [ $? = 1 ]; }', "sh", root, *words)
     unpack = ["sh", "-c", 'cd "$1" && LC_ALL=C exec tar -xpof -', "sh", root]
-    return Errand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
+    return HostCommand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
 
 
-def has_lost_reason(copy: Copy, ended: Ended) -> bool:
-    """Whether rsync has failed to read or write files, but the reason has not come through."""
+def has_lost_reason(copy: Copy, ended: CommandResult) -> bool:
+    """Return whether rsync has failed to read or write files, but the reason has not come through."""
     return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
 
 
 def probe_script(copy: Copy, token: str) -> str:
-    """The shell program with which a host says why it cannot write files there, if it cannot."""
+    """Return the shell program with which a host says why it cannot write files there, if it cannot."""
     file = shlex.quote(f"{copy.tree.folders[0]}/{token}-probe")
     return f"""\
 export LC_ALL=C
@@ -213,15 +208,15 @@ head -c {_PROBED_BYTES} /dev/zero >"$file"
 """
 
 
-def copy_fault(copy: Copy, ended: Ended, late: str) -> str | None:
-    """The line about a copy that failed; None if it did not."""
+def copy_fault(copy: Copy, ended: CommandResult, late: str) -> str | None:
+    """Return the line about a copy that failed; None if it did not."""
     if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
         return None
     return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
 
 
-def describe_copy(copy: Copy, ended: Ended) -> str:
-    """The line about a copy that succeeded."""
+def describe_copy(copy: Copy, ended: CommandResult) -> str:
+    """Return the line about a copy that succeeded."""
     if not copy.uses_rsync:
         return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
     files, size = (_number(pattern, ended.out) for pattern in _NUMBERS.values())
@@ -231,13 +226,7 @@ def describe_copy(copy: Copy, ended: Ended) -> str:
 
 
 def release_script(folders: Sequence[Path], token: str, digests: Mapping[Path, str]) -> str:
-    """The shell program that takes the tokens away and notes what tar has copied.
-
-    Args:
-        folders: of this host.
-        token: as in `claim_script`.
-        digests: of what tar has copied completely.
-    """
+    """Return the shell program that takes the tokens away and notes what tar has copied."""
     lines = [f"rmdir {shlex.quote(str(folder / token))}" for folder in folders]
     lines += [f"echo {digest} >{shlex.quote(str(folder / MARKER))}" for folder, digest in digests.items()]
     return "\n".join([*lines, ""])
@@ -250,7 +239,7 @@ def _without(tree: Tree, needed: set[Path]) -> Tree | None:
     return Tree(tree.root, names) if names else None
 
 
-def _complain(host: str, ended: Ended, late: str) -> str:
+def _complain(host: str, ended: CommandResult, late: str) -> str:
     """Fact and way out of a command that has failed; the fact is in its own words."""
     complaint = _reason(ended.err)
     if ended.status is None:

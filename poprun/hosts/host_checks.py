@@ -1,4 +1,4 @@
-"""What is wrong with hosts, judged from their facts before anything is launched; pure."""
+"""The checks of hosts before a launch, judged from their facts. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from poprun.cli.wording import count
-from poprun.hosts.host_facts import COMPARED_PACKAGES, Fault, HostFacts
-from poprun.hosts.interfaces import Network
+from poprun.hosts.host_facts import COMPARED_PACKAGES, HostFacts, HostFault
+from poprun.hosts.interfaces import HostNetwork
 
 SHM_BYTES_PER_INSTANCE = 16 << 20
 """Open MPI 5 keeps a segment of this size for each instance that shares a host with others."""
@@ -20,8 +20,8 @@ _NAMES = {"python": "Python", "openmpi": "Open MPI", "project": "popdist-everywh
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a launch needs of its hosts.
+class HostNeeds:
+    """The needs of a launch, with which the facts of each host are compared.
 
     Attributes:
         here: the facts of the machine on which poprun runs; what the others are compared with.
@@ -34,7 +34,7 @@ class Wanted:
     here: HostFacts
     program: str
     instances: Mapping[str, int]
-    network: Network | None = None
+    network: HostNetwork | None = None
     shm_bytes_per_instance: int = SHM_BYTES_PER_INSTANCE
 
 
@@ -57,31 +57,21 @@ class Finding:
     is_fault: bool = False
 
     @property
+    def is_advice(self) -> bool:
+        """Whether the launch works, but probably not as it is meant."""
+        return bool(self.way_out) and not self.is_fault
+
+    @property
     def line(self) -> str:
         """Host, fact, way out."""
         return f"host {self.host}: {self.fact}" + (f"; {self.way_out}" if self.way_out else "")
 
 
-def faults_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[str]:
-    """One line for each reason why a launch cannot succeed: host, fact, way out."""
-    return [each.line for each in findings_of(facts, wanted) if each.is_fault]
-
-
-def warnings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[str]:
-    """One line for each thing that works but is probably not meant."""
-    return [each.line for each in findings_of(facts, wanted) if each.way_out and not each.is_fault]
-
-
-def findings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[Finding]:
-    """What every check found on every host, in the order of the hosts.
-
-    Args:
-        facts: as `poprun.hosts.survey.survey` returns them.
-        wanted: what the launch needs.
-    """
+def findings_of(facts: Mapping[str, HostFacts | HostFault], wanted: HostNeeds) -> list[Finding]:
+    """Run every check on every host, in the order of the hosts."""
     found: list[Finding] = []
     for host, known in facts.items():
-        if isinstance(known, Fault):
+        if isinstance(known, HostFault):
             found.append(Finding("ssh", host, known.fact, known.way_out, is_fault=True))
         else:
             found.append(Finding("ssh", host, "answers" if known.reached_at else "this machine"))
@@ -91,7 +81,7 @@ def findings_of(facts: Mapping[str, HostFacts | Fault], wanted: Wanted) -> list[
     )
 
 
-def _check_versions(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_versions(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     ours, theirs = wanted.here.versions, facts.versions
     names = ("python", "project", *COMPARED_PACKAGES)
     different = [name for name in names if ours.get(name, "") != theirs.get(name, "")]
@@ -118,7 +108,7 @@ def _align(name: str, version: str) -> str:
     return f"install {name}=={version} there"
 
 
-def _check_program(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_program(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     if facts.program:
         yield Finding("program", facts.host, facts.program)
     else:
@@ -140,7 +130,7 @@ def _check_program(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _check_cores(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_cores(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     instances, cores = wanted.instances.get(facts.host, 0), len(facts.cores)
     fact = f"{count(cores, 'core')} for {count(instances, 'instance')}" if instances else count(cores, "core")
     if instances <= cores:
@@ -149,7 +139,7 @@ def _check_cores(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("cores", facts.host, fact, "use fewer instances or more hosts")
 
 
-def _check_shared_memory(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_shared_memory(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     instances = wanted.instances.get(facts.host, 0)
     needed = instances * wanted.shm_bytes_per_instance if instances > 1 else 0
     fact = f"{facts.shm_free_bytes >> 20} MiB free in /dev/shm"
@@ -161,7 +151,7 @@ def _check_shared_memory(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("/dev/shm", facts.host, fact, way_out, is_fault=True)
 
 
-def _check_network(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_network(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     if wanted.network is None:
         return
     own = [each for each in facts.interfaces if wanted.network.includes(each.address)]
@@ -175,7 +165,7 @@ def _check_network(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _check_limits(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _check_limits(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     needed = 256 + _FILES_PER_INSTANCE * max(wanted.instances.values(), default=1) * len(wanted.instances)
     files = facts.open_files
     enough = files < 0 or files >= needed
@@ -201,7 +191,7 @@ def _check_difference(facts: Sequence[HostFacts], here: HostFacts) -> Iterator[F
             yield Finding("names", each.host, "no other host has its name")
 
 
-_CHECKS: tuple[Callable[[HostFacts, Wanted], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[HostFacts, HostNeeds], Iterator[Finding]], ...] = (
     _check_program,
     _check_versions,
     _check_cores,

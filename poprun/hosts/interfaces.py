@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +19,8 @@ _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
 
 @dataclass(frozen=True)
-class Network:
-    """What all hosts of a job talk over.
+class HostNetwork:
+    """The network over which all hosts of a job talk.
 
     Attributes:
         cidr: the addresses of all hosts lie in it, such as `10.77.0.0/24`; Open MPI's `if_include` takes it.
@@ -35,21 +33,21 @@ class Network:
     interface: str
 
     def includes(self, address: str) -> bool:
-        """Whether an address lies in it."""
+        """Return whether an address lies in it."""
         return ip_address(address) in ip_network(self.cidr)
 
     def address_among(self, addresses: Sequence[str]) -> str:
-        """The first address that lies in it; empty if there is none."""
+        """Return the first address that lies in it; empty if there is none."""
         return next(filter(self.includes, addresses), "")
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """The addresses of this machine."""
+    """Return the addresses of this machine."""
     return tuple(Interface(*each) for each in interfaces())
 
 
 def source_address(destination: str) -> str | None:
-    """The address from which this machine sends to another one; None if there is no route. Nothing is sent."""
+    """Return the address from which this machine sends to another one; None if there is no route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect((destination, _ANY_PORT))
@@ -57,28 +55,12 @@ def source_address(destination: str) -> str | None:
     return None
 
 
-def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, ...]]:
-    """The addresses of host names, all looked up at the same time.
-
-    Returns:
-        For each host its addresses; none where the name is unknown, or unknown within the limit.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]
-    deadline_s = time.monotonic() + limit_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return {host: found.get(host, ()) for host in hosts}
-
-
 def choose_network(
     ours: Sequence[Interface],
     hosts: Mapping[str, Sequence[str]],
     host_subnet: str | None = None,
     route: Callable[[str], str | None] = source_address,
-) -> Network:
+) -> HostNetwork:
     """Choose the network.
 
     Args:
@@ -94,7 +76,7 @@ def choose_network(
     if host_subnet:
         return _named_network(ours, hosts, host_subnet)
     if not hosts:
-        return Network("127.0.0.0/8", "127.0.0.1", "lo")
+        return HostNetwork("127.0.0.0/8", "127.0.0.1", "lo")
     targets = _targets(hosts)
     sources = {host: route(address) for host, address in targets.items()}
     for host, source in sources.items():
@@ -115,7 +97,7 @@ def choose_network(
 
 
 def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
-    """The network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
+    """Return the network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
 
     Raises:
         UsageError: it looks like a mask and is none.
@@ -128,13 +110,13 @@ def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
         raise UsageError(f"--host-subnet is {text}: {error}; use a mask such as 10.77.0.0/24, or eth0") from None
 
 
-def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]], subnet: str) -> Network:
+def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]], subnet: str) -> HostNetwork:
     mask = parse_mask(subnet)
     if mask is not None:
         inside = [each for each in ours if each.ip.ip in mask]
         if not inside:
             raise UsageError(f"--host-subnet is {subnet}, where this machine has no address; it has {_list(ours)}")
-        return Network(str(mask), inside[0].address, inside[0].name)
+        return HostNetwork(str(mask), inside[0].address, inside[0].name)
     named = [each for each in ours if each.name == subnet]
     if not named:
         raise UsageError(
@@ -145,7 +127,7 @@ def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]]
 
 
 def _addresses_near(interface: Interface, hosts: Mapping[str, Sequence[str]]) -> list[str]:
-    """For each host an address in the interface's network, else the one by which it is known."""
+    """Return each host's address in the interface's network, else the one by which it is known."""
     near = []
     for addresses in hosts.values():
         same = [address for address in addresses if ip_address(address).version == interface.ip.version]
@@ -162,7 +144,7 @@ def _is_address(text: str) -> bool:
 
 
 def _targets(hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """One address of each host, all of one family."""
+    """Return one address of each host, all of one family."""
     for host, addresses in hosts.items():
         if not addresses:
             raise PopRunError(f"host {host} has no address; check its spelling, or give it one in /etc/hosts")
@@ -186,10 +168,10 @@ def _interface_with(ours: Sequence[Interface], address: str) -> Interface:
     return found
 
 
-def _covering(interface: Interface, addresses: Sequence[str]) -> Network:
+def _covering(interface: Interface, addresses: Sequence[str]) -> HostNetwork:
     """The interface's network, made as wide as needed: routed networks (and some clouds, with /32) are narrower."""
     network: _Net = reduce(_widen, map(ip_address, addresses), interface.ip.network)
-    return Network(str(network), interface.address, interface.name)
+    return HostNetwork(str(network), interface.address, interface.name)
 
 
 def _widen(network: _Net, address: IPv4Address | IPv6Address) -> _Net:
@@ -201,10 +183,3 @@ def _widen(network: _Net, address: IPv4Address | IPv6Address) -> _Net:
 def _list(ours: Sequence[Interface]) -> str:
     outside = [each for each in ours if not each.is_loopback]
     return ", ".join(f"{each.name} {each.ip.network}" for each in outside) or "no network"
-
-
-def _look_up(host: str, found: dict[str, tuple[str, ...]]) -> None:
-    with suppress(OSError, UnicodeError):
-        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        addresses = dict.fromkeys(str(each[4][0]) for each in answers)
-        found[host] = tuple(sorted(addresses, key=lambda address: ":" in address))

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 MARK = "poprun-link "
 """Begins every answer; what a login shell prints does no harm."""
@@ -40,13 +39,13 @@ def serve(limit_s: int) -> None:
         print(MARK + json.dumps(answer), flush=True)
 
 
-def tell_clock() -> dict[str, Any]:
-    """The time here."""
+def tell_clock() -> dict[str, object]:
+    """Return the time here."""
     return {"clock_s": time.time()}
 
 
-def look_up(names: list[str]) -> dict[str, Any]:
-    """The addresses of names; none where a name is unknown, or unknown within 1 s."""
+def look_up(names: list[str]) -> dict[str, object]:
+    """Return the addresses of names; none where a name is unknown, or unknown within 1 s."""
     found: dict[str, list[str]] = {name: [] for name in names}
 
     def find(name: str) -> None:
@@ -62,8 +61,8 @@ def look_up(names: list[str]) -> dict[str, Any]:
     return {"addresses": dict(found)}
 
 
-def attach() -> dict[str, Any]:
-    """Whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
+def attach() -> dict[str, object]:
+    """Return whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
     data = ctypes.create_string_buffer(b"before")
     ready, done = os.pipe(), os.pipe()
     owner = os.fork()
@@ -85,14 +84,14 @@ def attach() -> dict[str, Any]:
     return {"fault": os.strerror(fault)} if fault else {}
 
 
-def listen(address: str) -> dict[str, Any]:
+def listen(address: str) -> dict[str, object]:
     """Wait for other hosts at an address of this one; the port."""
     listening = socket.create_server((address, 0), family=_family(address), backlog=64)
     threading.Thread(target=_accept, args=(listening,), daemon=True).start()
     return {"port": listening.getsockname()[1]}
 
 
-def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, Any]:
+def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, object]:
     """Connect to other hosts that listen, to all at the same time; for each why that failed, empty where it did not."""
     faults = ["no connection within the limit"] * len(places)
 
@@ -113,7 +112,7 @@ def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, Any]:
     return {"faults": list(faults)}
 
 
-def measure(address: str, port: int, duration_s: float, connect_s: float) -> dict[str, Any]:
+def measure(address: str, port: int, duration_s: float, connect_s: float) -> dict[str, object]:
     """Round trip and bandwidth from here to another host that listens."""
     with socket.create_connection((address, port), timeout=connect_s) as connection:
         round_trip_s = _time_echo(connection)
@@ -205,7 +204,7 @@ def _send_for(connection: socket.socket, duration_s: float) -> tuple[int, float]
     return received_bytes, seconds
 
 
-_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+_COMMANDS: dict[str, Callable[..., dict[str, object]]] = {
     "clock": tell_clock,
     "look_up": look_up,
     "attach": attach,

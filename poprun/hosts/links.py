@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any
 
 from poprun.hosts.link_script import MARK
-from poprun.hosts.own_text import words_for
-from poprun.hosts.ssh import last_line, remote_words
+from poprun.hosts.ssh import last_line, program_words, remote_words
 from poprun.hosts.this_machine import is_this_machine
+
+LinkAnswer = dict[str, Any]
+"""A JSON object that `link_script.py` prints; its keys depend on the command."""
 
 CONNECT_LIMIT_S = 2.0
 DURATION_S = 0.3
@@ -35,7 +37,7 @@ class HelperError(Exception):
     """A helper gave no answer; the text says why."""
 
 
-class Helper:
+class LinkHelper:
     """A process on a host that runs `link_script.py`, from here to the end of a `with`.
 
     Args:
@@ -47,7 +49,7 @@ class Helper:
     def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
         self.host = host
         program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
-        command = words_for(python, program)
+        command = program_words(python, program)
         self._process = subprocess.Popen(
             command if is_this_machine(host) else remote_words(ssh, host, command),
             stdin=subprocess.PIPE,
@@ -58,7 +60,7 @@ class Helper:
         self._said = b""
         self._tell(program)
 
-    def __enter__(self) -> Helper:
+    def __enter__(self) -> LinkHelper:
         return self
 
     def __exit__(
@@ -77,7 +79,7 @@ class Helper:
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> dict[str, Any]:
+    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> LinkAnswer:
         """Have a command done there.
 
         Raises:
@@ -88,7 +90,7 @@ class Helper:
         while True:
             line = self._read_line(deadline_s, limit_s).decode(errors="replace")
             if line.startswith(MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                answer: LinkAnswer = json.loads(line.removeprefix(MARK))
                 return answer
 
     def _tell(self, data: bytes) -> None:
@@ -120,8 +122,8 @@ class Helper:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What was measured from one host to another.
+class MeasuredLink:
+    """The measurements of the link from one host to another.
 
     Attributes:
         source: the host that sends.
@@ -139,8 +141,8 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """How far the clock of a host is ahead of ours, give or take the uncertainty."""
+class ClockOffset:
+    """The lead of a host's clock over ours, and its uncertainty."""
 
     offset_s: float
     uncertainty_s: float
@@ -148,7 +150,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class HostMeasurements:
-    """What one helper found.
+    """The measurements of one helper.
 
     Attributes:
         host: as the user wrote it.
@@ -160,14 +162,14 @@ class HostMeasurements:
 
     host: str
     fault: str = ""
-    clock: Clock = Clock(0.0, 0.0)
+    clock: ClockOffset = ClockOffset(0.0, 0.0)
     attach_fault: str = ""
     addresses: Mapping[str, Sequence[str]] | None = None
 
 
 def measure(
     addresses: Mapping[str, str], names: Sequence[str], python: str, ssh: Sequence[str]
-) -> tuple[list[HostMeasurements], list[Link]]:
+) -> tuple[list[HostMeasurements], list[MeasuredLink]]:
     """Measure what each host sees, then the links of the ring through all hosts in this order.
 
     Args:
@@ -177,7 +179,7 @@ def measure(
         ssh: the words of ssh up to the host.
     """
     with ExitStack() as stack:
-        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
             found = list(pool.map(lambda helper: _look_around(helper, names), helpers))
         working = [helper for helper, each in zip(helpers, found, strict=True) if not each.fault]
@@ -202,7 +204,7 @@ class Blocked:
 
     @property
     def fact(self) -> str:
-        """What happened, after the name of the host that listens."""
+        """The failure, in words that follow the name of the host that listens."""
         return f"cannot be reached from {', '.join(self.sources)} at {self.address} by TCP: {self.fault}"
 
 
@@ -216,7 +218,7 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
         limit_s: after which a host that does not answer is left out.
     """
     with ExitStack() as stack:
-        helpers = [stack.enter_context(Helper(host, python, ssh)) for host in addresses]
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
             ports = list(pool.map(lambda helper: _listen(helper, addresses[helper.host], limit_s), helpers))
             places = {helper.host: port for helper, port in zip(helpers, ports, strict=True) if port}
@@ -230,8 +232,8 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
     return blocked
 
 
-def _reach(helper: Helper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
-    """For each of the other hosts why there is no connection from this one; nothing if this one does not answer."""
+def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
+    """Return why this host cannot connect to each other one; empty if this host does not answer."""
     others = [host for host in ports if host != helper.host]
     places = [(addresses[host], ports[host]) for host in others]
     if helper.host not in ports or not places:
@@ -243,22 +245,17 @@ def _reach(helper: Helper, ports: Mapping[str, int], addresses: Mapping[str, str
 
 
 def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """The links that are measured, one from each host to the next one; none for one host."""
+    """Return the links that are measured, one from each host to the next one; none for one host."""
     return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
 
 
-def all_reduce_bound_s(links: Sequence[Link], size_bytes: int) -> float:
-    """The least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md).
-
-    Args:
-        links: one from each host.
-        size_bytes: of the data.
-    """
+def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
+    """Return the least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md)."""
     hosts = len(links)
     return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
 
 
-def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:
+def _look_around(helper: LinkHelper, names: Sequence[str]) -> HostMeasurements:
     try:
         attach_fault = str(helper.ask("attach").get("fault", ""))
         known = helper.ask("look_up", names=list(names))["addresses"]
@@ -267,54 +264,54 @@ def _look_around(helper: Helper, names: Sequence[str]) -> HostMeasurements:
         return HostMeasurements(helper.host, str(error))
 
 
-def _compare_clocks(helper: Helper) -> Clock:
-    """The offset as NTP estimates it, from the quickest of some round trips."""
+def _compare_clocks(helper: LinkHelper) -> ClockOffset:
+    """Return the offset as NTP estimates it, from the quickest of some round trips."""
     clocks = []
     for _ in range(8):
         asked_s = time.time()
         there_s = float(helper.ask("clock")["clock_s"])
         answered_s = time.time()
-        clocks.append(Clock(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
+        clocks.append(ClockOffset(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
     return min(clocks, key=lambda clock: clock.uncertainty_s)
 
 
 def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """The links of a ring in two or three rounds; in each a host sends or receives, never both."""
+    """Return the links of a ring in two or three rounds; in each a host sends or receives, never both."""
     paired = len(links) // 2 * 2
     return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
 
 
-def _measure_ring(helpers: Sequence[Helper], addresses: Mapping[str, str]) -> list[Link]:
+def _measure_ring(helpers: Sequence[LinkHelper], addresses: Mapping[str, str]) -> list[MeasuredLink]:
     by_host = {helper.host: helper for helper in helpers}
     ports = {helper.host: _listen(helper, addresses[helper.host]) for helper in helpers}
 
-    def measure_one(link: tuple[str, str]) -> Link:
+    def measure_one(link: tuple[str, str]) -> MeasuredLink:
         source, target = link
         return _measure_link(by_host[source], target, addresses[target], ports[target])
 
     ring = ring_of(list(by_host))
-    found: dict[tuple[str, str], Link] = {}
+    found: dict[tuple[str, str], MeasuredLink] = {}
     with ThreadPoolExecutor(max(1, len(helpers))) as pool:
         for links in rounds_of(ring):
             found |= zip(links, pool.map(measure_one, links), strict=True)
     return [found[link] for link in ring]
 
 
-def _listen(helper: Helper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
+def _listen(helper: LinkHelper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
     with suppress(HelperError):
         return int(helper.ask("listen", limit_s, address=address).get("port", 0))
     return 0
 
 
-def _measure_link(helper: Helper, target: str, address: str, port: int) -> Link:
+def _measure_link(helper: LinkHelper, target: str, address: str, port: int) -> MeasuredLink:
     if not port:
-        return Link(helper.host, target, fault=f"{target} cannot listen at {address}")
+        return MeasuredLink(helper.host, target, fault=f"{target} cannot listen at {address}")
     try:
         answer = helper.ask("measure", address=address, port=port, duration_s=DURATION_S, connect_s=CONNECT_LIMIT_S)
     except HelperError as error:
-        return Link(helper.host, target, fault=str(error))
+        return MeasuredLink(helper.host, target, fault=str(error))
     if "fault" in answer:
-        return Link(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
+        return MeasuredLink(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
     if not answer["bytes_per_s"]:
-        return Link(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
-    return Link(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))
+        return MeasuredLink(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
+    return MeasuredLink(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))

@@ -1,4 +1,4 @@
-"""What mpirun and ssh are told for a job that runs on other hosts as well. Pure."""
+"""The words for mpirun and ssh of a job that runs on other hosts too. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_THIS_MACHINE = frozenset(("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
 
 @dataclass(frozen=True)
 class Remote:
-    """How the other hosts are reached.
+    """The way to the other hosts.
 
     Attributes:
         network: the network in which all hosts talk, such as `10.0.0.0/24`; "" where a dry run cannot know it.
@@ -75,12 +75,12 @@ def need_domains(machines: Iterable[Iterable[str]]) -> bool:
 
 
 def ssh_options(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The options for Open MPI's ssh: what the user says first, since ssh takes the first value of each."""
+    """Return the options for Open MPI's ssh: what the user says first, since ssh takes the first value of each."""
     return (*user_arguments(environ), *SSH_OPTIONS)
 
 
 def mpirun_options(remote: Remote, user: Sequence[str]) -> list[str]:
-    """The options for mpirun; a parameter that the user's own options mention is left to the user.
+    """Return the options for mpirun; a parameter that the user's own options mention is left to the user.
 
     Daemons and data use one network. A daemon that hears nothing ends itself and its instances, as poprun does on its
     side.
@@ -105,7 +105,7 @@ def mpirun_options(remote: Remote, user: Sequence[str]) -> list[str]:
 
 
 def forwarded_names(environ: Iterable[str]) -> tuple[str, ...]:
-    """The variables that instances on other hosts get as well; there, nothing is inherited."""
+    """Return the variables that instances on other hosts get as well; there, nothing is inherited."""
     return tuple(
         sorted(
             name

@@ -1,4 +1,4 @@
-"""How poprun calls ssh, and what to do about ssh's own complaints."""
+"""The words with which poprun runs commands on other hosts, and the ways out of ssh's complaints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--export=ALL", "--nodes=1
 After `sbatch --export=NONE` steps would find no variables at all, not even PATH.
 """
 
+_BOOTSTRAP = (
+    "import hashlib, sys; text = sys.stdin.buffer.read({nbytes}); "
+    "hashlib.sha256(text).hexdigest() == '{digest}' or "
+    "sys.exit('what came through standard input is not the program of poprun: look for what reads or writes there, "
+    "such as a start-up file of the shell'); exec(text)"
+)
+
 _CHANGED = "identification has changed"  # long before the last line, which is that of a key that is not known
 _WAYS_OUT = {
     _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
@@ -34,7 +41,7 @@ _WAYS_OUT = {
 
 
 def user_arguments(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What the user adds to every ssh, from POPRUN_SSH_ARGS; Open MPI's daemons need them too.
+    """Return the user's options for every ssh, from POPRUN_SSH_ARGS; Open MPI's daemons need them too.
 
     Raises:
         UsageError: they cannot be split.
@@ -49,7 +56,7 @@ def user_arguments(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ssh_words(environ: Mapping[str, str], connect_s: int = 5) -> tuple[str, ...]:
-    """The words of an ssh that asks nothing and gives up soon; the host and the command come after them.
+    """Return the words of an ssh that asks nothing and gives up soon; the host and the command come after them.
 
     The user's own arguments come first, because the first value that ssh sees for an option holds.
     """
@@ -66,7 +73,7 @@ def ssh_words(environ: Mapping[str, str], connect_s: int = 5) -> tuple[str, ...]
 
 
 def name_behind(host: str, ssh: Sequence[str], limit_s: float = 1.0) -> str:
-    """What ssh's configuration says a host is really called; the host itself where it says nothing."""
+    """Return the host name in ssh's configuration; the host itself if ssh has no other name."""
     import subprocess  # seldom needed
 
     try:
@@ -78,7 +85,7 @@ def name_behind(host: str, ssh: Sequence[str], limit_s: float = 1.0) -> str:
 
 
 def way_out_of(said: str, host: str) -> str:
-    """What to do about all that ssh has said on its standard error; its own words are what the user reads besides."""
+    """Return the way out of ssh's complaints on its standard error."""
     lines = said.lower().splitlines()
     reasons = [_CHANGED] if any(_CHANGED in line for line in lines) else reversed(lines)
     found = (advice for line in reasons for sign, advice in _WAYS_OUT.items() if sign in line)
@@ -86,26 +93,33 @@ def way_out_of(said: str, host: str) -> str:
 
 
 def by_hand(ssh: Sequence[str], host: str, command: str) -> str:
-    """What a user can try to see whether a host answers: by ssh, or by what takes its place."""
+    """Return a command with which a user can try whether a host answers."""
     if ssh[:1] == SRUN[:1]:
         return f"srun --overlap --nodelist={host} --nodes=1 --ntasks=1 {command}"
     return f"ssh {host} {command}"
 
 
 def last_line(complaint: str) -> str:
-    """The line that says why, cut off where it is endless; warnings come before it."""
+    """Return the line that says why, cut off where it is endless; warnings come before it."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     return cut_off(lines[-1]) if lines else ""
 
 
 def remote_words(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command on a host.
-
-    Args:
-        ssh: the words of ssh before the host, or SRUN.
-        host: its name.
-        command: one for a shell there.
-    """
+    """Return the words that run a command on a host."""
     if ssh[0] == SRUN[0]:
         return [*ssh, f"--nodelist={host}", "sh", "-c", shlex.join(command)]
     return [*ssh, "--", host, shlex.join(command)]
+
+
+def program_words(python: str, program: bytes) -> tuple[str, ...]:
+    """Return the words that run a program of ours on a host, where nothing of ours is installed.
+
+    The program is the first part of standard input, and nothing else is run.
+
+    The words have its length and digest, so text that somebody else has put there, or taken away, is refused.
+    """
+    import hashlib  # costs some milliseconds, needed only where hosts are asked
+
+    code = _BOOTSTRAP.format(nbytes=len(program), digest=hashlib.sha256(program).hexdigest())
+    return (python, "-I", "-u", "-c", code)

@@ -16,7 +16,7 @@ from pathlib import Path
 from poprun.cli.log import Log
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
-from poprun.hosts.errands import Ended, Errand, run_errands, shell_errands
+from poprun.hosts.host_commands import CommandResult, HostCommand, run_commands, shell_commands
 from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, ssh_words, user_arguments, way_out_of
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
@@ -51,7 +51,7 @@ know() {{
 
 @dataclass(frozen=True)
 class Target:
-    """How ssh reaches a host from here.
+    """The way in which ssh reaches a host from here.
 
     Attributes:
         known_as: its name in known_hosts, such as `h1` or `[h1]:2222`.
@@ -91,7 +91,7 @@ def distribute_key(hosts: Sequence[str], environ: Mapping[str, str], log: Log) -
 
 
 def read_target(said: str) -> Target:
-    """How ssh reaches a host, from what `ssh -G` says."""
+    """Read what `ssh -G` says about a host."""
     pairs = [line.split(maxsplit=1) for line in said.splitlines() if " " in line]
     values: dict[str, list[str]] = {}
     for name, value in pairs:
@@ -107,12 +107,12 @@ def read_target(said: str) -> Target:
 
 
 def read_keys(text: str) -> list[str]:
-    """The public keys in a `.pub` file or in what `ssh-add -L` prints."""
+    """Return the public keys in a `.pub` file or in what `ssh-add -L` prints."""
     return [line.strip() for line in text.splitlines() if line.startswith(_KEY_TYPES) and len(line.split()) > 1]
 
 
 def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
-    """The public key that ssh will use without asking for a passphrase.
+    """Return the public key that ssh will use without asking for a passphrase.
 
     Args:
         agent: the keys that an agent offers.
@@ -124,13 +124,13 @@ def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
 
 
 def allow_script(key: str) -> str:
-    """The shell program that appends a public key to authorized_keys, unless it is there in whatever form."""
+    """Return the shell program that appends a public key to authorized_keys, unless it is there in whatever form."""
     kind, body = key.split()[:2]
     return f"{_ADD}allow {shlex.quote(key)} {shlex.quote(f'{kind} {body}')}\n"
 
 
 def introduce_script(known: Iterable[tuple[str, str]]) -> str:
-    """The shell program that appends host keys to known_hosts, unless they are there, hashed or not.
+    """Return the shell program that appends host keys to known_hosts, unless they are there, hashed or not.
 
     Args:
         known: a name, such as `h1` or `[h1]:2222`, and its key with the type in front.
@@ -139,20 +139,13 @@ def introduce_script(known: Iterable[tuple[str, str]]) -> str:
 
 
 def read_known_hosts(found: str) -> list[str]:
-    """The keys in what `ssh-keygen -F` finds; those of authorities and revoked ones are not handed on."""
+    """Return the keys in what `ssh-keygen -F` finds; those of authorities and revoked ones are not handed on."""
     lines = [line.split() for line in found.splitlines() if not line.startswith(("#", "@"))]
     return [" ".join(words[1:3]) for words in lines if len(words) > 2]
 
 
-def fault_of(host: str, ended: Ended, limit_s: float, has_terminal: bool) -> str:
-    """Why a key could not be installed on a host.
-
-    Args:
-        host: the host.
-        ended: how its ssh ended.
-        limit_s: what it was given.
-        has_terminal: whether ssh could ask the user.
-    """
+def fault_of(host: str, ended: CommandResult, limit_s: float, has_terminal: bool) -> str:
+    """Return why a key could not be installed on a host."""
     complaint = last_line(ended.err)
     if ended.status is None:
         return f"host {host}: did not answer within {limit_s:g} s ({LIMIT_VARIABLE}); see what `ssh {host}` waits for"
@@ -217,23 +210,23 @@ def _introduce(targets: Mapping[str, Target], environ: Mapping[str, str], log: L
         log.info(f"host {host}: {count(each.out.count(_ADDED), 'host key')} added to those that it knows")
 
 
-def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> list[Ended]:
-    errands = {number: Errand(tuple(words)) for number, words in enumerate(commands)}
-    ended = dict(run_errands(errands, environ, _LOCAL_LIMIT_S))
-    return [ended[number] for number in errands]
+def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> list[CommandResult]:
+    numbered = {number: HostCommand(tuple(words)) for number, words in enumerate(commands)}
+    ended = dict(run_commands(numbered, environ, _LOCAL_LIMIT_S))
+    return [ended[number] for number in numbered]
 
 
-def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Ended]:
+def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, CommandResult]:
     """Have hosts run shell programs: one host first, so that the others need not write where they share its home."""
-    errands = shell_errands(scripts, (*ssh_words(environ), "-o", "ControlPath=none"))
-    ended: dict[str, Ended] = {}
-    for group in (list(errands)[:1], list(errands)[1:]):
-        ended |= run_errands({host: errands[host] for host in group}, environ, limit_from(environ))
+    commands = shell_commands(scripts, (*ssh_words(environ), "-o", "ControlPath=none"))
+    ended: dict[str, CommandResult] = {}
+    for group in (list(commands)[:1], list(commands)[1:]):
+        ended |= run_commands({host: commands[host] for host in group}, environ, limit_from(environ))
     return {host: ended[host] for host in scripts}
 
 
-def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> Ended:
-    """The same while ssh may ask on the terminal; its messages go there too."""
+def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> CommandResult:
+    """Return the same while ssh may ask on the terminal; its messages go there too."""
     import subprocess  # costs some milliseconds, seldom needed
 
     ssh = ["ssh", *user_arguments(environ), "-x", "-T", "-o", "BatchMode=no", "-o", "ClearAllForwardings=yes"]
@@ -243,12 +236,12 @@ def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> Ended:
             words, input=script, stdout=subprocess.PIPE, text=True, timeout=PASSWORD_LIMIT_S, check=False, env=environ
         )
     except subprocess.TimeoutExpired:
-        return Ended(SSH_FAILED, "", "", PASSWORD_LIMIT_S)
-    return Ended(done.returncode, done.stdout, "", 0.0)
+        return CommandResult(SSH_FAILED, "", "", PASSWORD_LIMIT_S)
+    return CommandResult(done.returncode, done.stdout, "", 0.0)
 
 
 def _has_terminal() -> bool:
-    """Whether ssh can ask the user: there is a terminal, and this process is in its foreground."""
+    """Return whether ssh can ask the user: there is a terminal, and this process is in its foreground."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:

@@ -1,21 +1,25 @@
-"""Asks hosts what they are before anything is launched: all at once, by one ssh each, within a limit."""
+"""Asks hosts for their facts before a launch, all at once within a limit, and remembers the answers for minutes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import stat
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
+from popdist.records.private_files import fault_of, fault_of_file, make_private
 from poprun.cli.log import Log, level_from
-from poprun.hosts.errands import Ended, Errand, Notice, run_errands
 from poprun.hosts.host_checks import COPY_IT
-from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from
-from poprun.hosts.own_text import words_for
-from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, remote_words, way_out_of
-from poprun.hosts.survey_script import CONNECTIONS, MARK
+from poprun.hosts.host_commands import CommandResult, HostCommand, LateNotice, run_commands
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from
+from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, program_words, remote_words, way_out_of
+from poprun.hosts.survey_script import CONNECTIONS, MARK, digest_sources
 from poprun.hosts.this_machine import is_this_machine
 
 LIMIT_S = 20.0
@@ -27,13 +31,16 @@ LATE_S = 2.5
 LIMIT_VARIABLE = "POPRUN_CHECK_TIMEOUT_S"
 """Overrides the limit, for machines that are so busy that a login takes longer."""
 
+LONGEST_AGE_S = 300.0
+"""Older answers are asked for again."""
+
 _SCRIPT = Path(__file__).with_name("survey_script.py")
 _MISSING_COMMAND = (126, 127)  # what a shell ends with that cannot start a command
 
 
 def survey(
-    hosts: Sequence[str], question: Question, ssh: Sequence[str], limit_s: float = LIMIT_S
-) -> dict[str, HostFacts | Fault]:
+    hosts: Sequence[str], question: HostQuestion, ssh: Sequence[str], limit_s: float = LIMIT_S
+) -> dict[str, HostFacts | HostFault]:
     """Ask every host, all at the same time.
 
     Args:
@@ -46,12 +53,12 @@ def survey(
         For each host, in order, its facts or why there are none.
     """
     script = _program(question, limit_s)
-    errands = {host: Errand(_words(host, question, script, ssh), script) for host in hosts}
+    commands = {host: HostCommand(_words(host, question, script, ssh), script) for host in hosts}
     # Who is asked without sshd must not find the connection by which the user has come to this machine.
     environ = {name: value for name, value in os.environ.items() if name not in CONNECTIONS}
-    notice = Notice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
-    ended = dict(run_errands(errands, environ, limit_s, notice))
-    return {host: _conclude(host, ended[host], question, limit_s, ssh) for host in errands}
+    notice = LateNotice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
+    ended = dict(run_commands(commands, environ, limit_s, notice))
+    return {host: _conclude(host, ended[host], question, limit_s, ssh) for host in commands}
 
 
 def _say_who_is_late(hosts: Sequence[str], limit_s: float) -> None:
@@ -62,24 +69,26 @@ def _say_who_is_late(hosts: Sequence[str], limit_s: float) -> None:
 
 
 def limit_from(environ: Mapping[str, str], variable: str = LIMIT_VARIABLE, default_s: float = LIMIT_S) -> float:
-    """A limit in seconds: that of a survey, or another one that has a variable; a positive number there holds."""
+    """Return a limit in seconds: the positive number in the variable, else the default."""
     with suppress(ValueError):
         if 0 < (limit_s := float(environ.get(variable, ""))) < math.inf:
             return limit_s
     return default_s
 
 
-def _program(question: Question, limit_s: float) -> str:
+def _program(question: HostQuestion, limit_s: float) -> str:
     asked = json.dumps(question.as_json())
     return f"{_SCRIPT.read_text()}\n\nreply({asked!r}, {math.ceil(limit_s) + 1})\n"
 
 
-def _words(host: str, question: Question, script: str, ssh: Sequence[str]) -> tuple[str, ...]:
-    command = words_for(question.python, script.encode(errors="surrogateescape"))
+def _words(host: str, question: HostQuestion, script: str, ssh: Sequence[str]) -> tuple[str, ...]:
+    command = program_words(question.python, script.encode(errors="surrogateescape"))
     return tuple(command if is_this_machine(host) else remote_words(ssh, host, command))
 
 
-def _conclude(host: str, ended: Ended, question: Question, limit_s: float, ssh: Sequence[str]) -> HostFacts | Fault:
+def _conclude(
+    host: str, ended: CommandResult, question: HostQuestion, limit_s: float, ssh: Sequence[str]
+) -> HostFacts | HostFault:
     for line in ended.out.splitlines():
         if line.startswith(MARK):
             with suppress(ValueError):
@@ -87,18 +96,118 @@ def _conclude(host: str, ended: Ended, question: Question, limit_s: float, ssh: 
     return _fault_of(host, ended, question, limit_s, ssh)
 
 
-def _fault_of(host: str, ended: Ended, question: Question, limit_s: float, ssh: Sequence[str]) -> Fault:
+def _fault_of(host: str, ended: CommandResult, question: HostQuestion, limit_s: float, ssh: Sequence[str]) -> HostFault:
     complaint, is_remote = last_line(ended.err), not is_this_machine(host)
     test = by_hand(ssh, host, "echo ok") if is_remote else "echo ok"
     if ended.status is None:
         fact = f"did not answer within {limit_s:g} s" + (f" ({complaint})" if complaint else "")
         advice = f"see why `{test}` takes so long (name server, network, load), or set {LIMIT_VARIABLE} higher"
-        return Fault(host, fact, advice)
+        return HostFault(host, fact, advice)
     if ended.status in _MISSING_COMMAND:
         fact = f"cannot start the interpreter {question.python}: {complaint or f'exit status {ended.status}'}"
-        return Fault(host, fact, f"put the same Python environment at the same path there, {COPY_IT}")
+        return HostFault(host, fact, f"put the same Python environment at the same path there, {COPY_IT}")
     if is_remote and ended.status == SSH_FAILED:
         fact = complaint or "ssh ended with exit status 255 and said nothing"
-        return Fault(host, fact, way_out_of(ended.err, host))
+        return HostFault(host, fact, way_out_of(ended.err, host))
     fact = f"gave no answer, exit status {ended.status}" + (f": {complaint}" if complaint else "")
-    return Fault(host, fact, f"check that `{test}` prints ok")
+    return HostFault(host, fact, f"check that `{test}` prints ok")
+
+
+class SurveyCache:
+    """A folder with one small file per host; only good answers are kept, and nothing that goes wrong matters.
+
+    What others could have written is neither read nor added to.
+
+    Args:
+        folder: it is made when something is kept.
+        question: what the hosts are asked; another question has other answers.
+        ssh: the words of ssh; they decide which machine a name leads to.
+        stamp: what else the answers depend on here, as `stamp_of` makes it.
+    """
+
+    def __init__(self, folder: Path, question: HostQuestion, ssh: Sequence[str], stamp: str) -> None:
+        self._folder = folder
+        self._key = json.dumps([question.as_json(), list(ssh), stamp])
+
+    def load(self, host: str) -> HostFacts | None:
+        """Return the recent facts of a host; None if there are none, or the file is damaged."""
+        with suppress(OSError, ValueError):
+            if not fault_of(self._folder.resolve()) and (text := _read_young(self._path(host))):
+                return facts_from(host, json.loads(text), is_cached=True)
+        return None
+
+    def store(self, facts: HostFacts) -> None:
+        """Keep what a host has said; forget what is too old."""
+        path = self._path(facts.host)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        with suppress(OSError):
+            make_private(self._folder)
+            if fault_of(self._folder.resolve()):
+                return
+            self._forget_old()
+            beside.unlink(missing_ok=True)
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(json.dumps(_plain(facts)))
+            beside.replace(path)
+
+    def _path(self, host: str) -> Path:
+        digest = hashlib.sha256(f"{host}\0{self._key}".encode()).hexdigest()[:32]
+        return self._folder / f"{digest}.json"
+
+    def _forget_old(self) -> None:
+        now = time.time()
+        for path in self._folder.iterdir():
+            with suppress(OSError):
+                if now - path.stat().st_mtime > LONGEST_AGE_S:
+                    path.unlink()
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """`${XDG_CACHE_HOME:-~/.cache}/popdist-everywhere/hosts`."""
+    home = Path(environ.get("HOME") or "~").expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "popdist-everywhere" / "hosts"
+
+
+def stamp_of(question: HostQuestion) -> str:
+    """Return what answers depend on besides the question, as far as this machine can see it cheaply.
+
+    Environments are mostly shared or copied, so a package that is installed here makes remembered answers doubtful
+    everywhere. The cores count because this machine is asked too.
+    """
+    import sysconfig
+
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *question.python_path)
+    changed = [_changed_ns(folder) for folder in folders]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts = [os.uname().nodename, _text(boot), changed, sorted(os.sched_getaffinity(0))]
+    return json.dumps(
+        [*parts, digest_sources(Path(question.project)), _text(Path(__file__).with_name("survey_script.py"))]
+    )
+
+
+def _read_young(path: Path) -> str:
+    """Return the text of a file that is not too old and that nobody else can have written; empty otherwise."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        age_s = time.time() - status.st_mtime
+        is_file = stat.S_ISREG(status.st_mode) and not fault_of_file(file.fileno())
+        return file.read() if is_file and 0 <= age_s < LONGEST_AGE_S else ""
+
+
+def _plain(facts: HostFacts) -> dict[str, object]:
+    return asdict(facts) | {
+        "cores": [[each.node, each.package, each.core, each.cpu] for each in facts.cores],
+        "interfaces": [[each.name, each.address, each.prefix, each.mtu] for each in facts.interfaces],
+    }
+
+
+def _changed_ns(folder: str) -> int:
+    with suppress(OSError):
+        return os.stat(folder).st_mtime_ns
+    return 0
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""

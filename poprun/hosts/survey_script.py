@@ -1,4 +1,4 @@
-"""What a machine says about itself; sent as a whole to the Python of another host, so it imports nothing of ours."""
+"""A machine's facts about itself; sent as a whole to the Python of another host, so it imports nothing of ours."""
 
 import contextlib
 import fcntl
@@ -28,10 +28,10 @@ _IS_RUNNING = 0x41  # IFF_UP and IFF_RUNNING
 
 
 def answer(question: Mapping[str, object]) -> dict[str, object]:
-    """Every fact as plain JSON values; the attributes of `poprun.hosts.host_facts.HostFacts` say what they mean.
+    """Return every fact as plain JSON values; see `poprun.hosts.host_facts.HostFacts`.
 
     Args:
-        question: the fields of `poprun.hosts.host_facts.Question`.
+        question: the fields of `poprun.hosts.host_facts.HostQuestion`.
     """
     program, program_fault = find_program(str(question["program"]), str(question["path"]), str(question["directory"]))
     return {
@@ -64,7 +64,7 @@ def reached_at(environ: Mapping[str, str]) -> str:
 
 
 def identity() -> str:
-    """What no two machines share; containers of one machine are told apart by their network namespace."""
+    """Return a text that no two machines share; the network namespace tells containers of one machine apart."""
     network = ""
     with contextlib.suppress(OSError):
         network = str(os.stat("/proc/self/ns/net").st_ino)
@@ -72,7 +72,7 @@ def identity() -> str:
 
 
 def versions(question: Mapping[str, object]) -> dict[str, str]:
-    """The versions of Python and of packages, as the program will find them; empty where there is none."""
+    """Return the versions of Python and of packages, as the program will find them; empty where there is none."""
     import site
 
     paths = [*_strings(question["python_path"]), *sys.path]
@@ -87,7 +87,7 @@ def versions(question: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_sources(project: Path) -> str:
-    """A digest of the project's own sources, so that a stale copy is noticed; empty where there are none."""
+    """Return a digest of the project's sources, so that a stale copy is noticed; empty without sources."""
     import hashlib  # here and below: poprun imports this module too, and seldom needs these
 
     files = [path for package in SOURCES for path in sorted((project / package).rglob("*.py"))]
@@ -99,7 +99,7 @@ def digest_sources(project: Path) -> str:
 
 
 def find_program(program: str, path: str, directory: str) -> tuple[str, str]:
-    """Where a program is, and otherwise what is wrong with it: `missing`, `a directory` or `not executable`."""
+    """Return the program's path and "", or "" and its fault: `missing`, `a directory` or `not executable`."""
     folders = path.split(os.pathsep) if "/" not in program else [""]
     fault = "missing"
     for folder in folders:
@@ -133,14 +133,14 @@ def interfaces() -> list[tuple[str, str, int, int]]:
 
 
 def open_files() -> int:
-    """How many files a process may have open; -1 is unlimited."""
+    """Return how many files a process may have open; -1 is unlimited."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def free_bytes(folder: str) -> int:
-    """The free bytes of a file system; 0 where there is none."""
+    """Return the free bytes of a file system; 0 where there is none."""
     try:
         state = os.statvfs(folder)
     except OSError:
@@ -149,7 +149,7 @@ def free_bytes(folder: str) -> int:
 
 
 def version_of_mpirun(mpirun: str) -> str:
-    """What an mpirun says about itself; empty where it does not."""
+    """Return the version that an mpirun tells; empty if it tells none."""
     import subprocess
 
     try:
@@ -160,7 +160,7 @@ def version_of_mpirun(mpirun: str) -> str:
 
 
 def read(path: str) -> str:
-    """The text of a small file without the white space around it; empty if it cannot be read."""
+    """Return the text of a small file without the white space around it; empty if it cannot be read."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -191,7 +191,7 @@ def _core(cpu: int) -> tuple[int, int, int, int]:
 
 
 def _addresses() -> Iterator[tuple[int, str, int]]:
-    """The index of the interface, the address and the length of its prefix, from the kernel by rtnetlink(7)."""
+    """Return the index of the interface, the address and the length of its prefix, from the kernel by rtnetlink(7)."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.settimeout(1)
         kernel.send(struct.pack("=IHHIIB7x", 24, _GET_ADDRESSES, _IS_DUMP_REQUEST, 1, 0, socket.AF_UNSPEC))

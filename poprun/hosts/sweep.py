@@ -59,7 +59,7 @@ def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job
 
 
 def pattern_of(job: str) -> str:
-    """The regular expression that pgrep finds in the command lines of a job's daemons, and only there.
+    """Return the regular expression that pgrep finds in the command lines of a job's daemons, and only there.
 
     PRRTE (3.0.14) cuts a host's name off at the first dot, unless `prte_keep_fqdn_hostnames` is set.
     """

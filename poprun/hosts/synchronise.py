@@ -12,8 +12,8 @@ from pathlib import Path
 from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts import copying
-from poprun.hosts.environment_trees import TOKEN_PREFIX, PythonEnvironment, digest_tree
-from poprun.hosts.errands import Ended, run_errands, shell_errands
+from poprun.hosts.host_commands import CommandResult, run_commands, shell_commands
+from poprun.hosts.python_environment import TOKEN_PREFIX, PythonEnvironment, digest_tree
 from poprun.hosts.ssh import ssh_words
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
@@ -45,7 +45,7 @@ def synchronise(hosts: Sequence[str], environment: PythonEnvironment, environ: M
 
 
 class _Synchronisation:
-    """What is known about the hosts so far.
+    """The state of a synchronisation.
 
     Args:
         environment: what is copied.
@@ -58,7 +58,7 @@ class _Synchronisation:
         self._environ = environ
         self._log = log
         self._token = TOKEN_PREFIX + secrets.token_hex(8)
-        self._claims: dict[str, copying.Claim] = {}
+        self._claims: dict[str, copying.FolderClaim] = {}
         self._finished: list[copying.Copy] = []
         self._digests: dict[Path, str] = {}
 
@@ -91,10 +91,10 @@ class _Synchronisation:
             self._comment(host, claim, [copy for copy in copies if copy.host == host])
         limit_s = limit_from(self._environ, COPY_LIMIT_VARIABLE, COPY_LIMIT_S)
         ssh = (*ssh_words(self._environ), *_KEEP_ALIVE)
-        errands = {copy: copying.copy_errand(copy, ssh) for copy in copies}
-        failed: dict[copying.Copy, Ended] = {}
+        commands = {copy: copying.copy_command(copy, ssh) for copy in copies}
+        failed: dict[copying.Copy, CommandResult] = {}
         late = f"took more than {limit_s:g} s ({COPY_LIMIT_VARIABLE})"
-        for copy, ended in run_errands(errands, {**self._environ, "LC_ALL": "C"}, limit_s):
+        for copy, ended in run_commands(commands, {**self._environ, "LC_ALL": "C"}, limit_s):
             if copying.copy_fault(copy, ended, late) is None:
                 self._finished.append(copy)
                 self._log.info(copying.describe_copy(copy, ended))
@@ -115,24 +115,25 @@ class _Synchronisation:
         for _ in self._tell(texts):
             pass
 
-    def _with_reasons(self, failed: Mapping[copying.Copy, Ended]) -> dict[copying.Copy, Ended]:
-        """How copies failed, with what their hosts say about it where that got lost."""
+    def _with_reasons(self, failed: Mapping[copying.Copy, CommandResult]) -> dict[copying.Copy, CommandResult]:
+        """Return the failed copies, with what their hosts say if the reason got lost."""
         lost = [copy for copy, ended in failed.items() if copying.has_lost_reason(copy, ended)]
         words = ssh_words(self._environ)
         probes = {
-            copy: shell_errands({copy.host: copying.probe_script(copy, self._token)}, words)[copy.host] for copy in lost
+            copy: shell_commands({copy.host: copying.probe_script(copy, self._token)}, words)[copy.host]
+            for copy in lost
         }
         known = dict(failed)
-        for copy, probed in run_errands(probes, self._environ, limit_from(self._environ)):
+        for copy, probed in run_commands(probes, self._environ, limit_from(self._environ)):
             known[copy] = replace(known[copy], err=f"{known[copy].err}\n{probed.err}")
         return known
 
-    def _tell(self, scripts: Mapping[str, str]) -> Iterator[tuple[str, Ended]]:
+    def _tell(self, scripts: Mapping[str, str]) -> Iterator[tuple[str, CommandResult]]:
         """Have each host run a shell program."""
-        errands = shell_errands(scripts, ssh_words(self._environ))
-        return run_errands(errands, self._environ, limit_from(self._environ))
+        commands = shell_commands(scripts, ssh_words(self._environ))
+        return run_commands(commands, self._environ, limit_from(self._environ))
 
-    def _comment(self, host: str, claim: copying.Claim, copies: Sequence[copying.Copy]) -> None:
+    def _comment(self, host: str, claim: copying.FolderClaim, copies: Sequence[copying.Copy]) -> None:
         if not claim.mine:
             self._log.info(f"host {host}: has the Python environment on a shared file system, nothing to copy")
         elif not copies:
@@ -148,7 +149,7 @@ class _Synchronisation:
 
 @contextmanager
 def _tokens(folders: Sequence[Path], token: str) -> Iterator[None]:
-    """An empty folder in each of the folders, as long as hosts look for it."""
+    """Keep an empty folder in each of the folders while hosts look for it."""
     made: list[Path] = []
     try:
         for folder in folders:

@@ -1,12 +1,17 @@
-"""Which names mean the machine on which poprun runs."""
+"""The machine on which poprun runs: its names, and the cores that it lets us use."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 
 from popdist.instance import this_host
+from poprun.hosts import survey_script
 
 LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "ip6-localhost"))
 """Names that every machine takes for itself."""
@@ -14,9 +19,31 @@ LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "ip6-localhost"))
 _IPV4 = re.compile(r"(?!0+\.)\d{1,3}(\.\d{1,3}){3}")
 
 
+@dataclass(frozen=True, order=True)
+class Core:
+    """One hardware thread. Sorting brings the threads of a core, and the cores of a NUMA node, together.
+
+    Attributes:
+        node: the NUMA node whose memory is near.
+        package: the processor.
+        core: the physical core inside the processor.
+        cpu: the number that the kernel uses.
+    """
+
+    node: int
+    package: int
+    core: int
+    cpu: int
+
+
+def usable_cores() -> tuple[Core, ...]:
+    """Return the cores that this process may run on, sorted; if the machine tells nothing, all on one node."""
+    return tuple(starmap(Core, survey_script.cores()))
+
+
 @cache  # a job asks often, and a name that has to be looked up may take a second
 def is_this_machine(host: str) -> bool:
-    """Whether a host, as the user wrote it, is a name or an IPv4 address that this machine has for itself.
+    """Return whether a host, as the user wrote it, is a name or an IPv4 address that this machine has for itself.
 
     Only a name that agrees with its own as far as the first dot is looked up: `n1.west` may be another machine than
     `n1`. An alias in /etc/hosts or ~/.ssh/config is not known; the answer of the host tells it instead.
@@ -30,7 +57,7 @@ def is_named(
     addresses_of: Callable[[str], Sequence[str]],
     is_own_address: Callable[[str], bool],
 ) -> bool:
-    """Whether a name is one of a machine.
+    """Return whether a name is one of a machine.
 
     Args:
         host: the name, or an IPv4 address.
@@ -47,18 +74,34 @@ def is_named(
 
 
 def short_name(host: str) -> str:
-    """What stands before the first dot, in lower case; all of an IPv4 address."""
+    """Return the part before the first dot, in lower case; all of an IPv4 address."""
     return host if _IPV4.fullmatch(host) else host.lower().partition(".")[0]
 
 
-def _addresses_of(name: str) -> tuple[str, ...]:
-    from poprun.hosts.interfaces import look_up  # costs some milliseconds, needed only for such names
+def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, ...]]:
+    """Look up the addresses of host names, all at the same time.
 
+    Returns:
+        For each host its addresses; none where the name is unknown, or unknown within the limit.
+    """
+    import threading  # costs some milliseconds, needed only for names that have to be looked up
+
+    found: dict[str, tuple[str, ...]] = {}
+    threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]
+    deadline_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return {host: found.get(host, ()) for host in hosts}
+
+
+def _addresses_of(name: str) -> tuple[str, ...]:
     return look_up([name])[name]
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address is one of this machine: only then a socket can be bound to it."""
+    """Return whether an address is one of this machine: only then a socket can be bound to it."""
     import socket  # costs some milliseconds, needed only where hosts are given by address
 
     try:
@@ -67,3 +110,12 @@ def _is_own_address(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _look_up(host: str, found: dict[str, tuple[str, ...]]) -> None:
+    import socket
+
+    with suppress(OSError, UnicodeError):
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = dict.fromkeys(str(each[4][0]) for each in answers)
+        found[host] = tuple(sorted(addresses, key=lambda address: ":" in address))

@@ -1,1 +1,1 @@
-"""What is to be started where: placement, and the command for it."""
+"""The plan of a launch: placement, environment variables, and the mpirun command."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from poprun.cli.settings import Settings
-from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores
-
-BINDING_OPTIONS = ("--bind-to", "--map-by", "--cpu-set", "--cpu-list", "--rankfile")
+from poprun.cli.settings import LaunchSettings
+from poprun.hosts.this_machine import Core
 
 
 @dataclass(frozen=True)
-class Place:
+class InstancePlace:
     """Where one instance runs and what it drives.
 
     Attributes:
@@ -37,12 +35,12 @@ class Place:
 
 
 def place_instances(
-    settings: Settings,
+    settings: LaunchSettings,
     hosts: Sequence[str],
     cores: Mapping[str, Sequence[Core]],
     devices: Sequence[int] = (),
     shares: Sequence[int] = (),
-) -> tuple[Place, ...]:
+) -> tuple[InstancePlace, ...]:
     """Place the instances of a job: blocks on the hosts, in the order of the hosts.
 
     Neighbouring instances are thus on one host wherever possible, and a ring over all of them crosses the link of
@@ -62,30 +60,30 @@ def place_instances(
         for host, share in zip(hosts, shares, strict=True)
         for cores_of in pin_instances(settings, share, cores[host])
     ]
-    replicas = settings.replicas_per_instance
+    replicas, domains = settings.replicas_per_instance, settings.domains
     return tuple(
-        Place(
+        InstancePlace(
             index=index,
             host=located[index][0],
             local_index=located[index][1],
             replicas=range(index * replicas, (index + 1) * replicas),
             cpus=tuple(sorted(core.cpu for core in own)),
             nodes=tuple(sorted({core.node for core in own})),
-            domain=index * settings.domains // settings.num_instances,
+            domain=index * domains // settings.num_instances,
             device=devices[index] if devices else None,
         )
         for index, own in enumerate(pinned)
     )
 
 
-def pin_instances(settings: Settings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
-    """What each of `count` instances on one host is pinned to; empty where it may run anywhere.
+def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
+    """Return the cores of each of `count` instances on one host; empty if it may run anywhere.
 
     With `spreadnuma` several instances get cores of their own, and a single one is not pinned.
     """
     free: tuple[tuple[Core, ...], ...] = ((),) * count
     strategy = settings.process_placement
-    if strategy == "disabled" or names_binding(settings.all_mpi_args):
+    if strategy == "disabled" or settings.mpi.names_binding:
         return free
     if strategy == "cores":
         return deal_cores(cores, count)
@@ -94,6 +92,47 @@ def pin_instances(settings: Settings, count: int, cores: Sequence[Core]) -> tupl
     return divide_cores(cores, count) if count > 1 else free
 
 
-def names_binding(arguments: Sequence[str]) -> bool:
-    """Whether options for mpirun say where processes run."""
-    return any(argument.partition("=")[0] in BINDING_OPTIONS for argument in arguments)
+def divide_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
+    """Divide the cores into `count` disjoint blocks of equal size or nearly so, in order.
+
+    Physical cores are kept whole where there are enough of them. Because the cores are sorted by NUMA node,
+    the nodes are divided among the blocks wherever their numbers divide.
+
+    Returns:
+        The blocks; empty ones (run anywhere) if there are more than cores.
+    """
+    units = _units(cores, count)
+    if not units:
+        return ((),) * count
+    edges = [index * len(units) // count for index in range(count + 1)]
+    blocks = (units[low:high] for low, high in zip(edges, edges[1:], strict=False))
+    return tuple(tuple(core for unit in block for core in unit) for block in blocks)
+
+
+def deal_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
+    """Give one core to each of `count` instances in turn, as `mpirun --bind-to core` does.
+
+    Returns:
+        A core with its threads for each, or a thread where cores are too few; nothing (run anywhere) if those are.
+    """
+    return tuple(_units(cores, count)[:count]) or ((),) * count
+
+
+def deal_sockets(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
+    """Give all cores of one processor to each of `count` instances in turn, as `mpirun --map-by socket` does."""
+    sockets: dict[int, list[Core]] = {}
+    for core in cores:
+        sockets.setdefault(core.package, []).append(core)
+    blocks = [tuple(block) for _, block in sorted(sockets.items())]
+    return tuple(blocks[index % len(blocks)] for index in range(count))
+
+
+def _units(cores: Sequence[Core], count: int) -> list[tuple[Core, ...]]:
+    """Return the pieces to divide among `count` instances: cores, else threads; empty if both are too few."""
+    whole: dict[tuple[int, int, int], list[Core]] = {}
+    for core in cores:
+        whole.setdefault((core.node, core.package, core.core), []).append(core)
+    units: list[tuple[Core, ...]] = [tuple(threads) for threads in whole.values()]
+    if len(units) < count:
+        units = [(core,) for core in cores]
+    return units if len(units) >= count else []

@@ -8,28 +8,28 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from popdist.instance import this_host
-from popdist.xla.threads import thread_pool_setting
+from popdist.xla import thread_pool_setting
 from poprun.cli.log import Log
-from poprun.cli.lookup import check_program, check_working_directory, find_mpirun, home_variables
-from poprun.cli.settings import Settings
-from poprun.cli.vipu import FILE_SUFFIX, Demand, device_ids, fit_partition, parse_device_map
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
-from poprun.hosts.cores import Core, usable_cores
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
 from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_options
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.ipc.sockets import loopback_variables
-from poprun.launch.command import FORWARDED, Launch, extra_variables
+from poprun.launch.launch import Launch
+from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
 from poprun.launch.placement import place_instances
-from poprun.launch.sums import sums_setting
-from poprun.launch.torch_distributed import meeting_point
+from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.variables import extra_variables, meeting_point, sums_setting
+
+FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def plan_launch(
-    settings: Settings, environ: Mapping[str, str], log: Log | None = None, hosts: Sequence[Host] = ()
+    settings: LaunchSettings, environ: Mapping[str, str], log: Log | None = None, hosts: Sequence[Host] = ()
 ) -> Launch:
     """Decide everything about a launch; nothing is started.
 
@@ -52,15 +52,16 @@ def plan_launch(
     shares = shares_of(hosts, settings.num_instances)
     if allocation is not None and (said := describe_use(allocation, hosts, settings)):
         (log or Log()).info(said)
+    is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
-    if any(host.is_this_machine for host in hosts):  # the others have files of their own
+    if any(is_here):  # the others have files of their own
         check_program(settings.program[0], environ)
     devices = _devices(settings)
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
-    if not all(host.is_this_machine for host in hosts):
+    if not all(is_here):
         shell = allocation.shell if allocation is not None else ()
         if allocation is not None and shell:
             _refuse_ssh(settings, allocation)
@@ -84,12 +85,12 @@ def plan_launch(
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
-        | (loopback_variables(settings.all_mpi_args, environ) if remote is None else {}),
+        | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
     )
 
 
-def find_hosts(settings: Settings) -> tuple[Host, ...]:
-    """The hosts that the user names, otherwise this machine.
+def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
+    """Return the hosts that the user names, otherwise this machine.
 
     Raises:
         UsageError: they cannot be read or understood, or contradict each other.
@@ -103,8 +104,8 @@ def find_hosts(settings: Settings) -> tuple[Host, ...]:
     return _recognise(hosts)
 
 
-def available_hosts(settings: Settings, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts that a job may use: more than it does where a batch system has reserved more.
+def available_hosts(settings: LaunchSettings, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts that a job may use: more than it does where a batch system has reserved more.
 
     Raises:
         UsageError: they cannot be read or understood, or contradict each other.
@@ -113,7 +114,7 @@ def available_hosts(settings: Settings, environ: Mapping[str, str]) -> tuple[Hos
     return find_hosts(settings) if allocation is None else _recognise(allocation.hosts)
 
 
-def prepare_hosts(hosts: Sequence[Host], settings: Settings, environ: Mapping[str, str], log: Log) -> None:
+def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapping[str, str], log: Log) -> None:
     """Give the other hosts what the user wants them to get; a dry run gives nothing.
 
     Raises:
@@ -125,24 +126,24 @@ def prepare_hosts(hosts: Sequence[Host], settings: Settings, environ: Mapping[st
 
         distribute_key(others, environ, log)
     if settings.synchronise_python_venv and not settings.dry_run:
-        from poprun.hosts.environment_trees import this_environment
+        from poprun.hosts.python_environment import this_environment
         from poprun.hosts.synchronise import synchronise
 
         synchronise(others, this_environment(), environ, log)
 
 
 def find_remote(
-    hosts: Sequence[Host], settings: Settings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
+    hosts: Sequence[Host], settings: LaunchSettings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Remote, dict[str, Sequence[Core]]]:
-    """How the other hosts are reached, and the cores of those that were asked.
+    """Find the way to the other hosts, and ask for their cores.
 
     Raises:
         PopRunError: a host does not fit the job; one line for each fault.
     """
     # costs some milliseconds, needed only for other hosts
-    from poprun.hosts.before_launch import Inspection, guess_network, inspect_hosts
     from poprun.hosts.host_facts import question_about
-    from poprun.hosts.interfaces import Network, parse_mask
+    from poprun.hosts.inspection import Inspection, guess_network, inspect_hosts
+    from poprun.hosts.interfaces import HostNetwork, parse_mask
 
     if " " in mpirun and not settings.dry_run:
         raise PopRunError(
@@ -155,7 +156,7 @@ def find_remote(
     if settings.host_subnet is not None:
         parse_mask(settings.host_subnet)  # what is no network anywhere is refused by a dry run too
     if settings.dry_run or settings.skip_checks:
-        network = Network("", "", "")
+        network = HostNetwork("", "", "")
         with suppress(PopRunError) if settings.dry_run else nullcontext():
             network = guess_network([host.name for host in hosts], settings.host_subnet, environ)
     else:
@@ -181,36 +182,36 @@ def find_remote(
 
 
 def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
-    """The daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
+    """Return the daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
     words = (
         sys.executable,
         "-I",
         "-S",
-        str(Path(__file__).parents[1] / "hosts" / "daemon.py"),
+        str(Path(__file__).parents[1] / "hosts" / "slurm_daemon.py"),
         str(Path(mpirun).with_name("prted")),
     )
     return words if Path(words[-1]).is_file() and not any(" " in word for word in words) else ()
 
 
 def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -> list[list[str]]:
-    """All names of each machine that takes part, this one included, where mpirun runs."""
+    """Return all names of each machine that takes part; mpirun runs on this one."""
     here = [] if any(host.is_this_machine for host in hosts) else [[this_host()]]
     return [*([host.name, kernel_names.get(host.name, host.name)] for host in hosts), *here]
 
 
-def _allocation(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
-    """What a batch system has reserved; None where hosts are named, or none reserved."""
+def _allocation(settings: LaunchSettings, environ: Mapping[str, str]) -> Allocation | None:
+    """Return the hosts of a batch system; None if the user names hosts, or none are reserved."""
     named = settings.host or settings.hostfile is not None
     return None if named else find_allocation(environ)
 
 
-def _choose_hosts(settings: Settings, allocation: Allocation | None) -> tuple[Host, ...]:
+def _choose_hosts(settings: LaunchSettings, allocation: Allocation | None) -> tuple[Host, ...]:
     if allocation is None:
         return find_hosts(settings)
     return _recognise(choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts)
 
 
-def _refuse_ssh(settings: Settings, allocation: Allocation) -> None:
+def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:
     """Refuse what only ssh can do on hosts that are reached without it and need not let anybody log in."""
     wanted = {
         "--synchronise-python-venv": settings.synchronise_python_venv,
@@ -227,13 +228,12 @@ def _recognise(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return recognise_this_machine(hosts, is_this_machine)
 
 
-def _devices(settings: Settings) -> tuple[int, ...]:
+def _devices(settings: LaunchSettings) -> tuple[int, ...]:
     name = settings.vipu_partition
     if name is None or not settings.uses_partition:
         return ()
     described = parse_device_map(_read(name, "device map"), name) if name.endswith(FILE_SUFFIX) else None
-    demand = Demand(settings.num_replicas, settings.ipus_per_replica, settings.num_instances)
-    return device_ids(fit_partition(described, name, demand, settings.update_partition), settings.num_instances)
+    return device_ids(fit_partition(described, name, settings), settings.num_instances)
 
 
 def _read(path: str, what: str) -> str:

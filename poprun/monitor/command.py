@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from poprun.cli.answers import show
 from poprun.cli.command_line import read_command_line
-from poprun.cli.options import Kind, Option, describe_section
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
-from poprun.cli.wording import count, cut_off, duration_text, without_controls
+from poprun.cli.help import describe_section
+from poprun.cli.log import show
+from poprun.cli.options import Option, OptionKind
+from poprun.cli.wording import (
+    USUAL_COLUMNS,
+    columns_of,
+    count,
+    cut_off,
+    draw_rows,
+    duration_text,
+    without_controls,
+    wrap,
+)
 from poprun.errors import PopRunError, UsageError
 from poprun.monitor.doors import doors_in, read_address, token_from
 from poprun.monitor.picture import Pages, Screen
@@ -25,12 +34,12 @@ from poprun.monitor.source import SnapshotSource, call_local, call_remote
 
 SECTION = "Top"
 OPTIONS = (
-    Option("help", Kind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
-    Option("job", Kind.NUMBER, "the process of the poprun that runs the job, where there are several", SECTION),
-    Option("address", Kind.TEXT, "look at a job on another host, that was started with --top-address", SECTION),
-    Option("plain", Kind.FLAG, "print one table after another", SECTION),
-    Option("once", Kind.FLAG, "print one table and leave", SECTION),
-    Option("json", Kind.FLAG, "print JSON, a line each time", SECTION),
+    Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
+    Option("job", OptionKind.NUMBER, "the process of the poprun that runs the job, where there are several", SECTION),
+    Option("address", OptionKind.TEXT, "look at a job on another host, that was started with --top-address", SECTION),
+    Option("plain", OptionKind.FLAG, "print one table after another", SECTION),
+    Option("once", OptionKind.FLAG, "print one table and leave", SECTION),
+    Option("json", OptionKind.FLAG, "print JSON, a line each time", SECTION),
 )
 _USAGE = "usage: poprun top [--job PID | --address HOST:PORT] [--plain | --json] [--once]"
 _WORDS = (

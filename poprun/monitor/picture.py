@@ -6,9 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.cli.answers import show
-from poprun.cli.pages import draw_rows
-from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.cli.log import show
+from poprun.cli.wording import (
+    count,
+    draw_rows,
+    duration_text,
+    list_ranges,
+    memory_text,
+    number_text,
+    share_text,
+    without_controls,
+)
 from poprun.monitor.snapshot import ENDED, LOST, STOPPED, WAITING, Seen, Snapshot
 
 AWAITED = "awaited"

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from poprun.cli.log import Log, write_all
-from poprun.cli.summary_setting import SummaryAsked
+from poprun.cli.settings import SummaryAsked
 from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
 from poprun.errors import UsageError
 from poprun.ipc.facts import Facts

@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from poprun.cli.log import Level, format_line
-from poprun.cli.pages import USUAL_COLUMNS, columns_of
+from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.output.output_files import OutputFiles
 from poprun.output.output_style import Cursor, OutputStyle
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from popdist.records.linked_files import open_unless_linked
+from popdist.records.private_files import open_unless_linked
 from poprun.errors import UsageError
 from poprun.output.output_style import STREAMS, Cursor
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poprun.cli.log import clock_text
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 
 STREAMS = {1: "stdout", 2: "stderr"}
 _PALETTE = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # cyan, green, yellow, magenta, blue; the same, bright
@@ -62,7 +62,7 @@ class OutputStyle:
 
 
 def style_from(
-    settings: Settings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
+    settings: LaunchSettings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
 ) -> OutputStyle:
     """Return the style of a command line; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
 

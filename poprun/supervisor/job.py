@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.log import Log
-from poprun.cli.lookup import quote_words
 from poprun.cli.wording import list_ranges
 from poprun.ipc.facts import JobEnd
-from poprun.launch.across import Across
-from poprun.launch.command import Launch, build_command
+from poprun.launch.command import build_command
+from poprun.launch.launch import Across, Launch
+from poprun.launch.program import quote_words
 from poprun.monitor.attempts import Attempt
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output, is_piped
@@ -41,7 +41,7 @@ def run_job(
         With poprun's exit status: that of the instance that failed, 128 + n after signal n.
     """
     style = style_from(launch.settings, _hosts(launch), environ, is_piped())
-    output = Output(launch.settings.only_output_from, style)
+    output = Output(launch.settings.only_output_from_instance, style)
     viewers = viewers or Viewers()
 
     def run_once(launch: Launch) -> JobEnd:

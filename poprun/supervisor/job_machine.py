@@ -14,7 +14,7 @@ from enum import Enum
 
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
 from poprun.supervisor.job_events import (
     CLOSE_LIMIT_S,

@@ -10,16 +10,16 @@ from dataclasses import replace
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.command_line import read_fault
 from poprun.cli.log import Log
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
-from poprun.hosts.errands import Errand, run_errands
+from poprun.hosts.host_commands import HostCommand, run_commands
 from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
 from poprun.ipc.facts import JobEnd, Verdict
-from poprun.launch.command import Launch
+from poprun.launch.launch import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
 MOST_FAILURES = 2
@@ -64,7 +64,7 @@ class Restarts:
         if len(hosts) == 1:
             self._failures.update(hosts)
 
-    def _plan(self, settings: Settings, last: Launch) -> Launch | None:
+    def _plan(self, settings: LaunchSettings, last: Launch) -> Launch | None:
         """Return the next launch, after a pause; None if there is to be none."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
@@ -104,11 +104,11 @@ class Restarts:
             return set()
         shell = last.remote.shell
         asked = {
-            host.name: Errand(tuple(remote_words(shell, host.name, ["true"])))
+            host.name: HostCommand(tuple(remote_words(shell, host.name, ["true"])))
             for host in hosts
             if not host.is_this_machine
         }
-        ends = run_errands(asked, self._environ, limit_from(self._environ))
+        ends = run_commands(asked, self._environ, limit_from(self._environ))
         return {host for host, end in ends if end.status != 0}
 
 
@@ -117,7 +117,7 @@ def pause_s(first_s: float, made: int) -> float:
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
-def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
+def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
     """Return the most instances, up to the user's number, that some of these hosts take; None if too few.
 
     Args:
@@ -130,14 +130,14 @@ def fit(settings: Settings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...
     return None
 
 
-def with_instances(settings: Settings, instances: int) -> Settings:
+def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
     """Return the settings for so many instances, without what they say about others."""
-    shown = settings.only_output_from
+    shown = settings.only_output_from_instance
     return replace(
         settings,
         num_instances=instances,
         inject=tuple(text for text in settings.inject if read_fault(text).instance < instances),
-        only_output_from=shown if shown is None or shown < instances else 0,
+        only_output_from_instance=shown if shown is None or shown < instances else 0,
         instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < instances),
     )
 

@@ -17,7 +17,7 @@ from poprun.ipc.leavings import folder_of, remove_leavings
 from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
 from poprun.ipc.sockets import keep_to_loopback
 from poprun.ipc.streams import InputSource, describe_terminals
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.monitor.snapshot import Recent, look_at_all
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output

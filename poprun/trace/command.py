@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from popdist.records.private_files import is_being_written
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
-from popdist.timeline.opening import is_being_written
-from poprun.cli.answers import show
 from poprun.cli.command_line import Value, read_command_line
-from poprun.cli.log import Log
-from poprun.cli.options import Kind, Option, describe_section
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, wrap
+from poprun.cli.help import describe_section
+from poprun.cli.log import Log, show
+from poprun.cli.options import Option, OptionKind
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, wrap
 from poprun.errors import PopRunError, UsageError
 
 SECTION = "Timeline"
 MERGE, REPORT = "merge", "report"
-HELP = Option("help", Kind.FLAG, "print this and stop", SECTION, spellings=("-h",))
-OUTPUT = Option("output", Kind.PATH, "the trace; compressed if its name ends in .gz", SECTION, spellings=("-o",))
-HTML = Option("html", Kind.PATH, "write the report to this file too, with pictures", SECTION)
+HELP = Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",))
+OUTPUT = Option("output", OptionKind.PATH, "the trace; compressed if its name ends in .gz", SECTION, spellings=("-o",))
+HTML = Option("html", OptionKind.PATH, "write the report to this file too, with pictures", SECTION)
 _OPTIONS = {MERGE: (HELP, OUTPUT), REPORT: (HELP, HTML)}
 _DAMAGED = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError)
 _USAGE = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned, align, doubts
 from poprun.trace.matching import MatchedCollectives, match
 from poprun.trace.profiles import Profiled, read_profile
@@ -123,7 +123,7 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
 
 def _renumbered(recording: InstanceRecording) -> np.ndarray:
     """Return the places of the events that renumber instances."""
-    return np.flatnonzero(recording.events["kind"] == Kind.RENUMBERED)
+    return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
 
 
 def _bounds(recording: InstanceRecording, period: int) -> slice:
@@ -133,7 +133,7 @@ def _bounds(recording: InstanceRecording, period: int) -> slice:
 
 
 def _steps_in(recording: InstanceRecording, period: int) -> int:
-    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == Kind.STEP_BEGINS))
+    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == EventKind.STEP_BEGINS))
 
 
 def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceRecording]) -> InstanceRecording:
@@ -144,7 +144,7 @@ def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceR
     for period in range(1, losses + 1):
         first = {_number_in(each, period): each.instance for each in others if len(_renumbered(each)) >= period}
         own = events[_bounds(recording, period)]
-        waits = own["kind"] == Kind.WAITS_FOR
+        waits = own["kind"] == EventKind.WAITS_FOR
         own["value"][waits] = [first.get(value, -1) for value in own["value"][waits].tolist()]
     return replace(recording, events=events)
 

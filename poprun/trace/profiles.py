@@ -17,7 +17,7 @@ from typing import TypedDict
 import numpy as np
 
 from popdist.timeline.clocks import Alignment
-from popdist.timeline.profiles.profiling import MARKER
+from popdist.timeline.profiles import MARKER
 
 _OF_A_DEVICE = "gpu_user_annotation"
 """Annotations that PyTorch shows a second time, where the device came to them."""

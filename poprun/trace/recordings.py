@@ -27,7 +27,7 @@ from popdist.timeline.blocks import (
     unpack_events,
     unpack_exchanges,
 )
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.events import EVENT, EventKind
 from poprun.cli.wording import cut_off
 from poprun.errors import PopRunError
 from poprun.trace.profiles import Profile
@@ -82,7 +82,7 @@ class InstanceRecording:
     @property
     def events_lost(self) -> int:
         """The number of events that came too fast, or had no room in the file."""
-        return int(self.events["value"][self.events["kind"] == Kind.EVENTS_LOST].sum())
+        return int(self.events["value"][self.events["kind"] == EventKind.EVENTS_LOST].sum())
 
 
 _ROOM_BYTES = 1 << 20
@@ -225,7 +225,13 @@ _MOST_ATTEMPTS = 10_000
 _MOST_STEP = 1 << 40
 _LATEST_S = 2.5e11  # what calendars know ends soon after
 _TEXT_BYTES = 4096
-_NAMED = (Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.OPERATION_BEGINS, Kind.MEASURED, Kind.SEEN_AT)
+_NAMED = (
+    EventKind.PHASE_BEGINS,
+    EventKind.PHASE_ENDS,
+    EventKind.OPERATION_BEGINS,
+    EventKind.MEASURED,
+    EventKind.SEEN_AT,
+)
 
 
 def _known(recording: InstanceRecording | None) -> InstanceRecording:
@@ -289,12 +295,12 @@ def _names_in(content: bytes) -> dict[int, Mapping[str, object]]:
 def _check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
     """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
     kinds = events["kind"]
-    if not np.isin(kinds, list(Kind)).all():
+    if not np.isin(kinds, list(EventKind)).all():
         raise ValueError("it has events of no kind that is known")
     used = np.unique(events["name"][np.isin(kinds, _NAMED)])
     if not set(used.tolist()) <= names.keys():
         raise ValueError("it has events without a name")
-    steps = events["value"][kinds == Kind.STEP_BEGINS]
+    steps = events["value"][kinds == EventKind.STEP_BEGINS]
     if len(steps) and not 0 <= steps.min() <= steps.max() < _MOST_STEP:
         raise ValueError("it has steps with impossible numbers")
 

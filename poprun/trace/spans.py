@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.trace.recordings import InstanceRecording
 
 
@@ -73,11 +73,11 @@ def spans_of(recording: InstanceRecording) -> Spans:
     steps = _step_of_each(events)
     numbers = {str(said["name"]): number for number, said in recording.names.items() if "call" not in said}
     compiles = events["name"] == numbers.get(COMPILE, -1)
-    phases = _among(events, Kind.PHASE_BEGINS, Kind.PHASE_ENDS)
+    phases = _among(events, EventKind.PHASE_BEGINS, EventKind.PHASE_ENDS)
     found = [
         _steps(events),
-        _pairs(events, steps, phases & ~compiles, Kind.PHASE_BEGINS, Sort.PHASE),
-        _pairs(events, steps, phases & compiles, Kind.PHASE_BEGINS, Sort.PHASE),
+        _pairs(events, steps, phases & ~compiles, EventKind.PHASE_BEGINS, Sort.PHASE),
+        _pairs(events, steps, phases & compiles, EventKind.PHASE_BEGINS, Sort.PHASE),
         _operations(events, steps),
         _replicas(events, steps),
     ]
@@ -86,27 +86,27 @@ def spans_of(recording: InstanceRecording) -> Spans:
     spans["step"][is_data] += 1  # data are read for the step that comes next
     spans = spans[~(is_data & spans["failed"])]  # no batch was left
     measured = {}
-    of_measures = events[events["kind"] == Kind.MEASURED]
+    of_measures = events[events["kind"] == EventKind.MEASURED]
     for number in np.unique(of_measures["name"]).tolist():
         own = of_measures[of_measures["name"] == number]
         values = np.ascontiguousarray(own["value"]).view(np.float64)
         measured[str(recording.names[number]["name"])] = (own["when_ns"], values)
-    return Spans(spans, _of_kind(events, Kind.WAITS_FOR), _of_kind(events, Kind.DATA_MOVES), measured)
+    return Spans(spans, _of_kind(events, EventKind.WAITS_FOR), _of_kind(events, EventKind.DATA_MOVES), measured)
 
 
-def _of_kind(events: np.ndarray, kind: Kind) -> np.ndarray:
+def _of_kind(events: np.ndarray, kind: EventKind) -> np.ndarray:
     found: np.ndarray = events[events["kind"] == kind]
     return found
 
 
-def _among(events: np.ndarray, *kinds: Kind) -> np.ndarray:
+def _among(events: np.ndarray, *kinds: EventKind) -> np.ndarray:
     found: np.ndarray = np.isin(events["kind"], kinds)
     return found
 
 
 def _step_of_each(events: np.ndarray) -> np.ndarray:
     """Return the step of each event; -1 before the first."""
-    begins = np.flatnonzero(events["kind"] == Kind.STEP_BEGINS)
+    begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
     known = np.append(np.int64(-1), events["value"][begins])
     steps: np.ndarray = known[np.searchsorted(begins, np.arange(len(events)), side="right")]
     return steps
@@ -116,11 +116,11 @@ def _empty(count: int) -> np.ndarray:
     return np.zeros(count, SPAN)
 
 
-def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: Kind, sort: Sort) -> np.ndarray:
+def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: EventKind, sort: Sort) -> np.ndarray:
     """Return spans from each begin to the end that follows, of the chosen events, if no event between is lost."""
     places = np.flatnonzero(chosen)
     own = events[places]
-    gaps = np.cumsum(events["kind"] == Kind.EVENTS_LOST)[places]
+    gaps = np.cumsum(events["kind"] == EventKind.EVENTS_LOST)[places]
     is_begin = own["kind"] == begin
     following = np.append(places[1:], max(len(events) - 1, 0))[is_begin]
     is_of_same = (own["name"][1:] == own["name"][:-1]) & (gaps[1:] == gaps[:-1])
@@ -139,11 +139,11 @@ def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: Kin
 
 
 def _steps(events: np.ndarray) -> np.ndarray:
-    chosen = _among(events, Kind.STEP_BEGINS, Kind.STEP_ENDS)
+    chosen = _among(events, EventKind.STEP_BEGINS, EventKind.STEP_ENDS)
     own = events[chosen]
-    spans = _pairs(events, np.zeros(len(events), np.int64), chosen, Kind.STEP_BEGINS, Sort.STEP)
+    spans = _pairs(events, np.zeros(len(events), np.int64), chosen, EventKind.STEP_BEGINS, Sort.STEP)
     spans["step"] = spans["value"]
-    ends = np.append(own["value"][1:], 0)[own["kind"] == Kind.STEP_BEGINS]
+    ends = np.append(own["value"][1:], 0)[own["kind"] == EventKind.STEP_BEGINS]
     spans["value"] = np.where(spans["failed"], 0, ends)
     spans["sort"][spans["failed"]] = Sort.BETWEEN_STEPS
     spans["failed"] = False
@@ -151,16 +151,16 @@ def _steps(events: np.ndarray) -> np.ndarray:
 
 
 def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    chosen = _among(events, Kind.OPERATION_BEGINS, Kind.OPERATION_ENDS)
+    chosen = _among(events, EventKind.OPERATION_BEGINS, EventKind.OPERATION_ENDS)
     ended = events.copy()
-    is_end = events["kind"] == Kind.OPERATION_ENDS  # ends have no name; that of the begin before
-    begins = np.flatnonzero(events["kind"] == Kind.OPERATION_BEGINS)
+    is_end = events["kind"] == EventKind.OPERATION_ENDS  # ends have no name; that of the begin before
+    begins = np.flatnonzero(events["kind"] == EventKind.OPERATION_BEGINS)
     if not len(begins):
         return _empty(0)
     last = np.clip(np.searchsorted(begins, np.flatnonzero(is_end), side="right") - 1, 0, None)
     ended["name"][is_end] = events["name"][begins[last]]
-    whole = _pairs(ended, steps, chosen, Kind.OPERATION_BEGINS, Sort.OPERATION)
-    moves = np.append(events["when_ns"][events["kind"] == Kind.DATA_MOVES], np.iinfo(np.int64).max)
+    whole = _pairs(ended, steps, chosen, EventKind.OPERATION_BEGINS, Sort.OPERATION)
+    moves = np.append(events["when_ns"][events["kind"] == EventKind.DATA_MOVES], np.iinfo(np.int64).max)
     first = moves[np.searchsorted(moves, whole["begin_ns"])]
     has_moved = first <= whole["end_ns"]
     waits, transfers = whole[has_moved].copy(), whole[has_moved].copy()
@@ -174,12 +174,12 @@ def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 def _replicas(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Return spans from a replica's begin, or the end of a part, to the end of the next part."""
-    places = np.flatnonzero(_among(events, Kind.REPLICA_BEGINS, Kind.REPLICA_ENDS))
+    places = np.flatnonzero(_among(events, EventKind.REPLICA_BEGINS, EventKind.REPLICA_ENDS))
     own = events[places]
     order = np.lexsort((places, own["track"], own["name"]))
     own, places = own[order], places[order]
     follows = (own["name"][1:] == own["name"][:-1]) & (own["track"][1:] == own["track"][:-1])
-    is_end = np.append(False, follows & (own["kind"][1:] == Kind.REPLICA_ENDS))
+    is_end = np.append(False, follows & (own["kind"][1:] == EventKind.REPLICA_ENDS))
     ends = np.flatnonzero(is_end)
     spans = _empty(len(ends))
     spans["begin_ns"], spans["end_ns"] = own["when_ns"][ends - 1], own["when_ns"][ends]

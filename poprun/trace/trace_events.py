@@ -16,8 +16,8 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from popdist.records.linked_files import open_unless_linked
-from popdist.timeline.events import Kind
+from popdist.records.private_files import open_unless_linked
+from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned
 from poprun.trace.matching import MatchedCollectives
 from poprun.trace.profiles import Profiled, nested
@@ -160,10 +160,10 @@ def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Prof
     writer.table(form, [PROFILE + profile.thread, names, *us_of(begin - began), *us_of(end - begin), profile.args])
 
 
-_SAID: Mapping[Kind, Callable[[int], str]] = {
-    Kind.WAITS_FOR: lambda value: f"still waits for instance {value}",
-    Kind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
-    Kind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
+_SAID: Mapping[EventKind, Callable[[int], str]] = {
+    EventKind.WAITS_FOR: lambda value: f"still waits for instance {value}",
+    EventKind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
+    EventKind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
 }
 
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from poprun.cli.command_line import CommandLine
 from poprun.cli.config import open_own, read_trusted
-from poprun.cli.lookup import quote_words
 from poprun.errors import PopRunError, UsageError
-from poprun.verify.hints import differing_facts
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, PARTS, START, UPDATE, Process, Record, Step
-from poprun.verify.words import Asked
+from poprun.launch.program import quote_words
+from poprun.verify.explanation import differing_facts
+from poprun.verify.options import VerifyRequest
+from poprun.verify.records import (
+    BATCH,
+    FINGERPRINT,
+    GRADIENTS,
+    METRICS,
+    PARTS,
+    START,
+    UPDATE,
+    JsonObject,
+    Record,
+    RecordedProcess,
+    RecordedStep,
+)
 
 FORMAT = 1
 SHORT_DIGITS = 8
@@ -25,7 +36,7 @@ _SEAL = "sha256"
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was verified.
+    """The runs that were verified, and their digests.
 
     Attributes:
         program: with its arguments.
@@ -41,7 +52,7 @@ class Certificate:
     """
 
     program: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: JsonObject
     replicas: int
     steps: int | None
     spreads: tuple[int, ...]
@@ -51,7 +62,7 @@ class Certificate:
     is_as_written: bool = True
 
     def as_json(self) -> str:
-        """What is written to the file."""
+        """Return the text of the file."""
         content = {
             "format": FORMAT,
             "program": self.program,
@@ -68,8 +79,8 @@ class Certificate:
         return json.dumps({**content, _SEAL: _seal(content)}, indent=1)
 
 
-def certificate_of(asked: Asked, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
-    """The certificate of runs that were all equal to the first of them."""
+def certificate_of(asked: VerifyRequest, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
+    """Return the certificate of runs that were all equal to the first of them."""
     return Certificate(
         program=asked.line.program,
         options={name: value for name, value in asked.line.values.items() if name != "num-replicas"},
@@ -83,7 +94,7 @@ def certificate_of(asked: Asked, spreads: Sequence[int], runs: Sequence[str], re
 
 
 def read_certificate(path: Path) -> Certificate:
-    """A certificate from its file.
+    """Read a certificate from its file.
 
     Raises:
         UsageError: it cannot be read, or is none, or somebody else can decide what it says, which is run.
@@ -129,8 +140,8 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
         raise PopRunError(f"certificate {path} cannot be written: {error.strerror}; write it elsewhere") from None
 
 
-def asked_again(asked: Asked, certificate: Certificate) -> Asked:
-    """What the user asks for, and what he does not say as in the certificate.
+def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest:
+    """Return the user's request, completed by the certificate.
 
     Raises:
         UsageError: another number of replicas is asked for.
@@ -143,21 +154,17 @@ def asked_again(asked: Asked, certificate: Certificate) -> Asked:
         )
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in certificate.options.items()}
     values = {**options, **asked.line.values, "num-replicas": certificate.replicas}
-    return Asked(
+    return replace(
+        asked,
         line=CommandLine(values, asked.line.program or certificate.program),
         spreads=asked.spreads or certificate.spreads,
-        transports=certificate.transports if asked.transports == Asked.transports else asked.transports,
+        transports=certificate.transports if asked.transports == VerifyRequest.transports else asked.transports,
         steps=certificate.steps if asked.steps is None else asked.steps,
-        faults=asked.faults,
-        resumes=asked.resumes,
-        certificate=asked.certificate,
-        against=asked.against,
-        record_dir=asked.record_dir,
     )
 
 
-def describe_options_of(certificate: Certificate, asked: Asked) -> str:
-    """What is run because the certificate says so, as words of a command; without what the user says himself."""
+def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
+    """Return the words of a command that come from the certificate and not from the user."""
     words: list[str] = []
     for name, value in certificate.options.items():
         if name not in asked.line.values:
@@ -167,7 +174,7 @@ def describe_options_of(certificate: Certificate, asked: Asked) -> str:
 
 
 def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:
-    """What decides bits and was otherwise then: its name, then, and now."""
+    """Return the facts that decide bits and have changed: name, value then, value now."""
     now, then = record.processes[:1], certificate.record.processes[:1]
     found = [(name, values[0], values[1]) for name, values in differing_facts([*then, *now])]
     missing = (
@@ -183,10 +190,10 @@ def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, s
 
 
 def shortened(record: Record) -> Record:
-    """The record with digests as short as those of certificates."""
+    """Return the record with digests as short as those of certificates."""
     steps = {}
     for place, step in record.steps.items():
-        short = steps[place] = Step()
+        short = steps[place] = RecordedStep()
         for part in PARTS:
             for name, digests in step.parts.get(part, {}).items():
                 for digest, instances in digests.items():
@@ -197,14 +204,14 @@ def shortened(record: Record) -> Record:
 
 
 def _names(record: Record) -> list[dict[str, list[str]]]:
-    """Of what digests are, for each training; those of its first step."""
-    trainings: dict[int, Step] = {}
+    """Return the names of all digests, for each training; those of its first step."""
+    trainings: dict[int, RecordedStep] = {}
     for (training, _), step in record.steps.items():
         trainings.setdefault(training, step)
     return [{part: list(step.parts.get(part, {})) for part in PARTS} for step in trainings.values()]
 
 
-def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
+def _as_json(place: tuple[int, int], step: RecordedStep) -> JsonObject:
     digests = {
         part: [next(iter(found)) for found in step.parts.get(part, {}).values()]
         for part in (BATCH, GRADIENTS, METRICS, UPDATE)
@@ -213,12 +220,12 @@ def _as_json(place: tuple[int, int], step: Step) -> dict[str, Any]:
     return {"training": place[0], "step": place[1], FINGERPRINT: step.fingerprint, **first, **digests}
 
 
-def _from_json(content: dict[str, Any]) -> Certificate:
+def _from_json(content: JsonObject) -> Certificate:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")
-    steps: dict[tuple[int, int], Step] = {}
+    steps: dict[tuple[int, int], RecordedStep] = {}
     for each in content["record"]:
-        step = steps[int(each["training"]), int(each["step"])] = Step()
+        step = steps[int(each["training"]), int(each["step"])] = RecordedStep()
         for part in PARTS:
             names = content["names"][each["training"]][part]
             digests = [each[FINGERPRINT]] if part == FINGERPRINT else each.get(part, ())
@@ -226,7 +233,9 @@ def _from_json(content: dict[str, Any]) -> Certificate:
                 step.add(part, name, str(digest), (0,))
     rest = {name: value for name, value in content.items() if name != _SEAL}
     facts = content["facts"]
-    process = [Process(0, 1, content["replicas"], "", "", {str(name): str(facts[0][name]) for name in facts[0]})]
+    process = [
+        RecordedProcess(0, 1, content["replicas"], "", "", {str(name): str(facts[0][name]) for name in facts[0]})
+    ]
     return Certificate(
         program=tuple(map(str, content["program"])),
         options=dict(content["options"]),
@@ -240,6 +249,6 @@ def _from_json(content: dict[str, Any]) -> Certificate:
     )
 
 
-def _seal(content: Mapping[str, Any]) -> str:
-    """Against accidents; whoever wants to can make another one."""
+def _seal(content: JsonObject) -> str:
+    """Return a digest of the content, against accidents; anybody can make another one."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from poprun.cli.answers import show
-from poprun.cli.log import Log
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows
-from poprun.cli.wording import count, duration_text, without_controls
+from poprun.cli.log import Log, show
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, duration_text, without_controls
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.cores import usable_cores
+from poprun.hosts.this_machine import usable_cores
 from poprun.supervisor.job import end_standard_input
 from poprun.supervisor.job_machine import INTERRUPTS
 from poprun.verify.certificate import (
@@ -32,8 +30,9 @@ from poprun.verify.certificate import (
     write_certificate,
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
-from poprun.verify.differences import describe_metrics, explain
-from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table, result_of
+from poprun.verify.explanation import describe_metrics, explain
+from poprun.verify.options import VerifyRequest, describe_verify, read_words
+from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table, result_of
 from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
 from poprun.verify.spreads import (
     Run,
@@ -43,7 +42,6 @@ from poprun.verify.spreads import (
     run_to_resume,
     run_with_failure,
 )
-from poprun.verify.words import Asked, describe_verify, read_words
 
 FEWEST_STEPS_TO_RESUME = 4
 _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
@@ -51,9 +49,6 @@ _LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after 
 
 def main(words: Sequence[str]) -> int:
     """Run `poprun verify`.
-
-    Args:
-        words: those after `verify`.
 
     Returns:
         The exit status: 0 if all runs are equal, 1 if not, 128 + n after signal n.
@@ -84,8 +79,8 @@ def main(words: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def prepare(asked: Asked) -> tuple[tuple[int, ...], list[Run]]:
-    """The spreads, and the runs without failures; nothing is started, and what is impossible refused.
+def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
+    """Return the spreads, and the runs without failures; nothing is started, and what is impossible refused.
 
     Raises:
         PopRunError: something is.
@@ -98,7 +93,7 @@ def prepare(asked: Asked) -> tuple[tuple[int, ...], list[Run]]:
     cores = len(usable_cores()) * len(hosts)
     spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
     plain = plain_runs(asked, spreads)
-    if asked.faults and not any(can_shrink(run) for run in plain):
+    if asked.inject and not any(can_shrink(run) for run in plain):
         raise UsageError(
             "--inject needs a run of several instances over MPI, and there is none among "
             f"{', '.join(map(str, plain))}; name one with --spreads"
@@ -119,8 +114,8 @@ def available_memory() -> int | None:
 
 
 @contextmanager
-def folder_for(asked: Asked) -> Iterator[Path]:
-    """Where records go: a folder that is removed again, unless the user has named one."""
+def folder_for(asked: VerifyRequest) -> Iterator[Path]:
+    """Provide the folder of the records; unless the user has named it, it is removed again."""
     if asked.record_dir is not None:
         try:
             asked.record_dir.mkdir(parents=True)
@@ -147,7 +142,7 @@ class Verification:
         against: a certificate to compare with.
     """
 
-    asked: Asked
+    asked: VerifyRequest
     spreads: Sequence[int]
     plain: Sequence[Run]
     laboratory: Laboratory
@@ -156,7 +151,7 @@ class Verification:
     def __post_init__(self) -> None:
         self._began_s = time.monotonic()
         self._running_s = 0.0
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RunOutcome] = []
 
     def run(self) -> int:
         """Make all runs and say what came of them."""
@@ -189,11 +184,11 @@ class Verification:
         return 0 if is_equal else 1
 
     @property
-    def _first(self) -> Outcome:
+    def _first(self) -> RunOutcome:
         return self._outcomes[0]
 
     def _make(self, run: Run) -> None:
-        """One run, compared with the first one."""
+        """Make one run and compare it with the first one."""
         number = len(self._outcomes) + 1
         show(f"poprun verify: run {number} of {self._runs_in_all}, {run}", 2)
         if run.resumed_on is not None:
@@ -207,7 +202,7 @@ class Verification:
         difference = first_difference(self._first.record, result.record) if self._outcomes else None
         difference = difference or first_inside(result.record)
         metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
-        self._outcomes.append(Outcome(run, result.record, result.exit_status, difference, metrics))
+        self._outcomes.append(RunOutcome(run, result.record, result.exit_status, difference, metrics))
         self._tell_progress(time.monotonic() - began_s)
 
     @property
@@ -236,13 +231,13 @@ class Verification:
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
                 "(its step or run) can be verified: a program of plain popdist or JAX needs one"
             )
-        if self.asked.resumes and not first.record.checkpoints:
+        if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
                 "--resume needs a program that saves checkpoints, and it has made no strategies.Checkpoints; give it "
                 "the arguments with which it does (docs/checkpoints.md)"
             )
         steps = len(first.record.steps)
-        if self.asked.resumes and steps < FEWEST_STEPS_TO_RESUME:
+        if self.asked.resume and steps < FEWEST_STEPS_TO_RESUME:
             raise PopRunError(
                 f"--resume needs {FEWEST_STEPS_TO_RESUME} steps or more, to stop half-way, and the program made "
                 f"{steps}; have it make more"
@@ -269,7 +264,7 @@ class Verification:
         return False
 
     def _name(self, number: int) -> str:
-        """What a run is called: as it is spread, or by its number where another one is spread alike."""
+        """Return the name of a run: its spread, or its number if another run is spread alike."""
         names = [str(each.run) for each in self._outcomes]
         return names[number] if names.count(names[number]) == 1 else f"run {number + 1}"
 

@@ -1,4 +1,4 @@
-"""Which step of two runs is the first that differs, and what of it. Pure."""
+"""The first difference between two runs. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Digests, Place, Record, Step
+from poprun.verify.records import (
+    BATCH,
+    FINGERPRINT,
+    GRADIENTS,
+    METRICS,
+    START,
+    UPDATE,
+    Digests,
+    Record,
+    RecordedStep,
+    StepPlace,
+)
 
 COMPARED = (START, BATCH, GRADIENTS, UPDATE, FINGERPRINT)
 """What is promised to be the same, in the order in which it comes to be; of metrics nothing is."""
@@ -15,7 +26,7 @@ STEPS = "steps"
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The first one between two runs, or between the instances of one.
 
     Attributes:
@@ -26,25 +37,19 @@ class Difference:
         is_inside: whether both are of the same run.
     """
 
-    place: Place
+    place: StepPlace
     part: str
     names: tuple[str, ...] = ()
     instances: tuple[int, int] = (0, 0)
     is_inside: bool = False
 
 
-def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> Difference | None:
-    """The first difference between two runs, those inside of the second one included; None: all is equal.
-
-    Args:
-        one: the run with which the other one is compared.
-        other: that one.
-        parts: those that are compared.
-    """
+def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
+    """Return the first difference between two runs, those inside of the second one included; None: all is equal."""
     for place in {**one.steps, **other.steps}:
         mine, theirs = one.steps.get(place), other.steps.get(place)
         if mine is None or theirs is None:
-            return Difference(place, STEPS)
+            return RunDifference(place, STEPS)
         for part in parts:
             found = _inside(theirs, place, part) or _between(mine, theirs, place, part)
             if found is not None:
@@ -52,8 +57,8 @@ def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED
     return None
 
 
-def earliest(first: Record, differences: Sequence[Difference | None]) -> int | None:
-    """Which of these differences from a run came first; None: there is none."""
+def earliest(first: Record, differences: Sequence[RunDifference | None]) -> int | None:
+    """Return the number of the earliest difference; None if there is none."""
     places = list(first.steps)
 
     def order(number: int) -> tuple[int, int]:
@@ -65,8 +70,8 @@ def earliest(first: Record, differences: Sequence[Difference | None]) -> int | N
     return min((number for number, found in enumerate(differences) if found is not None), key=order, default=None)
 
 
-def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> Difference | None:
-    """The first difference between the instances of a run; None: they are equal."""
+def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
+    """Return the first difference between the instances of a run; None: they are equal."""
     for place, step in record.steps.items():
         for part in parts:
             found = _inside(step, place, part)
@@ -75,17 +80,17 @@ def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> Difference 
     return None
 
 
-def first_of_metrics(one: Record, other: Record) -> Difference | None:
+def first_of_metrics(one: Record, other: Record) -> RunDifference | None:
     """The first metrics that have other bits in two runs, or in the instances of the second one; None: none have."""
     made = Record(steps={place: other.steps[place] for place in one.steps if place in other.steps})
     found = first_difference(Record(steps={place: one.steps[place] for place in made.steps}), made, (METRICS,))
     return found or first_inside(other, (METRICS,))
 
 
-def are_same(one: Record, other: Record, until: Place) -> bool:
-    """Whether two runs of one kind were the same up to a step, also where their instances differ alike."""
+def are_same(one: Record, other: Record, until: StepPlace) -> bool:
+    """Return whether two runs of one kind were the same up to a step, also where their instances differ alike."""
 
-    def digests(record: Record) -> dict[tuple[Place, str, str], list[str]]:
+    def digests(record: Record) -> dict[tuple[StepPlace, str, str], list[str]]:
         return {
             (place, part, name): sorted(found)
             for place, step in itertools.islice(record.steps.items(), record.steps_until(until))
@@ -97,16 +102,16 @@ def are_same(one: Record, other: Record, until: Place) -> bool:
     return digests(one) == digests(other)
 
 
-def _inside(step: Step, place: Place, part: str) -> Difference | None:
+def _inside(step: RecordedStep, place: StepPlace, part: str) -> RunDifference | None:
     digests = step.parts.get(part, {})
     names = tuple(name for name, found in digests.items() if len(found) > 1)
     if not names:
         return None
     first, second = list(digests[names[0]].values())[:2]
-    return Difference(place, part, names, (first[0], second[0]), is_inside=True)
+    return RunDifference(place, part, names, (first[0], second[0]), is_inside=True)
 
 
-def _between(one: Step, other: Step, place: Place, part: str) -> Difference | None:
+def _between(one: RecordedStep, other: RecordedStep, place: StepPlace, part: str) -> RunDifference | None:
     mine, theirs = one.parts.get(part, {}), other.parts.get(part, {})
     if not mine or not theirs:  # of a step after which a run began anew nobody knows what was before
         return None
@@ -114,7 +119,7 @@ def _between(one: Step, other: Step, place: Place, part: str) -> Difference | No
     if not names:
         return None
     sides = [next(iter(side.get(names[0], {"": (0,)}).values()))[0] for side in (mine, theirs)]
-    return Difference(place, part, names, (sides[0], sides[1]))
+    return RunDifference(place, part, names, (sides[0], sides[1]))
 
 
 def _agree(mine: Digests, theirs: Digests, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the instances of a run have recorded, put together."""
+"""The records of all instances of a run, put together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from popdist.records import recording
 from popdist.records.recording import Question
 from poprun.errors import PopRunError
 
+JsonObject = Mapping[str, Any]
+"""A line of a record, or a part of a certificate: values as JSON has them."""
+
 START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "start",
     "batch",
@@ -23,7 +26,7 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
 """What is recorded of a step, in the order in which it comes to be."""
 
-Place = tuple[int, int]
+StepPlace = tuple[int, int]
 """A training of the program, and a step of it."""
 
 Digests = dict[str, dict[str, tuple[int, ...]]]
@@ -31,7 +34,7 @@ Digests = dict[str, dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Process:
+class RecordedProcess:
     """An instance that has recorded something.
 
     Attributes:
@@ -53,8 +56,8 @@ class Process:
     hashes_randomly: bool = False
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Process:
-        """What such a line of a record says."""
+    def of(cls, line: JsonObject) -> RecordedProcess:
+        """Read the line of a process."""
         cpu = line["cpu"]
         facts = {
             **line["versions"],
@@ -70,8 +73,8 @@ class Process:
 
 
 @dataclass
-class Step:
-    """What all instances have recorded of a step.
+class RecordedStep:
+    """The records of all instances of a step.
 
     Attributes:
         parts: the digests of each part.
@@ -88,7 +91,7 @@ class Step:
 
     @property
     def fingerprint(self) -> str:
-        """Of the variables after the step, as `strategies.fingerprint` computes it."""
+        """The fingerprint of the variables after the step, as `strategies.fingerprint` computes it."""
         return next(iter(self.parts.get(FINGERPRINT, {}).get("", {"": ()})))
 
 
@@ -105,7 +108,7 @@ class Values:
     places: Mapping[str, tuple[str, int, int]]
 
     def read(self, name: str) -> tuple[str, bytes]:
-        """The dtype and the bytes of an array."""
+        """Return the dtype and the bytes of an array."""
         dtype, offset, size = self.places[name]
         with self.path.open("rb") as file:
             file.seek(offset)
@@ -114,7 +117,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has recorded.
+    """The record of a run.
 
     Attributes:
         processes: its instances.
@@ -125,8 +128,8 @@ class Record:
         recording_s: how long the instance recorded that took longest.
     """
 
-    processes: tuple[Process, ...] = ()
-    steps: Mapping[Place, Step] = field(default_factory=dict)
+    processes: tuple[RecordedProcess, ...] = ()
+    steps: Mapping[StepPlace, RecordedStep] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
     checkpoints: tuple[str, ...] = ()
     values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
@@ -137,23 +140,19 @@ class Record:
         """After the last step; "" where there is none."""
         return list(self.steps.values())[-1].fingerprint if self.steps else ""
 
-    def steps_until(self, place: Place) -> int:
-        """How many steps a run makes that ends after this one; all where it has not made it."""
+    def steps_until(self, place: StepPlace) -> int:
+        """Return the number of steps of a run that ends after this one; all steps if the run has not made it."""
         places = list(self.steps)
         return places.index(place) + 1 if place in self.steps else len(places)
 
 
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
-    """What a run has recorded.
-
-    Args:
-        folder: where.
-        but: files to leave out.
+    """Read the record of a run.
 
     Raises:
         PopRunError: a file cannot be read.
     """
-    lines: list[tuple[int, dict[str, Any]]] = []
+    lines: list[tuple[int, JsonObject]] = []
     for path in record_files(folder):
         if path not in but:
             lines += _with_instance(_lines_of(path))
@@ -161,24 +160,24 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """One for each process, in the order in which they ended."""
+    """Return one file for each process, in the order in which the processes ended."""
     return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> Record:
-    """What these lines say together, each with the number of its instance."""
-    processes: dict[int, Process] = {}
+def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
+    """Put lines together, each with the number of its instance."""
+    processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
     values: dict[tuple[str, int], Values] = {}
-    layouts: dict[tuple[int, int], Mapping[str, Any]] = {}
+    layouts: dict[tuple[int, int], JsonObject] = {}
     before: dict[tuple[int, int], tuple[int, list[str]]] = {}
     recording_s: dict[int, float] = {}
-    steps: dict[Place, Step] = {}
+    steps: dict[StepPlace, RecordedStep] = {}
     for instance, line in lines:
         kind = line["kind"]
         if kind == recording.PROCESS:
-            processes.setdefault(instance, Process.of(line))
+            processes.setdefault(instance, RecordedProcess.of(line))
             before = {key: value for key, value in before.items() if key[0] != instance}
         elif kind == recording.QUESTION:
             questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
@@ -196,7 +195,7 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
             last = before.get((instance, place[0]))
             if start is None and last is not None and last[0] == place[1] - 1:
                 start = last[1]
-            _add_step(steps.setdefault(place, Step()), line, layout, start, instance)
+            _add_step(steps.setdefault(place, RecordedStep()), line, layout, start, instance)
             before[instance, place[0]] = place[1], line["variables"]
             recording_s[instance] = recording_s.get(instance, 0.0) + line["recording_s"]
     return Record(
@@ -209,9 +208,7 @@ def record_of(lines: Iterable[tuple[int, Mapping[str, Any]]], folder: Path) -> R
     )
 
 
-def _add_step(
-    step: Step, line: Mapping[str, Any], layout: Mapping[str, Any], start: list[str] | None, instance: int
-) -> None:
+def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: list[str] | None, instance: int) -> None:
     own = (instance,)
     for part, digests in ((START, start or ()), (GRADIENTS, line["gradients"]), (UPDATE, line["variables"])):
         for name, digest in zip(layout["variables"], digests, strict=False):
@@ -227,14 +224,14 @@ def _add_step(
         step.random.setdefault(name, set()).add(state)
 
 
-def _with_instance(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Each line with the number that its process had at first."""
+def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
+    """Return each line with the number that its process had at first."""
     instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
     return [(instance, line) for line in lines]
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """All lines but the last one if it was not completed, because its instance was killed."""
+def _lines_of(path: Path) -> list[JsonObject]:
+    """Read all lines, except for an incomplete last one of an instance that was killed."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,14 +1,13 @@
-"""What `poprun verify` shows. Pure."""
+"""The report of `poprun verify`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.cli.pages import draw_rows
-from poprun.cli.wording import count
-from poprun.verify.comparison import STEPS, Difference
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Place, Record
+from poprun.cli.wording import count, draw_rows
+from poprun.verify.comparison import STEPS, RunDifference
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, StepPlace
 from poprun.verify.spreads import Run
 from poprun.verify.ulps import Distance
 
@@ -28,8 +27,8 @@ _ORDER = (BATCH, GRADIENTS, UPDATE)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a run.
+class RunOutcome:
+    """The outcome of a run.
 
     Attributes:
         run: what was run.
@@ -42,8 +41,8 @@ class Outcome:
     run: Run
     record: Record
     exit_status: int = 0
-    difference: Difference | None = None
-    metrics: Difference | None = None
+    difference: RunDifference | None = None
+    metrics: RunDifference | None = None
 
     @property
     def is_well(self) -> bool:
@@ -51,8 +50,8 @@ class Outcome:
         return self.difference is None and self.exit_status == 0
 
 
-def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
-    """One row for each run, columns aligned, on a page of so many columns; None: as many as it takes."""
+def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> str:
+    """Draw one row for each run with aligned columns; without `columns` as wide as needed."""
     has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
     rows = [_COLUMNS]
     for number, outcome in enumerate(outcomes, start=1):
@@ -69,7 +68,7 @@ def draw_table(outcomes: Sequence[Outcome], columns: int | None = None) -> str:
     return draw_rows(rows, columns)
 
 
-def result_of(outcome: Outcome, number: int, has_trainings: bool) -> str:
+def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
     """Return what came of a run: whether it is equal to the first one, or from where on it is not.
 
     Args:
@@ -87,16 +86,16 @@ def result_of(outcome: Outcome, number: int, has_trainings: bool) -> str:
     return ", ".join(found) or ("first" if number == 1 else "equal")
 
 
-def name_place(place: Place, has_trainings: bool) -> str:
-    """A step in words; steps and trainings are counted from 0."""
+def name_place(place: StepPlace, has_trainings: bool) -> str:
+    """Name a step; steps and trainings are counted from 0."""
     training, step = place
     return f"step {step} of training {training}" if has_trainings else f"step {step}"
 
 
 def describe_difference(
-    difference: Difference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
+    difference: RunDifference, runs: tuple[str, str], distances: Sequence[tuple[str, Distance | str]], note: str
 ) -> str:
-    """What differs first between two runs, and by how much.
+    """Describe the first difference between two runs.
 
     Args:
         difference: what it is.
@@ -125,7 +124,7 @@ def describe_difference(
     return "\n".join(lines)
 
 
-def _words(difference: Difference) -> str:
+def _words(difference: RunDifference) -> str:
     if difference.part == START:
         return "first variables" if difference.place[1] == 0 else "variables, which changed since the step before"
     if difference.part == UPDATE:
@@ -141,14 +140,14 @@ def _cells(found: Distance | str) -> tuple[str, str]:
 
 
 def describe_units(ulps: int | None) -> str:
-    """How far numbers are from each other; None: one of them is none."""
+    """Write a distance in units in the last place; None: one of the values is not a number."""
     if ulps is None:
         return "not a number of units"
     return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
 
 
-def describe_success(outcomes: Sequence[Outcome]) -> str:
-    """The last words where all is equal."""
+def describe_success(outcomes: Sequence[RunOutcome]) -> str:
+    """Return the last words where all is equal."""
     first = outcomes[0].record
     steps = count(len(first.steps), "step")
     equal = f"equal: {len(outcomes)} runs of {steps} with the same bits in all batches, gradients and variables"

@@ -15,19 +15,19 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from popdist.records.recording import Recording
-from poprun.cli.command_line import CommandLine, Value
+from poprun.cli.command_line import CommandLine, Value, settings_from
 from poprun.cli.log import Log, level_from
-from poprun.cli.lookup import check_user
-from poprun.cli.settings import Settings, settings_from
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
-from poprun.launch.command import Launch
+from poprun.launch.launch import Launch
 from poprun.launch.plan import find_hosts, plan_launch
+from poprun.launch.program import check_user
 from poprun.supervisor.job import run_job
 from poprun.supervisor.job_machine import INTERRUPTS
-from poprun.verify.records import Place, Record, read_record, record_files
+from poprun.verify.options import GRPC, RING, VerifyRequest
+from poprun.verify.records import Record, StepPlace, read_record, record_files
 from poprun.verify.spreads import Run
-from poprun.verify.words import GRPC, RING, Asked
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM
@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         record: what its instances recorded.
@@ -72,12 +72,12 @@ class Laboratory:
         leave_at: the step in which runs are stopped that are resumed.
     """
 
-    asked: Asked
+    asked: VerifyRequest
     folder: Path
     environ: Mapping[str, str]
     leave_at: int = 0
 
-    def make(self, run: Run, name: str, values_at: Place | None = None, steps: int | None = None) -> Result:
+    def make(self, run: Run, name: str, values_at: StepPlace | None = None, steps: int | None = None) -> Result:
         """Run the program once, or twice if it is stopped in between.
 
         Args:
@@ -122,7 +122,7 @@ class Laboratory:
         return ended.exit_status
 
 
-def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
+def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Launch:
     """Decide everything about a run; nothing is started.
 
     Raises:
@@ -141,8 +141,8 @@ def plan_run(asked: Asked, run: Run, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
-    """The settings of a run: what the user asked for, as far as it has such instances and hosts.
+def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
+    """Return the settings of a run: what the user asked for, as far as it has such instances and hosts.
 
     Args:
         asked: by the user.
@@ -170,8 +170,8 @@ def settings_of(asked: Asked, run: Run, environ: Mapping[str, str] = MappingProx
     return replace(settings, host=tuple(host.name for host in used), hostfile=None)
 
 
-def hosts_of(asked: Asked) -> tuple[Host, ...]:
-    """All hosts that the user names, otherwise this machine; a run takes as many of them as divide its instances."""
+def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
+    """Return the hosts that the user names, else this machine; a run takes a number that divides its instances."""
     named = {name: value for name, value in asked.line.values.items() if name in ("host", "hostfile")}
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
@@ -193,7 +193,7 @@ def as_workers(launch: Launch, sockets: str) -> Launch:
 
 @contextmanager
 def output_on_standard_error() -> Iterator[None]:
-    """What programs write goes to standard error, so that the report is alone on standard output."""
+    """Send the output of programs to standard error, so that the report is alone on standard output."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

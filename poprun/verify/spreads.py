@@ -1,11 +1,11 @@
-"""Which runs are made. Pure."""
+"""The choice of runs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poprun.verify.words import GRPC, MPI, SOME_FAULT, Asked, divisors
+from poprun.verify.options import GRPC, MPI, SOME_FAULT, VerifyRequest, divisors
 
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def how(self) -> str:
-        """What is special about it."""
+        """The circumstances of the run."""
         if self.faults:
             return f"{self.transport}, {'; '.join(self.faults)}"
         if self.resumed_on is not None:
@@ -52,7 +52,7 @@ class Run:
 
 
 def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple[int, ...]:
-    """At most MOST_SPREADS numbers of instances: one, the most that fit the machine, and some in between.
+    """Choose up to MOST_SPREADS numbers of instances: one, the most that fit the machine, some in between.
 
     Args:
         replicas: R, which has to be divisible by them.
@@ -69,8 +69,8 @@ def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple
     return tuple(fitting[round(number * last / (MOST_SPREADS - 1))] for number in range(MOST_SPREADS))
 
 
-def plain_runs(asked: Asked, spreads: Sequence[int]) -> list[Run]:
-    """Those without failures; where they would be a single one, twice that: it shows whether it can be repeated."""
+def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
+    """Return the runs without failures; a single run is made twice, to see whether it can be repeated."""
     runs = [
         Run(instances, asked.replicas, transport)
         for number, transport in enumerate(asked.transports)
@@ -80,30 +80,30 @@ def plain_runs(asked: Asked, spreads: Sequence[int]) -> list[Run]:
     return runs * 2 if len(runs) == 1 and asked.against is None else runs
 
 
-def run_with_failure(asked: Asked, plain: Sequence[Run], steps: int) -> Run | None:
-    """The run with a failure under shrink; None where none is wanted.
+def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> Run | None:
+    """Return the run with a failure under shrink; None where none is wanted.
 
     Args:
         asked: whether there is one, and which failure.
         plain: the other runs; there is one of several instances over MPI.
         steps: how many they made.
     """
-    if not asked.faults:
+    if not asked.inject:
         return None
     run = max((each for each in plain if can_shrink(each)), key=lambda each: each.instances)
     chosen = f"kill:instance={run.instances - 1},step={steps // 2}"
-    faults = (chosen,) if asked.faults == (SOME_FAULT,) else asked.faults
+    faults = (chosen,) if asked.inject == (SOME_FAULT,) else asked.inject
     return Run(run.instances, run.replicas, run.transport, faults)
 
 
 def can_shrink(run: Run) -> bool:
-    """Whether it could go on without an instance."""
+    """Return whether it could go on without an instance."""
     return run.instances > 1 and run.transport != GRPC
 
 
-def run_to_resume(asked: Asked, plain: Sequence[Run]) -> Run | None:
+def run_to_resume(asked: VerifyRequest, plain: Sequence[Run]) -> Run | None:
     """The run that is stopped and resumed on fewer instances, if there is such a spread; None where none is wanted."""
-    if not asked.resumes:
+    if not asked.resume:
         return None
     spreads = sorted({run.instances for run in plain})
     return Run(spreads[-1], asked.replicas, asked.transports[0], resumed_on=spreads[max(0, len(spreads) - 2)])

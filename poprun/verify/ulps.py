@@ -1,4 +1,4 @@
-"""How far two arrays are from each other, in units in the last place. Pure; NumPy is not poprun's to import."""
+"""The distance of two arrays in units in the last place. Pure; NumPy is not poprun's to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class _Format:
-    """Of floating-point numbers.
+    """A format of floating-point numbers.
 
     Attributes:
         code: of the signed integer of as many bits, for `array`.
@@ -49,7 +49,7 @@ class Distance:
 
 
 def distance(dtype: str, one: bytes, other: bytes) -> Distance | None:
-    """The distance of two arrays; None where they have different sizes.
+    """Return the distance of two arrays; None where they have different sizes.
 
     Between two numbers lie as many units as there are numbers of that format from one to the other, so 0.0 and -0.0 are
     0 apart, although they are not the same.

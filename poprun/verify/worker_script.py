@@ -20,7 +20,7 @@ _OF_POPRUN = (
 
 
 def worker_environment(environ: dict[str, str], directory: str) -> dict[str, str]:
-    """The environment without its launcher, and with TF_CONFIG."""
+    """Return the environment without its launcher, and with TF_CONFIG."""
     size, rank = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
     addresses = [f"unix:{directory}/{number}" for number in range(size)]
     config = {

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from popdist.records.private_folders import make_private
+from popdist.records.private_files import make_private
 from strategies.checkpoints.best import Best
 from strategies.checkpoints.packing import Packing
 from strategies.checkpoints.plain_values import plain_metrics, plain_values
@@ -46,7 +46,7 @@ from strategies.checkpoints.sealed_folders import (
     put,
     seal,
 )
-from strategies.data.position import Position
+from strategies.data.layout import Position
 from strategies.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

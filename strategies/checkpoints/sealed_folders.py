@@ -14,7 +14,7 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePath
 
-from popdist.records.private_folders import close_to_others
+from popdist.records.private_files import close_to_others
 
 TRAINING, SUMS = "training.json", "SHA256SUMS"
 INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", ".replaced"

@@ -8,16 +8,15 @@
 Nothing here needs JAX.
 """
 
-from strategies.config.choices import (
+from strategies.config.attributes import (
     DeviceConnectionType,
     MergeRemoteBuffersBehaviour,
     SchedulingAlgorithm,
     SelectionOrder,
     StochasticRoundingBehaviour,
 )
-from strategies.config.configured import reset_ipu_configuration
-from strategies.config.ipu_config import IPUConfig, configure_ipu_system, get_ipu_config
-from strategies.config.metadata import AttributeMetadata, UnknownAttributeError
+from strategies.config.category import AttributeMetadata, UnknownAttributeError
+from strategies.config.configured import IPUConfig, configure_ipu_system, get_ipu_config, reset_ipu_configuration
 
 __all__ = [
     "AttributeMetadata",

@@ -1,12 +1,8 @@
-"""A tree of typed attributes: what its names, types and defaults are is said once, in classes.
+"""A tree of typed attributes: a table says once which names, types, defaults and descriptions there are.
 
-    class Tiles(Category):
-        count: int = attribute(0, "How many there are.")
+    TABLE = table_of({}, tiles=category("All about tiles.", count=AttributeMetadata(0, "The number of tiles.")))
 
-    class Config(Category):
-        tiles: Tiles = category(Tiles, "All about tiles.")
-
-    Config().tiles.count = 4
+    Config(TABLE).tiles.count = 4  # of a class that is made from Category
 
 Names, types, defaults and descriptions can be asked for, and the tree written and read as a dictionary or JSON.
 """
@@ -14,132 +10,200 @@ Names, types, defaults and descriptions can be asked for, and the tree written a
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeAlias, Union, final, get_args, get_origin
 
-from strategies.config.metadata import AttributeMetadata, unknown
-
-T = TypeVar("T")
-C = TypeVar("C", bound="Category")
+Hint: TypeAlias = Any
+"""A class, or a union, list, tuple or dict of hints."""
 
 logger = logging.getLogger("strategies.config")
 
 
+class UnknownAttributeError(AttributeError, ValueError):
+    """A configuration has no attribute of this name; the original's ValueError, which `hasattr` understands."""
+
+
 @dataclass(frozen=True)
-class _Declared:
-    """An attribute or category, as its class declares it."""
+class AttributeMetadata:
+    """An attribute, or a category of attributes, besides its value. Semantics: the original's class of that name.
 
-    default: Any  # the class of a category
+    `__doc__` is its description.
+
+    Attributes:
+        default: its value in a new configuration; None for a category.
+        description: what it is for.
+        hint: the type of its values; None for that of the default.
+        deprecated_msg: what to use instead; None where it is not deprecated.
+        name: the full name, such as `io_tiles.num_io_tiles`; the table fills it in.
+        effect: what it changes here; None where it is only kept. The table fills it in.
+    """
+
+    default: object
     description: str
-    deprecated_msg: str | None
-    effect: str | None
+    hint: Hint = None
+    deprecated_msg: str | None = None
+    name: str = ""
+    effect: str | None = None
+
+    def __post_init__(self) -> None:
+        vars(self).update(__doc__=self.description, hint=self.hint or type(self.default))
+
+    @property
+    def is_category(self) -> bool:
+        """Whether attributes are in it."""
+        return self.default is None
+
+    @property
+    def type(self) -> str | None:
+        """The type of its values, as a hint is written; None for a category."""
+        return None if self.is_category else text_of(self.hint)
+
+    @property
+    def deprecated(self) -> bool:
+        """Whether something else should be used."""
+        return self.deprecated_msg is not None
+
+    def check_type(self, value: object) -> bool:
+        """Return True if the value is of one of the types of this attribute.
+
+        Raises:
+            TypeError: if it is of another one.
+        """
+        if not fits(value, self.hint):
+            raise TypeError(f"Trying to set {self.name} to {value!r}, but it must be of type {self.type}")
+        return True
+
+    def restored(self, value: object) -> object:
+        """Return a value of a dictionary or of JSON, in which enums are numbers.
+
+        Raises:
+            ValueError: for a number that stands for nothing.
+        """
+        for choices in get_args(self.hint) or (self.hint,):
+            if type(value) is int and isinstance(choices, type) and issubclass(choices, Enum):
+                try:
+                    return choices(value)
+                except ValueError:
+                    known = ", ".join(f"{one.value} ({one.name})" for one in choices)
+                    raise ValueError(f"{self.name} is {value}; it is one of {known}") from None
+        return value
 
 
-def attribute(default: T, description: str, *, effect: str | None = None, deprecated: str | None = None) -> T:
-    """Declare an attribute; the annotation is the type of its values.
+Table: TypeAlias = Mapping[str, AttributeMetadata]
+
+
+Declared: TypeAlias = "AttributeMetadata | tuple[str, Mapping[str, Declared]]"
+
+
+def category(description: str, **inside: Declared) -> Declared:
+    """Return a category for a table, with the attributes and categories inside of it by their names."""
+    return description, inside
+
+
+def table_of(effects: Mapping[str, str], _prefix: str = "", /, **rows: Declared) -> Table:
+    """Return attributes and categories by their full names; each category comes before what is in it.
 
     Args:
-        default: its value in a new configuration.
-        description: what it is for.
-        effect: what it changes; None where it is only kept.
-        deprecated: what to use instead.
+        effects: what attributes change, by their full names.
+        rows: attributes and categories.
     """
-    return cast(T, _Declared(default, description, deprecated, effect))
+    table: dict[str, AttributeMetadata] = {}
+    for name, row in rows.items():
+        full = _prefix + name
+        if isinstance(row, AttributeMetadata):
+            table[full] = replace(row, name=full, effect=effects.get(full))
+        else:
+            description, inside = row
+            table[full] = AttributeMetadata(None, description, name=full)
+            table |= table_of(effects, f"{full}.", **inside)
+    return table
 
 
-def category(of: type[C], description: str, *, deprecated: str | None = None) -> C:
-    """Declare a category of attributes; where it is deprecated all that is in it is, too. See `attribute`."""
-    return cast(C, _Declared(of, description, deprecated, None))
-
-
-class Category:
+class Category(ABC):
     """Typed attributes and categories of them. Semantics: the original's base of `IPUConfig`.
 
-    Values are checked when they are set. There are no other attributes than those that the class declares.
+    Values are checked when they are set. There are no other attributes than those of the table.
+
+    Args:
+        table: the attributes, by their full names.
     """
 
-    def __init__(self, _prefix: str = "", _deprecated: str | None = None) -> None:
-        if type(self) is Category:
-            raise TypeError("Category declares no attributes; make a class from it that does")
-        hints = get_type_hints(type(self))
-        inside = self.__dict__
-        inside["_metadata"] = {}
-        for name, declared in _declared_by(type(self)).items():
-            full, deprecated = _prefix + name, declared.deprecated_msg or _deprecated
-            if isinstance(declared.default, type) and issubclass(declared.default, Category):
-                self._metadata[name] = AttributeMetadata(full, declared.description, deprecated_msg=deprecated)
-                inside[name] = declared.default(f"{full}.", deprecated)
-            else:
-                said = (declared.description, hints[name], declared.default, deprecated, declared.effect)
-                self._metadata[name] = AttributeMetadata.of(full, *said)
-                inside[name] = copy.deepcopy(declared.default)
+    _table: Table
+    _values: dict[str, Any]
+    _prefix: str
 
-    _metadata: dict[str, AttributeMetadata]
+    def __init__(self, table: Table) -> None:
+        values = {name: copy.deepcopy(row.default) for name, row in table.items() if not row.is_category}
+        vars(self).update(_table=table, _values=values, _prefix="")
+
+    @property
+    @abstractmethod
+    def _title(self) -> str:
+        """The first line of its text."""
+
+    def __deepcopy__(self, memory: object) -> Category:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self), _values=copy.deepcopy(self._values))
+        return copied
+
+    def __copy__(self) -> Category:
+        return copy.deepcopy(self)
 
     # ---- getting and setting
 
     def __getattr__(self, name: str) -> Any:
-        """Called for names that there are not."""
-        if "_metadata" not in self.__dict__:  # a copy that is being made
+        """Return a value, or a category, which shares its values with this one."""
+        if "_table" not in vars(self):  # a copy that is being made
             raise AttributeError(name)
-        raise self._unknown(name)
+        row = self._row(name)
+        if not row.is_category:
+            return self._values[row.name]
+        inner = _Inside.__new__(_Inside)
+        vars(inner).update(vars(self), _prefix=f"{row.name}.")
+        return inner
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in self._metadata:
-            raise self._unknown(name)
-        self._check(name, value)
-        metadata = self._metadata[name]
-        if metadata.deprecated:
-            logger.warning("%s has been deprecated: %s", metadata.name, metadata.deprecated_msg)
-        self.__dict__[name] = value
+        row = self._row(name)
+        if row.is_category:
+            inside = [each.removeprefix(f"{row.name}.") for each in self._table if each.startswith(f"{row.name}.")]
+            raise TypeError(
+                f"{row.name} is a category and cannot be assigned to; set one of its attributes: "
+                f"{', '.join(each for each in inside if '.' not in each)}"
+            )
+        row.check_type(value)
+        if row.deprecated:
+            logger.warning("%s has been deprecated: %s", row.name, row.deprecated_msg)
+        self._values[row.name] = value
 
     def __delattr__(self, name: str) -> None:
         raise TypeError(f"{name} cannot be deleted; every configuration has it: set it to its default")
 
-    def _check(self, name: str, value: object) -> None:
-        metadata = self._metadata[name]
-        if isinstance(self.__dict__[name], Category):
-            raise TypeError(
-                f"{metadata.name} is a category and cannot be assigned to; set one of its attributes: "
-                f"{', '.join(self.__dict__[name]._metadata)}"
-            )
-        metadata.check_type(value)
+    def __dir__(self) -> list[str]:
+        inside = (each.removeprefix(self._prefix) for each in self._table if each.startswith(self._prefix))
+        return [*super().__dir__(), *(each for each in inside if "." not in each)]
 
-    def _unknown(self, name: str) -> ValueError:
-        own = [metadata.name for metadata in self._metadata.values()]
-        inside = [metadata.name for metadata, _ in self._every() if metadata.name not in own]
-        return unknown(name, [*own, *inside], self._metadata)
-
-    def _every(self) -> Iterator[tuple[AttributeMetadata, Any]]:
-        """All attributes and categories of this one and of those in it, with their values."""
-        for name, metadata in self._metadata.items():
-            value = self.__dict__[name]
-            yield metadata, value
-            if isinstance(value, Category):
-                yield from value._every()
+    def _row(self, name: str) -> AttributeMetadata:
+        """Return the row of a name, which counts from here."""
+        if row := self._table.get(self._prefix + name):
+            return row
+        inside = [each for each in self._table if each.startswith(self._prefix)]
+        own = [each for each in inside if "." not in each.removeprefix(self._prefix)]
+        raise _unknown(name, [*own, *inside], [each.removeprefix(self._prefix) for each in own])
 
     def attributes(self) -> Iterator[tuple[AttributeMetadata, Any]]:
-        """What is known of each attribute here and in the categories inside, and its value."""
-        return ((metadata, value) for metadata, value in self._every() if not isinstance(value, Category))
-
-    def _owner_of(self, name: str) -> tuple[Category, str]:
-        """The category that has an attribute, whose name counts from here, and its name there."""
-        first, _, rest = name.partition(".")
-        inner = getattr(self, first)
-        if not rest:
-            return self, first
-        if not isinstance(inner, Category):
-            raise unknown(name, (), self._metadata)
-        return inner._owner_of(rest)
-
-    # ---- what is known of attributes
+        """Yield the metadata and the value of each attribute, here and in the categories inside."""
+        return ((self._table[name], value) for name, value in self._values.items() if name.startswith(self._prefix))
 
     def get_attribute_metadata(self, attr: str) -> AttributeMetadata:
-        """What is known of an attribute or category.
+        """Return what is known of an attribute or category.
 
         Args:
             attr: its name, counted from here: `io_tiles.num_io_tiles` of an IPUConfig, `num_io_tiles` of its io_tiles.
@@ -148,18 +212,17 @@ class Category:
             ValueError: if there is none.
         """
         try:
-            owner, name = self._owner_of(attr)
-            return owner._metadata[name]
-        except (ValueError, KeyError) as error:
+            return self._row(attr)
+        except ValueError as error:
             raise ValueError(f"Could not get attribute metadata for '{attr}': {error}") from error
 
     # ---- dictionaries and JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes by their full names; enums as their numbers."""
+        """Return all attributes by their full names; enums as their numbers."""
         return {
-            metadata.name: value.value if isinstance(value, Enum) else copy.deepcopy(value)
-            for metadata, value in self.attributes()
+            row.name: value.value if isinstance(value, Enum) else copy.deepcopy(value)
+            for row, value in self.attributes()
         }
 
     def from_dict(self, dct: Mapping[str, Any]) -> None:
@@ -174,31 +237,25 @@ class Category:
             TypeError: if a value is of a wrong type.
             ValueError: if there is no such attribute, or no member of an enum with that number.
         """
-        every = {metadata.name: metadata for metadata, _ in self.attributes()}
+        every = {row.name: row for row, _ in self.attributes()}
         for name in dct:
             if name not in every and name.startswith(self._prefix):
-                raise unknown(name, every, every)
-        found = {name: metadata.restored(dct[name]) for name, metadata in every.items() if name in dct}
+                raise _unknown(name, every, every)
+        found = {name: row.restored(dct[name]) for name, row in every.items() if name in dct}
         for name, value in found.items():
             every[name].check_type(value)
         for name in every.keys() - found.keys():
             logger.warning("%s didn't have a value: the existing value will be retained", name)
         for name, value in found.items():
-            owner, last = self._owner_of(name.removeprefix(self._prefix))
-            if owner.__dict__[last] != value or type(owner.__dict__[last]) is not type(value):
-                setattr(owner, last, copy.deepcopy(value))
-
-    @property
-    def _prefix(self) -> str:
-        first = next(iter(self._metadata.values())).name
-        return first[: first.rindex(".") + 1] if "." in first else ""
+            if self._values[name] != value or type(self._values[name]) is not type(value):
+                setattr(self, name.removeprefix(self._prefix), copy.deepcopy(value))
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict())
 
     def from_json(self, json_cfg: str) -> None:
-        """`from_dict` of JSON.
+        """Call `from_dict` with an object of JSON.
 
         Raises:
             ValueError: also if it is none, or no object.
@@ -211,14 +268,12 @@ class Category:
     # ---- as text, and compared
 
     def __str__(self) -> str:
-        lines = (
-            f"{metadata.name} = {value if isinstance(value, Enum) else repr(value)}"
-            for metadata, value in self.attributes()
+        return "\n".join(
+            f"{row.name} = {value if isinstance(value, Enum) else repr(value)}" for row, value in self.attributes()
         )
-        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return "\n  ".join([f"{type(self).__name__}:", *str(self).splitlines()])
+        return "\n  ".join([f"{self._title}:", *str(self).splitlines()])
 
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if type(other) is type(self) else NotImplemented
@@ -226,5 +281,49 @@ class Category:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
 
-def _declared_by(of: type) -> dict[str, _Declared]:
-    return {name: value for name, value in vars(of).items() if isinstance(value, _Declared)}
+@final
+class _Inside(Category):
+    """A category inside of another one, with which it shares its values."""
+
+    @property
+    def _title(self) -> str:
+        return self._prefix.removesuffix(".")
+
+
+def _unknown(name: str, near: Iterable[str], known: Iterable[str]) -> UnknownAttributeError:
+    """Return the error for a name that a configuration has not.
+
+    Args:
+        name: as it was asked for.
+        near: full names among which one may be meant; the first similar one is suggested.
+        known: names that there are, told where none is similar.
+    """
+    last = {full.rpartition(".")[2]: full for full in reversed(list(near))}
+    meant = difflib.get_close_matches(name.rpartition(".")[2], last)
+    hint = f"Did you mean '{last[meant[0]]}'?" if meant else f"It has {', '.join(known)}."
+    return UnknownAttributeError(f"'{name}' is not a valid attribute of this config. {hint}")
+
+
+def fits(value: Any, hint: Hint) -> bool:
+    """Return whether a value is of a type, exactly: True is no int, and 1 is no float.
+
+    Args:
+        value: anything.
+        hint: a class other than Any; `A | B`; `list[A]`; `tuple[A, B]`, `tuple[A, ...]`; `dict[A, B]`.
+    """
+    kind: Any = get_origin(hint)
+    parts = get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if type(value) is not (kind or hint):
+        return False
+    if kind is dict:
+        return all(fits(key, parts[0]) and fits(one, parts[1]) for key, one in value.items())
+    if kind is tuple and Ellipsis not in parts:
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return kind is None or all(fits(one, parts[0]) for one in value)
+
+
+def text_of(hint: Hint) -> str:
+    """Return the hint as it is written, with classes by their names: `int | list[int]`."""
+    return re.sub(r"\b(\w+\.)+", "", hint.__name__ if get_origin(hint) is None else str(hint))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
+from strategies.config.attributes import ATTRIBUTES, DeviceConnectionType, StochasticRoundingBehaviour
 from strategies.config.category import Category
-from strategies.config.selection import Selection
+from strategies.config.selection import Selection, select
+
+_BYTES = 4  # of an element of float32
 
 logger = logging.getLogger("strategies.config")
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a configuration changes; by default nothing.
+    """The effects of a configuration; by default none.
 
     Attributes:
         selection: the IPUs of a strategy that names no number of replicas.
@@ -44,11 +49,95 @@ class Effects:
 _NOTHING = Effects()
 
 
+@final
+class IPUConfig(Category):
+    """All that can be configured. Semantics: the original's `IPUConfig`, attribute by attribute; see docs/config.md.
+
+    A value is checked when it is set: TypeError for another type, `UnknownAttributeError` for another name, which is a
+    ValueError and says what may be meant. Nothing else happens before `configure_ipu_system`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ATTRIBUTES)
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
+
+    def configure_ipu_system(self, device: str = "cpu") -> None:
+        """Put this configuration in force; see `strategies.config.configure_ipu_system`."""
+        configure_ipu_system(self, device)
+
+    def check(self) -> Effects:
+        """Check whether the attributes go together, and return what follows from them.
+
+        Raises:
+            TypeError: if a list or dictionary was changed to one of a wrong type.
+            ValueError: if they do not; the message names them.
+        """
+        for metadata, value in self.attributes():
+            metadata.check_type(value)
+        for check in (_check_distribution, _check_tiles, _check_norms, _check_connection):
+            check(self)
+        behaviour, distribution = self.floating_point_behaviour, self.experimental.multi_replica_distribution
+        return Effects(
+            selection=select(_listed(self.auto_select_ipus), _listed(self.select_ipus)),
+            process_index=distribution.process_index,
+            process_count=distribution.process_count,
+            recomputes=self.allow_recompute,
+            checks_numerics=behaviour.inv or behaviour.div0 or behaviour.oflo or behaviour.set_all,
+            rounds_stochastically=behaviour.set_all or behaviour.esr not in (False, StochasticRoundingBehaviour.OFF),
+            min_elements_for_sharding=max(1, -(-self.optimizations.minimum_remote_tensor_size // _BYTES)),
+            prefetches=self.optimizations.prefetch_data_streams,
+            executables=self.serialization_output_folder,
+            attaches=self.device_connection.type is not DeviceConnectionType.NEVER,
+        )
+
+
+def _listed(devices: int | Sequence[int]) -> list[int]:
+    return [devices] if isinstance(devices, int) else list(devices)
+
+
+def _check_distribution(config: IPUConfig) -> None:
+    own = config.experimental.multi_replica_distribution
+    if own.process_count < 0 or (own.process_count and not 0 <= own.process_index < own.process_count):
+        name = "experimental.multi_replica_distribution.process_"
+        raise ValueError(
+            f"{name}index must be in the range [0, {name}count), and is {own.process_index} of {own.process_count}; "
+            "popdist.tensorflow.set_ipu_config sets both"
+        )
+
+
+def _check_tiles(config: IPUConfig) -> None:
+    if config.io_tiles.place_ops_on_io_tiles and config.io_tiles.num_io_tiles == 0:
+        raise ValueError("Cannot place ops on I/O tiles when io_tiles.num_io_tiles == 0; set that first")
+
+
+def _check_norms(config: IPUConfig) -> None:
+    name = "norms.experimental.distributed_batch_norm_replica_group_size"
+    size = config.norms.experimental.distributed_batch_norm_replica_group_size
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, and is {size}")
+    if size > 1 and config.io_tiles.num_io_tiles > 0:
+        raise ValueError(
+            f"{name} is {size}, and io_tiles.num_io_tiles {config.io_tiles.num_io_tiles}: groups of replicas are "
+            "not supported with I/O tiles. Leave one of them at its default"
+        )
+
+
+def _check_connection(config: IPUConfig) -> None:
+    own = config.device_connection
+    if own.type in (DeviceConnectionType.NEVER, DeviceConnectionType.PRE_COMPILE) and not own.version:
+        raise ValueError(
+            f"device_connection.version must be set when device_connection.type is {own.type}: 'ipu1' or 'ipu2'"
+        )
+
+
 @dataclass
 class _Process:
-    """What this process has configured."""
+    """The configuration of this process."""
 
-    config: Category | None = None
+    config: IPUConfig | None = None
     effects: Effects = _NOTHING
 
 
@@ -58,12 +147,44 @@ _named: set[str] = set()
 
 
 def in_force() -> Effects:
-    """What the configuration of this process changes; strategies, trainers and pipelines look when they are made."""
+    """Return what the configuration of this process changes.
+
+    Strategies, trainers and pipelines look when they are made.
+    """
     return _process.effects
 
 
-def configuration() -> Category:
-    """A copy of the configuration that is in force.
+def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
+    """Put a configuration in force for strategies, trainers, pipelines and data sets that are made afterwards.
+
+    What these say themselves stays as they say it. Semantics: the original's function of that name.
+
+    Args:
+        config: a copy of it is kept, so it may change.
+        device: the original's name of the host; nothing depends on it.
+        reset_configuration: whether it may take the place of a different configuration, with a warning.
+
+    Raises:
+        TypeError: if it is no IPUConfig.
+        ValueError: if its attributes do not go together.
+        RuntimeError: if there is a different configuration, and it may not take its place.
+    """
+    if not isinstance(config, IPUConfig):
+        raise TypeError(f"the configuration is {config!r}, a {type(config).__name__}; it must be an IPUConfig")
+    effects = config.check()
+    if _process.config is not None and _process.config != config:
+        if not reset_configuration:
+            raise RuntimeError(
+                "the IPU system is configured already, in another way; call reset_ipu_configuration() first, or leave "
+                "reset_configuration at True"
+            )
+        logger.warning("Resetting existing IPU configuration before applying new configuration")
+    _process.config, _process.effects = copy.deepcopy(config), effects
+    _name_what_is_only_kept(config)
+
+
+def get_ipu_config() -> IPUConfig:
+    """Return a copy of the configuration that is in force.
 
     Raises:
         RuntimeError: if there is none.
@@ -73,37 +194,12 @@ def configuration() -> Category:
     return copy.deepcopy(_process.config)
 
 
-def put_in_force(config: Category, effects: Effects, reset_configuration: bool) -> None:
-    """Keep a copy of a configuration, and what follows from it, until another one comes.
-
-    Args:
-        config: may change afterwards.
-        effects: what follows from it.
-        reset_configuration: whether it may take the place of a different one.
-
-    Raises:
-        RuntimeError: if there is a different one and it may not.
-    """
-    if _process.config is not None and _process.config != config:
-        if not reset_configuration:
-            raise RuntimeError(
-                "the IPU system is configured already, in another way; call reset_ipu_configuration() first, or leave "
-                "reset_configuration at True"
-            )
-        logger.warning("Resetting existing IPU configuration before applying new configuration")
-        reset_ipu_configuration()
-    _process.config = copy.deepcopy(config)
-    _process.effects = effects
-    _name_what_is_only_kept(config)
-
-
 def reset_ipu_configuration() -> None:
     """Forget the configuration of this process; what was made under it stays as it is."""
-    _process.config = None
-    _process.effects = _NOTHING
+    _process.config, _process.effects = None, _NOTHING
 
 
-def _name_what_is_only_kept(config: Category) -> None:
+def _name_what_is_only_kept(config: IPUConfig) -> None:
     every = config.attributes()
     kept = {metadata.name for metadata, value in every if not metadata.effect and value != metadata.default}
     if new := sorted(kept - _named):

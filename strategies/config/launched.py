@@ -15,7 +15,7 @@ from strategies.config.selection import Selection, rounded_to_power_of_two
 
 
 def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple[int, int]:
-    """The replicas of a strategy of one process that names none, and how many devices each spans.
+    """Return the replicas of a strategy of one process that names none, and the devices that each spans.
 
     Args:
         effects: of the configuration.
@@ -35,7 +35,7 @@ def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple
 
 
 def replicas_of_instance(effects: Effects, ipus_per_replica: int | None) -> int | None:
-    """How many replicas each instance has by the configuration; None where it does not say, or poprun has said it.
+    """Return the replicas of each instance by the configuration; None if it does not say, or poprun has said it.
 
     Args:
         effects: of the configuration.
@@ -95,7 +95,7 @@ def refuse_other_process(effects: Effects, instance: Instance) -> None:
 
 
 def _refuse_other_replicas(selection: Selection, instance: Instance) -> None:
-    """The program may count the IPUs of its own process, as the original's, or of all, which is the same for all n."""
+    """Refuse IPUs that are neither those of this process, as in the original, nor those of all instances."""
     spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
     every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
     if selection.ipus not in every:

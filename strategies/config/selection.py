@@ -28,7 +28,7 @@ class Selection:
     is_counted: bool
 
     def replicas(self, ipus_per_replica: int = 1) -> int:
-        """How many replicas it has that span so many IPUs, or stages.
+        """Return the number of replicas that span so many IPUs, or stages.
 
         Raises:
             ValueError: if its IPUs are not enough, or some would be left.
@@ -45,7 +45,7 @@ class Selection:
 
 
 def select(auto_select_ipus: Sequence[int], select_ipus: Sequence[int]) -> Selection | None:
-    """The first device of a configuration; None where it describes none.
+    """Return the first device of a configuration; None if it describes none.
 
     Args:
         auto_select_ipus: how many IPUs each device has.
@@ -72,7 +72,7 @@ def select(auto_select_ipus: Sequence[int], select_ipus: Sequence[int]) -> Selec
 
 
 def ipus_of_group(number: int) -> int:
-    """How many IPUs a group has: 0 to 15 are single ones, then come pairs, fours, eights and all 16.
+    """Return the size of a group of IPUs: 0 to 15 are single ones, then come pairs, fours, eights and all 16.
 
     Raises:
         ValueError: if there is no such group.
@@ -90,7 +90,7 @@ def ipus_of_group(number: int) -> int:
 
 
 def rounded_to_power_of_two(count: int) -> int:
-    """The smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is not below a positive number."""
     return 1 << (count - 1).bit_length()
 
 

@@ -13,13 +13,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from strategies.data.sources import Masked
-from strategies.roles import Batch, Function, Variables
+from strategies.roles import Batch, Function, Numbers, Tree, Variables
 
 DTypes: TypeAlias = Any
 """A dtype (or `Cast`) for all leaves, or one for each entry of the batch: a mapping or tuple like the batch.
 
 Entries that a mapping lacks, or whose value is None, stay as they are.
 """
+
+_Change = Callable[[DTypes, str, Numbers], Numbers]
+"""(dtype, name, leaf) -> what becomes of the leaf."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def casting(loss_fn: Function, dtypes: DTypes) -> Function:
     on_device = partial(_map_where, lambda to, name, leaf: (to if isinstance(to, Cast) else Cast(to))(leaf))
 
     @wraps(loss_fn)
-    def with_casts(variables: Variables, batch: Batch, *rest: Any, **named: Any) -> Any:
+    def with_casts(variables: Variables, batch: Batch, *rest: Tree, **named: Tree) -> Tree:
         return loss_fn(variables, jax.lax.optimization_barrier(on_device(dtypes, batch)), *rest, **named)
 
     return with_casts
@@ -72,7 +75,7 @@ def converted(dtypes: DTypes, batch: Batch) -> Batch:
     return _map_where(_convert, dtypes, batch)
 
 
-def _convert(to: Any, name: str, leaf: Any) -> Any:
+def _convert(to: DTypeLike, name: str, leaf: Numbers) -> np.ndarray:
     array, dtype = np.asarray(leaf), np.dtype(to)
     if dtype.kind in "biu" and array.dtype.kind not in "biu":
         raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a dtype of floating point")
@@ -92,7 +95,7 @@ def _is_as_finite(small: np.ndarray, array: np.ndarray) -> bool:
     return bool((np.isfinite(small.astype(np.float64)) == np.isfinite(array.astype(np.float64))).all())
 
 
-def _map_where(change: Callable[[Any, str, Any], Any], dtypes: DTypes, batch: Batch, name: str = "the batch") -> Batch:
+def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the batch") -> Batch:
     """`change(dtype, name, leaf)` of the leaves for which `dtypes` has one."""
     if dtypes is None:
         return batch
@@ -112,7 +115,7 @@ def _map_where(change: Callable[[Any, str, Any], Any], dtypes: DTypes, batch: Ba
     )
 
 
-def _map_entries(change: Callable[[Any, str, Any], Any], dtypes: Mapping[Any, Any], batch: Batch, name: str) -> Batch:
+def _map_entries(change: _Change, dtypes: Mapping[str, DTypes], batch: Batch, name: str) -> Batch:
     if not isinstance(batch, Mapping):
         raise ValueError(f"dtypes are given for {', '.join(map(repr, dtypes))} of {name}, which is {_shape_of(batch)}")
     unknown = [repr(key) for key in dtypes if key not in batch]

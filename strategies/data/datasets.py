@@ -15,13 +15,12 @@ from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.input_context import InputContext
 from strategies.data.iterators import DataIterator
-from strategies.data.layout import Layout, Remainder
+from strategies.data.layout import Layout, Position, Remainder
 from strategies.data.lockstep import in_lockstep
-from strategies.data.position import Position
 from strategies.data.prefetch import prefetched
-from strategies.data.random_access import RandomAccessSource, SameElements, Steps
+from strategies.data.random_access import RandomAccessSource, Steps
 from strategies.data.sequential import from_iterable, from_shards, from_values
-from strategies.data.sources import ArraySource, Masked, Source, SourceFactory
+from strategies.data.sources import ArraySource, DataSource, Masked, SourceFactory
 from strategies.errors import StrategyError
 from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication
@@ -332,7 +331,7 @@ class DistributedDataset:
         return self._place(converted(self._transfer_dtype, batch))
 
 
-def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
     """Finds out what kind of data set `source` is (see `DistributedDataset`).
 
     Raises:
@@ -355,7 +354,7 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> So
     if _is_pytree_of_arrays(source):
         return ArraySource(source, layout, seed=seed, shuffle=shuffle)
     if _is_random_access(source):
-        return RandomAccessSource(Steps(SameElements(source), layout, seed=seed, shuffle=shuffle))
+        return RandomAccessSource(Steps(source, layout, seed=seed, shuffle=shuffle))
     return from_iterable(source, layout)
 
 

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import jax
 import numpy as np
@@ -173,7 +172,7 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
     return Masked(values, np.ones(rows, bool) if mask is None else np.asarray(mask))
 
 
-def _row_of(values: Batch) -> Any:
+def _row_of(values: Batch) -> tuple[jax.tree_util.PyTreeDef, list[tuple[tuple[int, ...], np.dtype]]]:
     """What all batches have alike."""
     leaves, structure = jax.tree.flatten(values)
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]

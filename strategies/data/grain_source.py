@@ -13,15 +13,14 @@ import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, final
 
 import jax
 import numpy as np
 
 from popdist.spawned import refuse_while_spawned
 from strategies.data.layout import Layout
-from strategies.data.random_access import Elements, RandomAccess, RandomAccessSource, Steps
-from strategies.data.sources import Source
+from strategies.data.random_access import RandomAccess, RandomAccessSource, Steps
+from strategies.data.sources import DataSource
 from strategies.numbers import at_least, positive
 from strategies.roles import Batch, Data, Element
 
@@ -86,33 +85,27 @@ class GrainSource:
         if len(self.dataset) >= ENDLESS:
             raise ValueError("the data set repeats for ever; leave repeat() out: every epoch goes through it once")
 
-    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """The local replicas' share; ValueError if it does not fill a step."""
-        steps = Steps(GrainElements(self.dataset), layout, seed=seed, shuffle=shuffle)
+        steps = Steps(self.dataset, layout, seed=seed, shuffle=shuffle, read=read_of_epoch)
         if self.num_workers == 0:
             return RandomAccessSource(steps)
         return WorkerSource(steps, self.num_workers, self.worker_buffer_size)
 
 
-@final
-@dataclass(frozen=True)
-class GrainElements(Elements):
-    """Those of a `grain.MapDataset`, whose random transforms know the epoch by the index."""
+def read_of_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
+    """Read an element of a `grain.MapDataset`, whose random transforms know the epoch by the index.
 
-    source: RandomAccess
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, epoch: int, index: int) -> Element:
-        """See `Elements`; ValueError where a filter of grain has left a hole."""
-        element = self.source[epoch * len(self.source) + index]
-        if element is None:
-            raise ValueError(
-                f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
-                "unequally many; filter the records before grain reads them, or mark elements instead"
-            )
-        return element
+    Raises:
+        ValueError: if a filter of grain has left a hole.
+    """
+    element = source[epoch * len(source) + index]
+    if element is None:
+        raise ValueError(
+            f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
+            "unequally many; filter the records before grain reads them, or mark elements instead"
+        )
+    return element
 
 
 def as_grain_source(source: Data) -> GrainSource | None:
@@ -124,7 +117,7 @@ def as_grain_source(source: Data) -> GrainSource | None:
     return GrainSource(source) if is_map_dataset else None
 
 
-class WorkerSource(Source):
+class WorkerSource(DataSource):
     """Batches that worker processes of grain prepare; each of them every `num_workers`-th step."""
 
     is_random_access = True
@@ -139,7 +132,7 @@ class WorkerSource(Source):
         weakref.finalize(self, _close_all, self._idle)
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`. At the end of an epoch the workers go on with the next one."""
+        """See `DataSource`. At the end of an epoch the workers go on with the next one."""
         workers = self._workers_at(epoch * self.steps + start)
         try:
             for _ in range(start, self.steps):
@@ -173,7 +166,7 @@ class _Workers:
         limits = grain.experimental.DatasetOptions(min_shm_size=_min_shared_bytes())
         batches = grain.experimental.WithOptionsIterDataset(batches, limits)
         options = grain.MultiprocessingOptions(num_workers, buffer_size)
-        self._batches: Any = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
+        self._batches = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
         self._in_use = threading.RLock()
         atexit.register(self.close)  # before those of multiprocessing, which came earlier
 

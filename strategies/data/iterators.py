@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from strategies.errors import FeedError
 from strategies.programs.feed_program import is_in_program
@@ -23,7 +22,7 @@ class DataIterator(Iterator[Element]):
     """
 
     def __init__(
-        self, dataset: Data, elements: Iterator[Any] | None = None, draw: Callable[[], Element] | None = None
+        self, dataset: Data, elements: Iterator[Element] | None = None, draw: Callable[[], Element] | None = None
     ) -> None:
         self._dataset = dataset
         self._elements = elements

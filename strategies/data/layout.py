@@ -1,8 +1,8 @@
-"""Which elements each replica reads at each step: pure arithmetic, the same on every instance."""
+"""Which elements each replica reads at each step, and how far it has read: the same on every instance."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,7 @@ class Layout:
         return self.elements_per_replica * self.total_replicas
 
     def steps(self, length: int) -> int:
-        """Steps in an epoch over `length` elements."""
+        """Return the steps in an epoch over `length` elements."""
         whole, rest = divmod(length, self.global_batch_size)
         return whole + (self.pads and rest > 0 or self.of_short_step(rest) > 0)
 
@@ -82,12 +82,12 @@ class Layout:
         return rest // micro_batches * self.gradient_accumulation_count
 
     def dropped(self, length: int) -> int:
-        """Elements of `length` that no replica sees in an epoch."""
+        """Return how many elements of `length` no replica sees in an epoch."""
         whole, rest = divmod(length, self.global_batch_size)
         return 0 if self.pads else rest - self.of_short_step(rest) * self.total_replicas
 
     def positions(self, step: int, length: int | None = None) -> Indices:
-        """Positions in the epoch's order of the local replicas' elements, in replica order.
+        """Return the positions in the epoch's order of the local replicas' elements, in replica order.
 
         Positions past the last element only occur in the last step of a layout that pads.
 
@@ -103,7 +103,7 @@ class Layout:
         return (starts[:, None] + np.arange(count, dtype=np.int64)).reshape(-1)
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError unless `length` elements make at least one step."""
+        """Raise ValueError unless `length` elements make at least one step."""
         if length == 0:
             raise ValueError("the data set is empty; at least one element is needed")
         if self.steps(length) > 0:
@@ -124,8 +124,46 @@ class Layout:
         return str(self.batch_size) if count == 1 else f"{self.batch_size} x {count} accumulated"
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far a program has read a data set, and the data set it belongs to.
+
+    Attributes:
+        epoch: the epoch being read.
+        step: global steps of it that were consumed; prefetched ones do not count.
+        seed: seed of the shuffle.
+        batch_size: elements per replica and step, those of all its micro-batches.
+        total_replicas: replicas of all instances. The number of instances is not part of a position.
+        length: elements of the data set, None when unknown.
+        shuffle: whether epochs are shuffled.
+        remainder: what becomes of an incomplete last batch.
+    """
+
+    epoch: int
+    step: int
+    seed: int
+    batch_size: int
+    total_replicas: int
+    length: int | None
+    shuffle: bool = True
+    remainder: Remainder = "drop"
+
+    def to_dict(self) -> dict[str, int | str | None]:
+        """Return the position as a dictionary of numbers and strings, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> "Position":
+        """Return the position of a dictionary; ValueError if `to_dict` has not returned it."""
+        try:
+            return cls(**cast(dict[str, Any], values))
+        except TypeError as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{dict(values)!r} is not a position of a data set; one has {names}") from error
+
+
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> Indices:
-    """The order in which one epoch goes through the data set: a permutation of `range(length)`.
+    """Return the order in which one epoch goes through the data set: a permutation of `range(length)`.
 
     It sorts raw PCG64 words instead of calling `Generator.permutation`: NumPy keeps the former for ever and
     may change the latter in any release (NEP 19), and instances may run different releases.

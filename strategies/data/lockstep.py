@@ -74,10 +74,6 @@ def in_lockstep(
 class Lockstep(Generic[T]):
     """An iterable of batches that ends for all instances at the same step; see `in_lockstep`.
 
-    Args:
-        batches: those of this instance.
-        communicator: connects the instances.
-
     Attributes:
         batches: those of this instance; to go through them is no collective call.
         is_collective: that taking one of these is.

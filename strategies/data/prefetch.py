@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -49,12 +49,7 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
 
 class Prefetcher(Generic[T]):
-    """`prefetched`, of which one can ask whether the next item is there.
-
-    Args:
-        items: see `prefetched`.
-        depth: at least 1.
-    """
+    """`prefetched`, of which one can ask whether the next item is there."""
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._worker = _Worker(items, depth)
@@ -73,20 +68,20 @@ class Prefetcher(Generic[T]):
         self._items.close()
 
 
-def _given(worker: "_Worker") -> Generator[Any, None, None]:
+def _given(worker: "_Worker[T]") -> Generator[T, None, None]:
     try:
         yield from worker.start()
     finally:
         worker.stop()
 
 
-class _Worker:
+class _Worker(Generic[T]):
     """The thread, and the bounded queue between it and the consumer."""
 
-    def __init__(self, items: Generator[Any, None, None], depth: int) -> None:
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._items = items
         self._depth = depth
-        self._ready: deque[Any] = deque()
+        self._ready: deque[T] = deque()
         self._error: BaseException | None = None
         self._is_finished = False
         self._is_stopped = False
@@ -98,7 +93,7 @@ class _Worker:
         with self._changed:
             return bool(self._ready)
 
-    def start(self) -> Generator[Any, None, None]:
+    def start(self) -> Generator[T, None, None]:
         # Last registered, first called: the thread ends before JAX, imported earlier, clears its backends.
         atexit.register(self.stop)
         self._thread.start()
@@ -138,7 +133,7 @@ class _Worker:
             self._changed.wait_for(lambda: self._is_stopped or len(self._ready) < self._depth)
             return not self._is_stopped
 
-    def _put(self, item: Any) -> None:
+    def _put(self, item: T) -> None:
         with self._changed:
             if not self._is_stopped:
                 self._ready.append(item)
@@ -150,7 +145,7 @@ class _Worker:
                 log.warning("no batch for %.0f s: the data source is slow or stuck", SLOW_WARNING_S)
             return bool(self._ready)
 
-    def _take(self) -> Any:
+    def _take(self) -> T:
         with self._changed:
             self._changed.notify_all()
             return self._ready.popleft()

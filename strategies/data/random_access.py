@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeAlias
 
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.sources import Masked, Source, stacked
+from strategies.data.sources import DataSource, Masked, stacked
 from strategies.roles import Batch, Element
 
 
@@ -20,31 +18,13 @@ class RandomAccess(Protocol):
     def __getitem__(self, index: int, /) -> Element: ...
 
 
-class Elements(ABC):
-    """Elements that can be read in any order; they can be pickled."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many there are in an epoch."""
-
-    @abstractmethod
-    def read(self, epoch: int, index: int) -> Element:
-        """Element `index` as it is in an epoch."""
+ReadElement: TypeAlias = Callable[[RandomAccess, int, int], Element]
+"""(elements, epoch, index) -> the element as it is in that epoch; can be pickled."""
 
 
-@final
-@dataclass(frozen=True)
-class SameElements(Elements):
-    """The elements of an object with `[i]`: the same ones in every epoch."""
-
-    source: RandomAccess
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, epoch: int, index: int) -> Element:
-        """See `Elements`."""
-        return self.source[index]
+def same_in_every_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
+    """Read an element of an object with `[i]`."""
+    return source[index]
 
 
 class Steps:
@@ -52,32 +32,29 @@ class Steps:
 
     It can be pickled; processes that read different steps of one data set need nothing else, and agree.
 
-    Args:
-        elements: the elements, and how they are read.
-        layout: how they are dealt to the replicas.
-        seed: of the shuffle.
-        shuffle: whether they are shuffled, as a whole and anew in every epoch.
-
     Raises:
         ValueError: if the elements do not fill one step.
     """
 
-    def __init__(self, elements: Elements, layout: Layout, *, seed: int, shuffle: bool) -> None:
-        self.length = len(elements)
+    def __init__(
+        self, source: RandomAccess, layout: Layout, *, seed: int, shuffle: bool, read: ReadElement = same_in_every_epoch
+    ) -> None:
+        self.length = len(source)
         layout.check_length(self.length)
         self.per_epoch = layout.steps(self.length)
-        self._elements = elements
+        self._source = source
+        self._read = read
         self._layout = layout
         self._seed = seed
         self._shuffle = shuffle
         self._order: tuple[int, Indices] | None = None
 
     def read(self, number: int) -> Batch:
-        """The batch of step `number % per_epoch` of epoch `number // per_epoch`."""
+        """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         epoch, step = divmod(number, self.per_epoch)
         order = self._order_of(epoch)
         positions = self._layout.positions(step, self.length)
-        values = stacked([self._elements.read(epoch, int(i)) for i in order[positions % self.length]])
+        values = stacked([self._read(self._source, epoch, int(i)) for i in order[positions % self.length]])
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:
@@ -85,11 +62,11 @@ class Steps:
             self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
         return self._order[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_order": None}
 
 
-class RandomAccessSource(Source):
+class RandomAccessSource(DataSource):
     """Elements that are read in this process, when their batch is asked for."""
 
     is_random_access = True
@@ -100,6 +77,6 @@ class RandomAccessSource(Source):
         self.steps: int = steps.per_epoch
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`."""
+        """See `DataSource`."""
         for step in range(start, self.steps):
             yield self._steps.read(epoch * self.steps + step)

@@ -2,27 +2,27 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from strategies.data.layout import Layout
-from strategies.data.sources import Masked, Source, stacked
+from strategies.data.sources import DataSource, Masked, stacked
 from strategies.roles import Batch, Data, Element
 
 
-class Round(NamedTuple):
+class ElementRound(NamedTuple):
     """One element for every local replica; where `valid` is False it only fills the place."""
 
     elements: Sequence[Element]
     valid: Sequence[bool]
 
-    def as_padding(self) -> "Round":
+    def as_padding(self) -> "ElementRound":
         """The same elements, repeated only to fill places."""
-        return Round(self.elements, [False] * len(self.valid))
+        return ElementRound(self.elements, [False] * len(self.valid))
 
 
-class SequentialSource(Source):
+class SequentialSource(DataSource):
     """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
 
     Order is the source's own: nothing is shuffled here.
@@ -30,7 +30,7 @@ class SequentialSource(Source):
 
     def __init__(
         self,
-        rounds: Callable[[], Iterator[Round]],
+        rounds: Callable[[], Iterator[ElementRound]],
         layout: Layout,
         *,
         length: int | None = None,
@@ -42,14 +42,14 @@ class SequentialSource(Source):
         self.steps = steps
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`."""
+        """See `DataSource`."""
         for step, rounds in enumerate(self._batches_of_rounds()):
             if step >= start:
                 yield self._stack(rounds)
 
-    def _batches_of_rounds(self) -> Iterator[list[Round]]:
+    def _batches_of_rounds(self) -> Iterator[list[ElementRound]]:
         rounds = self._rounds()
-        latest: Round | None = None
+        latest: ElementRound | None = None
         for step in count():
             if step == self.steps:
                 return
@@ -62,7 +62,7 @@ class SequentialSource(Source):
                 taken += [latest.as_padding()] * (self._layout.elements_per_replica - len(taken))
             yield taken
 
-    def _can_fill(self, taken: list[Round], latest: Round | None, step: int) -> bool:
+    def _can_fill(self, taken: list[ElementRound], latest: ElementRound | None, step: int) -> bool:
         """Whether an incomplete batch is padded (True) or the epoch is over (False)."""
         if self._layout.pads and latest is not None and (taken or self.steps is not None):
             return True
@@ -74,7 +74,7 @@ class SequentialSource(Source):
             "make it exact, or leave it out"
         )
 
-    def _stack(self, rounds: list[Round]) -> Batch:
+    def _stack(self, rounds: list[ElementRound]) -> Batch:
         per_replica = range(len(self._layout.local_replicas))
         values = stacked([taken.elements[j] for j in per_replica for taken in rounds])
         if not self._layout.pads:
@@ -82,7 +82,7 @@ class SequentialSource(Source):
         return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
 
 
-def from_iterable(source: Data, layout: Layout) -> Source:
+def from_iterable(source: Data, layout: Layout) -> DataSource:
     """Replica r reads elements r, r + R, r + 2R, ... of an iterable."""
     _require_iterable("the data set", source)
     length = _length(source)
@@ -96,7 +96,7 @@ def from_iterable(source: Data, layout: Layout) -> Source:
     )
 
 
-def from_shards(source: Data, layout: Layout) -> Source:
+def from_shards(source: Data, layout: Layout) -> DataSource:
     """Replica r reads `source.shard(R, r)`."""
     replicas = layout.total_replicas
     shards = [source.shard(replicas, r) for r in layout.local_replicas]
@@ -111,7 +111,7 @@ def from_shards(source: Data, layout: Layout) -> Source:
     )
 
 
-def from_values(values: Sequence[Element], layout: Layout) -> Source:
+def from_values(values: Sequence[Element], layout: Layout) -> DataSource:
     """The local replicas read one iterable each."""
     if len(values) != len(layout.local_replicas):
         raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
@@ -120,7 +120,7 @@ def from_values(values: Sequence[Element], layout: Layout) -> Source:
     return SequentialSource(lambda: _side_by_side(values, layout), layout)
 
 
-def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[Round]:
+def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[ElementRound]:
     """Deals elements out one by one to replica 0, 1, ..., in one pass however many replicas are local."""
     elements = iter(source)
     while dealt := list(islice(elements, layout.total_replicas)):
@@ -128,29 +128,29 @@ def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[Round]:
             return
         valid = [replica < len(dealt) for replica in layout.local_replicas]
         own = zip(layout.local_replicas, valid, strict=True)
-        yield Round([dealt[replica] if is_dealt else dealt[0] for replica, is_dealt in own], valid)
+        yield ElementRound([dealt[replica] if is_dealt else dealt[0] for replica, is_dealt in own], valid)
 
 
 _ENDED = object()
 
 
-def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[Round]:
+def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[ElementRound]:
     """Takes one element from each local shard at a time, until one ends (when padding: until all have)."""
     if not layout.pads:
         for elements in zip(*shards, strict=False):
-            yield Round(elements, [True] * len(shards))
+            yield ElementRound(elements, [True] * len(shards))
         return
-    previous: list[Any] = [_ENDED] * len(shards)
+    previous: list[Element] = [_ENDED] * len(shards)
     for elements in zip_longest(*shards, fillvalue=_ENDED):
         valid = [element is not _ENDED for element in elements]
         previous = [new if ok else old for new, old, ok in zip(elements, previous, valid, strict=True)]
         for replica, element in zip(layout.local_replicas, previous, strict=True):
             if element is _ENDED:
                 raise ValueError(f"the data of replica {replica} is empty; padding repeats at least one element")
-        yield Round(previous, valid)
+        yield ElementRound(previous, valid)
 
 
-def _shard_lengths(source: Data, own_shard: Any, replicas: int) -> list[int] | None:
+def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | None:
     """Lengths of all replicas' shards: their own where they tell, else an even split of the source's."""
     if _length(own_shard) is not None:
         return [len(source.shard(replicas, r)) for r in range(replicas)]

@@ -25,7 +25,7 @@ class Masked(NamedTuple):
     mask: NDArray[np.bool_]
 
 
-class Source(ABC):
+class DataSource(ABC):
     """One instance's share of a data set.
 
     Attributes:
@@ -48,7 +48,7 @@ class SourceFactory(ABC):
     """A data set that opens its source itself."""
 
     @abstractmethod
-    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """The local replicas' share.
 
         Raises:
@@ -56,7 +56,7 @@ class SourceFactory(ABC):
         """
 
 
-class ArraySource(Source):
+class ArraySource(DataSource):
     """A pytree of arrays that share their leading length; a step gathers the local replicas' rows."""
 
     is_random_access = True
@@ -71,7 +71,7 @@ class ArraySource(Source):
         self.steps: int = layout.steps(self.length)
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`."""
+        """See `DataSource`."""
         order = epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle)
         for step in range(start, self.steps):
             positions = self._layout.positions(step, self.length)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from collectives.tree import combined
 from strategies.data.every_row import EveryRow
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.evaluation.merging import Evaluation
+from strategies.evaluation.merging import Evaluation, Mergeable
 from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
 from strategies.replicas.membership import Meeting, surviving
 from strategies.replicas.replicas import Replicas
@@ -64,14 +63,7 @@ class Passing:
 
 
 class DataPass:
-    """Goes through the rest of a data set once, with all instances that there are.
-
-    Args:
-        replicas: connects the instances.
-        passing: what is done with every batch.
-        rows: the data set.
-        to_all: whether all instances are told, or instance 0 alone.
-    """
+    """Goes through the rest of a data set once, with all instances that there are."""
 
     def __init__(self, replicas: Replicas, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
         require_switches(to_all=to_all)
@@ -170,7 +162,7 @@ def evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
     Raises:
         ValueError: if there is no row.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, Mergeable] = {}
     rows = 0
     with closing(batches):
         for told in batches:
@@ -190,7 +182,7 @@ def predictions_of(batches: Generator[Told, None, None], is_interleaved: bool) -
             yield None if of_replicas is _ELSEWHERE else in_order(of_replicas, is_interleaved)
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _merged(one: dict[str, Mergeable], other: dict[str, Mergeable]) -> dict[str, Mergeable]:
     return {name: metric.merge(other[name]) for name, metric in one.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Key, Tree, Variables
+from strategies.roles import Batch, Function, Key, Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 
 
-class Task(ABC):
+class EvaluationTask(ABC):
     """What is wanted of every batch. Equal tasks are compiled once.
 
     Attributes:
@@ -58,7 +58,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class LossOfRows(Task):
+class LossOfRows(EvaluationTask):
     """The loss and the metrics of each row, as a batch of one: however many rows count, their mean is over rows."""
 
     title: ClassVar[str] = "evaluation"
@@ -66,28 +66,28 @@ class LossOfRows(Task):
     function: LossFunction
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`: float32 `[rows]` by the names of the metrics."""
+        """See `EvaluationTask`: float32 `[rows]` by the names of the metrics."""
 
-        def of_row(row: Any) -> dict[str, jax.Array]:
+        def of_row(row: Tree) -> dict[str, jax.Array]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
             return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
 
         return jax.vmap(of_row)(batch)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`: a `Mean` for each name, added row by row."""
+        """See `EvaluationTask`: a `Mean` for each name, added row by row."""
         return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
 
 
 @dataclass(frozen=True)
-class MetricsOfBatch(Task):
+class MetricsOfBatch(EvaluationTask):
     """Metrics that a function of the user's makes of a whole batch, and of its mask."""
 
     title: ClassVar[str] = "evaluation"
     function: MetricsFunction
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         metrics = self.function(variables, batch, mask, key, *model_state)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
@@ -101,12 +101,12 @@ class MetricsOfBatch(Task):
         return dict(metrics)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
 
 
 @dataclass(frozen=True)
-class Outputs(Task):
+class RowOutputs(EvaluationTask):
     """What the model says of each row.
 
     Attributes:
@@ -115,11 +115,11 @@ class Outputs(Task):
     """
 
     title: ClassVar[str] = "prediction"
-    function: Callable[..., Any]
+    function: Function
     is_loss: bool
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         returned = self.function(variables, batch, key, *model_state)
         if self.is_loss or isinstance(returned, Outcome):
             returned = Outcome.of(returned).outputs
@@ -142,7 +142,7 @@ class Outputs(Task):
         return jax.tree.map(jnp.asarray, returned)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return computed
 
 
@@ -151,29 +151,24 @@ class EvaluationProgram:
 
     The key that functions get is `jax.random.key(seed)`, for every row, batch and replica.
 
-    Args:
-        replicas: whose replicas run it.
-        task: what is wanted.
-        options: of the step, whose seed and precision count.
-        state: what it is computed with.
-        rows: the shapes and dtypes of what one replica gets.
-
     Attributes:
         equations: what is computed.
         is_independent: whether it may run on other instances and replicas: it has no collectives.
 
     Raises:
-        ValueError: if the function has feeds, or collectives where each row is alone; or see `Task`.
-        TypeError: see `Task`.
+        ValueError: if the function has feeds, or collectives where each row is alone; or see `EvaluationTask`.
+        TypeError: see `EvaluationTask`.
     """
 
-    def __init__(self, replicas: Replicas, task: Task, options: StepOptions, state: TrainState, rows: Masked) -> None:
+    def __init__(
+        self, replicas: Replicas, task: EvaluationTask, options: StepOptions, state: TrainState, rows: Masked
+    ) -> None:
         self._replicas = replicas
         self._task = task
         self._options = options
         self._devices = replicas.devices
         self._program = replicas.devices.compile(self._of_replica)
-        self._executables: dict[tuple[jax.Device, int], Callable[..., Any]] = {}
+        self._executables: dict[tuple[jax.Device, int], Function] = {}
         self._has_feeds = False
         self.is_independent = True
         variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
@@ -199,10 +194,6 @@ class EvaluationProgram:
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
         """Begin to compute; does not wait.
 
-        Args:
-            state: see above; not to be used up before it is computed.
-            batch: of all local replicas.
-
         Returns:
             A function that waits, and returns what each local replica tells, and its mask.
         """
@@ -215,7 +206,7 @@ class EvaluationProgram:
         counts = [int(mask.sum()) if self._task.is_exact else len(mask) for mask in masks]
         executables = [self._compiled(devices.device_of(place), counts[place]) for place in positions]
 
-        def compute(position: int) -> Any:
+        def compute(position: int) -> Tree:
             variables, model_state = shared[position % len(shared)]
             model_state = rule.with_own(model_state, [one[0] for one in own[position]])
             index = np.int32(devices.replicas[position])
@@ -237,11 +228,11 @@ class EvaluationProgram:
 
         return wait_for_all
 
-    def _told(self, computed: Sequence[Any], masks: Sequence[np.ndarray]) -> Told:
+    def _told(self, computed: Sequence[Tree], masks: Sequence[np.ndarray]) -> Told:
         hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]
         return [(self._task.told(values, mask), mask) for values, mask in zip(hosted, masks, strict=True)]
 
-    def _compiled(self, device: jax.Device, rows: int) -> Callable[..., Any]:
+    def _compiled(self, device: jax.Device, rows: int) -> Function:
         """The program for so many rows; for none of them one that returns zeros."""
         if rows == 0:
             return lambda *arguments: self._nothing

@@ -7,9 +7,8 @@ may also go to instance 0 alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -20,11 +19,11 @@ from strategies.data.sources import Masked
 from strategies.evaluation.data_pass import AHEAD, Begun, DataPass, Passing, Told, evaluation_of, predictions_of
 from strategies.evaluation.evaluation_program import (
     EvaluationProgram,
+    EvaluationTask,
     LossOfRows,
     MetricsFunction,
     MetricsOfBatch,
-    Outputs,
-    Task,
+    RowOutputs,
 )
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.arguments import (
@@ -43,14 +42,8 @@ from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
 
 
-class Evaluator:
+class JaxEvaluator:
     """Evaluates and predicts with the variables of a state, which stays as it is.
-
-    Args:
-        replicas: where the replicas are.
-        loss_fn: of the `Trainer`, for where no other function is given.
-        options: of the step.
-        single: makes the steps between which this happens.
 
     Attributes:
         single: see above.
@@ -64,8 +57,8 @@ class Evaluator:
         self._devices = replicas.devices
         self._loss_fn = loss_fn
         self._options = options
-        self._programs: dict[Any, EvaluationProgram] = {}
-        self._agreed: set[Any] = set()  # the keys of programs that the instances that are there have compared
+        self._programs: dict[Hashable, EvaluationProgram] = {}
+        self._agreed: set[Hashable] = set()  # the keys of programs that the instances that are there have compared
         self._has_warned = False
 
     def evaluate(
@@ -130,18 +123,13 @@ class Evaluator:
                 "the data set is shuffled, and predictions come in the order in which it is read; distribute it with "
                 "shuffle=False"
             )
-        task = Outputs(fn or self._loss_fn, is_loss=fn is None)
+        task = RowOutputs(fn or self._loss_fn, is_loss=fn is None)
         return predictions_of(self._pass(task, state, rows, to_all), rows.is_interleaved)
 
-    def told(self, task: Task, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
+    def told(self, task: EvaluationTask, state: TrainState, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
         """For each batch what a task tells of it on all replicas, in their order, with their masks.
 
         Taking a batch is a collective call.
-
-        Args:
-            task: see there.
-            state: see `predict`.
-            dataset: see `evaluate`.
 
         Raises:
             TypeError, ValueError, DisagreementError: see `evaluate`, and what the task raises.
@@ -157,7 +145,9 @@ class Evaluator:
         replicas = self._replicas
         return every_row(dataset, replicas.dealing.batch, replicas.communicator, len(replicas.local_replicas))
 
-    def _pass(self, task: Task, state: TrainState, rows: EveryRow, to_all: bool = True) -> Generator[Told, None, None]:
+    def _pass(
+        self, task: EvaluationTask, state: TrainState, rows: EveryRow, to_all: bool = True
+    ) -> Generator[Told, None, None]:
         check_state(state)
         if not self._has_warned:
             self._has_warned = True
@@ -168,7 +158,7 @@ class Evaluator:
         passing = Passing(task.title, state.step, begin, partial(check_state, state), meet)
         return DataPass(self._replicas, passing, rows, to_all).results()
 
-    def _begun(self, task: Task, state: TrainState, rows: EveryRow, batch: Masked) -> Begun:
+    def _begun(self, task: EvaluationTask, state: TrainState, rows: EveryRow, batch: Masked) -> Begun:
         program = self.program(task, state, batch, rows)
         wait = partial(self._wait, program.begin(state, batch))
         return Begun(wait, AHEAD if program.is_independent else 0)  # replicas that meet do so in one batch at a time
@@ -187,7 +177,7 @@ class Evaluator:
 
     # ---- programs
 
-    def program(self, task: Task, state: TrainState, batch: Masked, rows: EveryRow) -> EvaluationProgram:
+    def program(self, task: EvaluationTask, state: TrainState, batch: Masked, rows: EveryRow) -> EvaluationProgram:
         """The program for such a batch; a collective call where it is the first one of its shapes."""
         replicas = self._replicas
         if self._devices is not replicas.devices:  # an instance was lost

@@ -22,9 +22,9 @@ import ml_dtypes
 import numpy as np
 
 from collectives import Communicator
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
-from collectives.tree import Node, registers, steps
+from collectives.tree import TreeNode, registers, steps
 from strategies.exchange.flat import FLOAT32
 
 BLOCK = 64
@@ -161,7 +161,7 @@ class Int8Reduction:
         self._replicas = replicas
         each, more = divmod(replicas, communicator.size)
         self._counts = [each + (rank < more) for rank in range(communicator.size)]
-        self._steps = steps(tuple(Node(replica, replica + 1) for replica in range(replicas)))
+        self._steps = steps(tuple(TreeNode(replica, replica + 1) for replica in range(replicas)))
         self._rows = np.empty((max(1, registers(self._steps)), min(_BLOCKS_AT_ONCE, layout.blocks), BLOCK), FLOAT32)
         if communicator.size > 1:
             shape = (max(self._counts), layout.payload_size)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from strategies.errors import FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.infeed import InfeedQueue
 from strategies.programs.feed_program import current_program, is_in_program
-from strategies.roles import Element, Tree
+from strategies.roles import Data, Element, Number, Tree
 
 _queues: weakref.WeakValueDictionary[int, InfeedQueue] = weakref.WeakValueDictionary()
 
@@ -32,7 +31,7 @@ class _Draw:
         spec: what an element is.
     """
 
-    number: Any
+    number: Number
     spec: ElementSpec
 
 
@@ -70,7 +69,7 @@ class Iterators:
     """The queues behind iterators that programs were given, each of which goes on where the last program was."""
 
     def __init__(self) -> None:
-        self._of_identity: dict[int, tuple[Any, InfeedQueue]] = {}
+        self._of_identity: dict[int, tuple[Data, InfeedQueue]] = {}
 
     def placed(self, tree: Tree) -> Tree:
         """Return the tree with a `_Draw`, which a program can take, in the place of each iterator.
@@ -80,14 +79,14 @@ class Iterators:
         """
         return jax.tree.map(self._placed, tree, is_leaf=is_iterator)
 
-    def _placed(self, leaf: Any) -> Any:
+    def _placed(self, leaf: Data) -> Tree:
         if not is_iterator(leaf):
             return leaf
         queue = self._queue_of(leaf)
         _queues[queue.number] = queue
         return _Draw(np.int32(queue.number), queue.spec)
 
-    def _queue_of(self, iterator: Any) -> InfeedQueue:
+    def _queue_of(self, iterator: Data) -> InfeedQueue:
         if isinstance(iterator, DataIterator) and isinstance(iterator.dataset, InfeedQueue):
             return iterator.dataset
         found = self._of_identity.get(id(iterator))
@@ -99,7 +98,7 @@ class Iterators:
         return found[1]
 
 
-def is_iterator(value: Any) -> bool:
+def is_iterator(value: object) -> bool:
     """Return whether a value is an iterator; files do not count."""
     return hasattr(value, "__next__") and not isinstance(value, io.IOBase | _Argument)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+
+from strategies.roles import Data, Element, Numbers, Tree
 
 DTYPES = tuple(map(np.dtype, ("int8", "uint8", "bool", "int32", "float16", ml_dtypes.bfloat16, "float32")))
 
@@ -26,7 +27,7 @@ class ElementSpec:
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
     @classmethod
-    def of(cls, element: Any) -> ElementSpec:
+    def of(cls, element: Element) -> ElementSpec:
         """That of an element.
 
         Raises:
@@ -46,7 +47,7 @@ class ElementSpec:
                 )
         return cls(structure, tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
-    def flatten(self, number: int, element: Any) -> list[np.ndarray]:
+    def flatten(self, number: int, element: Element) -> list[np.ndarray]:
         """The arrays of an element, copied.
 
         Raises:
@@ -70,11 +71,11 @@ class ElementSpec:
             "to be alike: leave out what does not fill a batch (drop_remainder=True)"
         )
 
-    def unflatten(self, leaves: Iterable[Any]) -> Any:
+    def unflatten(self, leaves: Iterable[Numbers]) -> Element:
         """An element of these arrays."""
         return jax.tree.unflatten(self.structure, leaves)
 
-    def arguments(self, leaves: Iterable[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def arguments(self, leaves: Iterable[Numbers]) -> tuple[Sequence[Tree], Mapping[str, Tree]]:
         """The positional and the keyword arguments of a loop's body."""
         element = self.unflatten(leaves)
         if isinstance(element, tuple) and len(element) == 1 and _has_names(element[0]):
@@ -84,7 +85,7 @@ class ElementSpec:
         return (element if isinstance(element, tuple) else (element,)), {}
 
 
-def check_declared(dataset: Any) -> None:
+def check_declared(dataset: Data) -> None:
     """Check the shapes that a data set declares in `element_spec`, as TensorFlow's do.
 
     Raises:
@@ -101,15 +102,15 @@ def check_declared(dataset: Any) -> None:
             )
 
 
-def _as_tuple(element: Any) -> Any:
+def _as_tuple(element: Element) -> Element:
     return tuple(element) if isinstance(element, list | tuple) else element
 
 
-def _has_names(element: Any) -> bool:
+def _has_names(element: Element) -> bool:
     return isinstance(element, dict) and all(isinstance(name, str) for name in element)
 
 
-def _refuse_nested(element: Any) -> None:
+def _refuse_nested(element: Element) -> None:
     for part in element if isinstance(element, list | tuple) else ():
         if isinstance(part, list | tuple):
             raise ValueError("the elements of the data set have a tuple or list inside of another; make them flat")
@@ -123,5 +124,5 @@ def _refuse_dtype(index: int, dtype: np.dtype) -> None:
         )
 
 
-def _described(structure: jax.tree_util.PyTreeDef, leaves: Sequence[Any]) -> str:
+def _described(structure: jax.tree_util.PyTreeDef, leaves: Sequence[np.ndarray | jax.ShapeDtypeStruct]) -> str:
     return str(jax.tree.unflatten(structure, [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves])).replace("'", "")

@@ -64,13 +64,8 @@ class FeedStream(ABC):
         """The rounds of the local replicas, for as long as there is an element for each."""
 
 
-class Elements(FeedStream):
-    """An iterable of elements, each of which is for one replica.
-
-    Args:
-        elements: the iterable.
-        mode: whose they are; None if nobody has said.
-    """
+class ElementStream(FeedStream):
+    """An iterable of elements, each of which is for one replica."""
 
     def __init__(self, elements: Iterable[Element], mode: InfeedMode | None) -> None:
         self._elements = elements
@@ -121,12 +116,8 @@ class Elements(FeedStream):
             yield [(start + place, elements[place]) for place in places]
 
 
-class OwnElements(FeedStream):
-    """An iterable for each local replica.
-
-    Args:
-        streams: the iterables.
-    """
+class OwnElementStreams(FeedStream):
+    """An iterable for each local replica."""
 
     kind = "PerReplica"
 
@@ -158,11 +149,7 @@ class OwnElements(FeedStream):
 
 
 class Batches(FeedStream):
-    """A distributed data set, of whose batches each replica gets its part.
-
-    Args:
-        dataset: the data set.
-    """
+    """A distributed data set, of whose batches each replica gets its part."""
 
     kind = "DistributedDataset"
     is_once = False
@@ -194,10 +181,6 @@ class Batches(FeedStream):
 def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
     """What kind of data set it is.
 
-    Args:
-        dataset: see `InfeedQueue`.
-        mode: likewise.
-
     Raises:
         TypeError: if it is none, or the mode is none.
         ValueError: for a mode of what has none, or shapes of elements that are not fully defined.
@@ -209,10 +192,12 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
             raise ValueError(
                 f"a {type(dataset).__name__} has the elements of each local replica, and mode is {mode}; leave it out"
             )
-        return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElements(_of_iterables(dataset))
+        return (
+            Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(_of_iterables(dataset))
+        )
     if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
-        return Elements(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
-    return Elements(_iterable(dataset), mode)
+        return ElementStream(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
+    return ElementStream(_iterable(dataset), mode)
 
 
 def _numbered(rounds: Iterator[Sequence[Element]]) -> Iterator[Round]:

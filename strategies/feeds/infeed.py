@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,7 @@ class InfeedQueue:
         self._depth = checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
         self._number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
-        self._opened: Iterator[Any] | None = self._stream.open()
+        self._opened: Iterator[Element] | None = self._stream.open()
         self.spec = self._peek()
         self._replication: Replication | None = None
         self._rounds: Prefetcher[Sequence[Arrays]] | None = None
@@ -118,7 +117,8 @@ class InfeedQueue:
             FeedError: if the queue is deleted, or used by a program on other replicas.
             EndOfDataError: called from Python, if there is none; and what the data set raises.
         """
-        return self.spec.unflatten(self._dequeue())
+        _, leaves = self.dequeue_some(1, np.int32(1))
+        return self.spec.unflatten(leaf[0] for leaf in leaves)
 
     def register(self, program: FeedProgram) -> None:
         """Note that a program dequeues this queue; called while it is traced.
@@ -130,10 +130,6 @@ class InfeedQueue:
             self._expect(program.replication)
         self._dequeued = True
         program.infeeds[id(self)] += 1
-
-    def _dequeue(self) -> list[jax.Array]:
-        _, leaves = self.dequeue_some(1, np.int32(1))
-        return [leaf[0] for leaf in leaves]
 
     def dequeue_some(self, most: int, wanted: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
         """One element, and those behind it that are there already, in one call into Python.
@@ -365,7 +361,7 @@ def _usual_depth() -> int:
     return 3 if in_force().prefetches else 1
 
 
-def checked_depth(depth: Any) -> int:
+def checked_depth(depth: object) -> int:
     """How much is prepared ahead, as the original allows it.
 
     Raises:

@@ -8,23 +8,28 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from strategies.feeds.infeed import InfeedQueue
 from strategies.programs.feed_program import CHUNK, Enqueued, FeedProgram
 from strategies.programs.host_calls import calls_host
+from strategies.roles import Number, Tree
 
 HOLD_S = 0.05
 """For about so long a value that was enqueued may be held back, to leave together with others."""
 
-Values = Sequence[Any]
-Condition = Callable[..., Any]
-GoesOn = Callable[[Any, Values], Any]
+Values = Sequence[jax.Array]
+Shapes = Sequence[jax.ShapeDtypeStruct]
+Condition = Callable[..., jax.Array]
+GoesOn = Callable[[jax.Array, Values], jax.Array]
+_Take = Callable[[int, int], list[ArrayLike]]
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Iteration:
         cls, flat_body: Callable[..., Values], program: FeedProgram, infeed: InfeedQueue | None, leaves: Values
     ) -> Iteration:
         """Trace a body, once more if what it enqueues cannot be collected."""
-        element: Sequence[Any] = ()
+        element: Shapes = ()
         if infeed is not None:
             infeed.register(program)
             element = infeed.spec.leaves
@@ -76,9 +81,9 @@ class Iteration:
         """Where elements come from, while it is traced."""
         return None if self.queue is None else self.queue()
 
-    def once(self, constants: Values, token: Any, number: Any, leaves: Values) -> Values:
+    def once(self, constants: Values, token: jax.Array, number: jax.Array, leaves: Values) -> Values:
         """One iteration, whose feeds are calls of their own."""
-        element: Sequence[Any] = ()
+        element: Values = ()
         with self.program.inside(token):
             if self.infeed is not None:
                 _, chunk = self.infeed.dequeue_some(1, np.int32(1))
@@ -90,10 +95,12 @@ class Iteration:
                 self.program.put_now(put, arrays)
             return [self.program.token, *leaves]
 
-    def run(self, condition: Condition | None, constants: Values, token: Any, leaves: Values, count: Any) -> Values:
+    def run(
+        self, condition: Condition | None, constants: Values, token: jax.Array, leaves: Values, count: Number
+    ) -> Values:
         """Iterations until the condition is false, or there were enough of them, or a feed has failed."""
 
-        def goes_on(number: Any, leaves: Values) -> jax.Array:
+        def goes_on(number: jax.Array, leaves: Values) -> jax.Array:
             answer: jax.Array = jnp.bool_(True) if count is None else number < count
             return answer if condition is None else answer & condition(*leaves)
 
@@ -102,8 +109,10 @@ class Iteration:
             return self._run_in_chunks(goes_on, constants, token, leaves, left)
         return self._run_singly(goes_on, constants, token, leaves)
 
-    def _run_singly(self, goes_on: GoesOn, constants: Values, token: Any, leaves: Values) -> Values:
-        def iterate(carry: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
+    def _run_singly(self, goes_on: GoesOn, constants: Values, token: jax.Array, leaves: Values) -> Values:
+        def iterate(
+            carry: tuple[jax.Array, jax.Array, list[jax.Array]],
+        ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             number, token, leaves = carry
             token, *leaves = self.once(constants, token, number, leaves)
             return number + 1, token, leaves
@@ -117,9 +126,9 @@ class Iteration:
         self,
         goes_on: GoesOn,
         constants: Values,
-        token: Any,
+        token: jax.Array,
         leaves: Values,
-        left: Callable[[Any], Any] | None,
+        left: Callable[[jax.Array], jax.Array] | None,
     ) -> Values:
         """Iterations between which there is one call into Python now and then, which costs more than its data.
 
@@ -137,11 +146,11 @@ class Iteration:
             most = 1 if left is None else min(self.infeed.prefetch_depth, CHUNK)
         exchange = _Exchange(self.program, self.infeed, self.collected, most)
 
-        def chunk(start: _State) -> _State:
+        def chunk(start: _Carry) -> _Carry:
             wanted = jnp.where(start.goes, most if left is None else left(start.number), 0)
             ready, token, elements = exchange(start.token, wanted, start.held, start.buffers)
 
-            def iterate(state: _State) -> _State:
+            def iterate(state: _Carry) -> _Carry:
                 place = state.number - start.number
                 element = [jax.lax.dynamic_index_in_dim(array, place, keepdims=False) for array in elements]
                 token, collected, leaves = self._evaluate(constants, state.token, state.number, element, state.leaves)
@@ -150,7 +159,7 @@ class Iteration:
                     for buffer, array in zip(state.buffers, collected, strict=True)
                 ]
                 number = state.number + 1
-                return _State(number, goes_on(number, leaves), token, leaves, state.held, buffers)
+                return _Carry(number, goes_on(number, leaves), token, leaves, state.held, buffers)
 
             end = jax.lax.while_loop(
                 lambda state: (state.number < start.number + ready) & state.goes & (state.token >= 0),
@@ -164,20 +173,20 @@ class Iteration:
         end = jax.lax.while_loop(
             lambda state: (state.token >= 0) & (state.goes | (state.held > 0)),
             chunk,
-            _State(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
+            _Carry(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
         )
         return [end.token, *end.leaves]
 
     def _evaluate(
-        self, constants: Values, token: Any, number: Any, element: Values, leaves: Values
-    ) -> tuple[Any, Values, list[Any]]:
+        self, constants: Values, token: jax.Array, number: jax.Array, element: Values, leaves: Values
+    ) -> tuple[jax.Array, Values, list[jax.Array]]:
         """The token, what was collected, and the next loop variables."""
         token, *results = jax.core.eval_jaxpr(self.body.jaxpr, constants, token, number, *element, *leaves)
         count = len(results) - len(leaves)
         return token, results[:count], results[count:]
 
 
-class _State(NamedTuple):
+class _Carry(NamedTuple):
     """What loops in which one call into Python comes between several iterations carry.
 
     Attributes:
@@ -189,12 +198,12 @@ class _State(NamedTuple):
         buffers: what they have enqueued, `[most, *shape]`.
     """
 
-    number: Any
-    goes: Any
-    token: Any
-    leaves: list[Any]
-    held: Any
-    buffers: list[Any]
+    number: jax.Array
+    goes: jax.Array
+    token: jax.Array
+    leaves: list[jax.Array]
+    held: jax.Array
+    buffers: list[jax.Array]
 
 
 def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
@@ -204,11 +213,11 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
     """
 
     @jax.custom_jvp
-    def repeated(constants: Values, token: Any, leaves: Values) -> Values:
+    def repeated(constants: Values, token: jax.Array, leaves: Values) -> Values:
         return iteration.run(None, constants, token, leaves, count)
 
-    def scanned(constants: Values, token: Any, leaves: Values) -> Values:
-        def iterate(carry: list[Any], number: Any) -> tuple[list[Any], None]:
+    def scanned(constants: Values, token: jax.Array, leaves: Values) -> Values:
+        def iterate(carry: list[jax.Array], number: jax.Array | None) -> tuple[list[jax.Array], None]:
             token, *leaves = carry
             return list(iteration.once(constants, token, jnp.int32(0) if number is None else number, leaves)), None
 
@@ -216,21 +225,14 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
         return jax.lax.scan(iterate, [token, *leaves], numbers, length=count)[0]
 
     @repeated.defjvp
-    def differentiated(primals: Any, tangents: Any) -> Any:
+    def differentiated(primals: Tree, tangents: Tree) -> Tree:
         return jax.jvp(scanned, primals, tangents)
 
     return repeated
 
 
 class _Exchange:
-    """The call into Python between iterations, in which values leave and elements come.
-
-    Args:
-        program: that makes the calls.
-        infeed: where elements come from.
-        collected: what leaves.
-        most: how many iterations there may be between two calls.
-    """
+    """The call into Python between iterations, in which values leave and elements come."""
 
     def __init__(
         self, program: FeedProgram, infeed: InfeedQueue | None, collected: Sequence[Enqueued], most: int
@@ -240,7 +242,9 @@ class _Exchange:
         self._collected = collected
         self._most = most
 
-    def __call__(self, token: Any, wanted: Any, held: Any, buffers: Values) -> tuple[Any, Any, Values]:
+    def __call__(
+        self, token: jax.Array, wanted: jax.Array, held: jax.Array, buffers: Values
+    ) -> tuple[jax.Array, jax.Array, Values]:
         """Put it into the program.
 
         Args:
@@ -254,7 +258,7 @@ class _Exchange:
             `[most, *shape]`.
         """
 
-        def call() -> tuple[Any, Any, Values]:
+        def call() -> tuple[jax.Array, jax.Array, Values]:
             with self._program.inside(token):
                 ready, *elements = self._call(wanted, held, buffers)
                 return ready, self._program.token, elements
@@ -265,22 +269,22 @@ class _Exchange:
         ready, behind = jax.lax.cond(held > 0, lambda: call()[:2], lambda: (jnp.int32(1), token))
         return ready, behind, []
 
-    def _call(self, wanted: Any, held: Any, buffers: Values) -> Values:
+    def _call(self, wanted: jax.Array, held: jax.Array, buffers: Values) -> Values:
         if not self._collected:
             assert self._infeed is not None
             count, elements = self._infeed.dequeue_some(self._most, wanted)
             return [count, *elements]
         shapes = [jax.ShapeDtypeStruct((), np.int32)]
-        take: Callable[[int, int], list[Any]] = _allow
+        take: _Take = _allow
         if self._infeed is not None:
             take, shapes = self._infeed.taker(self._program, self._most), self._infeed.shapes(self._most)
         return self._program.call(self._exchange(take), shapes, [wanted, held, *buffers])
 
-    def _exchange(self, take: Callable[[int, int], list[Any]]) -> Callable[..., list[Any]]:
+    def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
         """What the running program calls; values leave before it may have to wait for elements."""
         pace, collected = _Pace(self._most), self._collected
 
-        def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[Any]:
+        def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
             allowed = pace.after(replica, int(held))
             for place in range(int(held)):
                 for put, arrays in _divided(collected, buffers):
@@ -292,17 +296,13 @@ class _Exchange:
         return exchange
 
 
-def _allow(replica: int, count: int) -> list[Any]:
+def _allow(replica: int, count: int) -> list[ArrayLike]:
     """In place of elements, where there is no infeed."""
     return [np.int32(count)]
 
 
 class _Pace:
-    """How many iterations of a replica there may be until it hands over what they have enqueued.
-
-    Args:
-        most: at most so many.
-    """
+    """How many iterations of a replica there may be until it hands over what they have enqueued."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -321,7 +321,7 @@ class _Pace:
         return self._allowed.get(replica, 1)
 
 
-def _divided(enqueued: Sequence[Enqueued], arrays: Sequence[Any]) -> list[tuple[Callable[..., None], list[Any]]]:
+def _divided(enqueued: Sequence[Enqueued], arrays: Sequence[_Array]) -> list[tuple[Callable[..., None], list[_Array]]]:
     """What to call, with which arrays."""
     rest = iter(arrays)
     return [(one.put, list(itertools.islice(rest, len(one.arrays)))) for one in enqueued]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +126,7 @@ class OutfeedQueue:
             self._expect(layout)
         program.put(self._receiver(layout, program.meets), [program.iteration, *values])
 
-    def _receiver(self, layout: _Layout, meets: Callable[[Any], None]) -> Put:
+    def _receiver(self, layout: _Layout, meets: Callable[[object], None]) -> Put:
         # A program may be kept for longer than the queue, and is not to keep what nobody can dequeue.
         queue = weakref.ref(self)
 
@@ -287,9 +286,9 @@ def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Tree:
     return jax.tree.unflatten(layout.structure, leaves)
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> bool:
     return isinstance(leaf, MirroredVariable)
 
 
-def _value_of(leaf: Any) -> Tree:
+def _value_of(leaf: Tree) -> Tree:
     return leaf.value if _is_variable(leaf) else leaf

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from strategies.data.layout import Layout, epoch_order
-from strategies.data.sources import Masked, Source, SourceFactory
+from strategies.data.sources import DataSource, Masked, SourceFactory
 from strategies.roles import Batch
 
 Read = Callable[[int], Batch]
@@ -42,7 +42,7 @@ class NumberedBatches(SourceFactory):
     read: Read
     count: int
 
-    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """See `SourceFactory`."""
         return _Numbered(self, layout, seed, shuffle)
 
@@ -60,7 +60,7 @@ class StreamOfBatches(SourceFactory):
     begin: Callable[[], Iterable[Batch]]
     count: int | None = None
 
-    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> Source:
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """See `SourceFactory`."""
         return _Stream(self, layout)
 
@@ -125,7 +125,7 @@ class _Dealer:
         return Masked((numbers, jax.tree.map(lambda leaf: leaf[take], rows)), positions < given)
 
 
-class _Batches(Source, ABC):
+class _Batches(DataSource, ABC):
     """What sources of batches have in common."""
 
     length: int | None = None
@@ -139,7 +139,7 @@ class _Batches(Source, ABC):
         """What local replicas take in step `start`, `start + 1`, ...; None where it is not enough."""
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `Source`."""
+        """See `DataSource`."""
         for batch in self._of_steps(epoch, start, _Dealer(self._layout)):
             if batch is None:
                 return

@@ -13,7 +13,7 @@ import optax
 
 from collectives.tree import combined
 from strategies.evaluation.data_pass import Told, in_order
-from strategies.evaluation.evaluation_program import Task
+from strategies.evaluation.evaluation_program import EvaluationTask
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
@@ -39,7 +39,7 @@ class _Function(ABC):
     """
 
     def __init__(
-        self, model: Any, strategy: Strategy, steps_per_execution: int, task: Callable[[ModelFunctions], Task]
+        self, model: Any, strategy: Strategy, steps_per_execution: int, task: Callable[[ModelFunctions], EvaluationTask]
     ) -> None:
         self._model = model
         self._strategy = strategy

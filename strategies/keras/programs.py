@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-from strategies.evaluation.evaluation_program import Task
+from strategies.evaluation.evaluation_program import EvaluationTask
 from strategies.gradients.outcome import Outcome
 from strategies.keras.state import METRICS, VARIABLES, Seeds, words_of_metrics
 from strategies.programs.additions import looks
@@ -100,7 +100,7 @@ class TrainLoss:
         return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self.names}, after)
 
 
-class _OfRows(Task):
+class _OfRows(EvaluationTask):
     """A task of a model, for rows that count and no others.
 
     Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
@@ -123,7 +123,7 @@ class MetricsTask(_OfRows):
     functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         numbers, rows = batch
         zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
         others = self._state(numbers, model_state[0])
@@ -131,7 +131,7 @@ class MetricsTask(_OfRows):
         return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         return computed
 
 
@@ -143,13 +143,13 @@ class OutputsTask(_OfRows):
     functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `Task`."""
+        """See `EvaluationTask`."""
         numbers, rows = batch
         outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
         return jax.tree.map(jnp.asarray, outputs)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `Task`: as many rows as others tell, of which those behind the ones that count are zeros."""
+        """See `EvaluationTask`: as many rows as others tell, of which those behind the ones that count are zeros."""
 
         def padded(leaf: np.ndarray) -> np.ndarray:
             whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)

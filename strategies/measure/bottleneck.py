@@ -13,13 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 import jax
 
 from strategies.data.datasets import DistributedDataset
 from strategies.ipu import IPUStrategy
 from strategies.measure.input_benchmarks import EpochRate, endless, measured
+from strategies.roles import Batch, Data, Function, Tree
+
+_T = TypeVar("_T", int, float)
 
 WARM_UP_BATCHES = 4
 WARM_UP_STEPS = 2
@@ -83,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(word: str) -> Any:
+def _positive(kind: type[_T]) -> Callable[[str], _T]:
+    def parse(word: str) -> _T:
         try:
             number = kind(word)
         except ValueError:
@@ -96,13 +100,13 @@ def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _distributed(made: Any, strategy: IPUStrategy, batch_size: int) -> DistributedDataset:
+def _distributed(made: Data, strategy: IPUStrategy, batch_size: int) -> DistributedDataset:
     if isinstance(made, DistributedDataset):
         raise TypeError("the function has distributed its data set already; leave the option out")
     return strategy.distribute_dataset(made, batch_size)
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str) -> Function:
     """The function that PROGRAM.py:FUNCTION names; ValueError if there is none."""
     file, _, function = name.rpartition(":")
     path = Path(file)
@@ -116,7 +120,7 @@ def _function(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _module(path: Path) -> Any:
+def _module(path: Path) -> ModuleType:
     """The program, loaded once, and found by processes that it starts."""
     folder = str(path.resolve().parent)
     if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
@@ -130,7 +134,7 @@ def _module(path: Path) -> Any:
     return module
 
 
-def _called(function: Callable[..., Any], strategy: IPUStrategy) -> Any:
+def _called(function: Function, strategy: IPUStrategy) -> Tree:
     takes_strategy = any(
         parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         for parameter in inspect.signature(function).parameters.values()
@@ -138,7 +142,7 @@ def _called(function: Callable[..., Any], strategy: IPUStrategy) -> Any:
     return function(strategy) if takes_strategy else function()
 
 
-def _print_rates(dataset: Any, epochs: int, batches: int) -> list[EpochRate]:
+def _print_rates(dataset: Data, epochs: int, batches: int) -> list[EpochRate]:
     """The rates of the epochs, printed as they are over."""
     print(COLUMNS.format("epoch", "batches", "elements/s", "GB/s", "ms per batch"))
     rates = []
@@ -149,7 +153,7 @@ def _print_rates(dataset: Any, epochs: int, batches: int) -> list[EpochRate]:
     return rates
 
 
-def _step_ms(step: Callable[[Any], Any], batch: Any) -> float:
+def _step_ms(step: Function, batch: Batch) -> float:
     """The median time of the program's own step, on a batch that is there already."""
     times = []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from strategies.data.prefetch import prefetched
 from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.numbers import positive
-from strategies.roles import Data
+from strategies.roles import Data, Element, Numbers, Tree
 from strategies.switches import require_switches
 
 log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
     positive("elements_per_epochs", per_epoch)
     kept = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in queue.spec.leaves] if copies else [jnp.int32(0)]
 
-    def body(*values: Any, **named: Any) -> list[Any]:
+    def body(*values: Tree, **named: Tree) -> list[Tree]:
         return jax.tree.leaves((values[len(kept) :], named)) if copies else [values[0] + 1]
 
     element_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in queue.spec.leaves)
@@ -184,7 +183,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
         yield EpochRate(per_epoch, per_epoch * element_bytes, time.perf_counter() - begin, per_epoch * rows)
 
 
-def endless(dataset: Data) -> Generator[Any, None, None]:
+def endless(dataset: Data) -> Generator[Element, None, None]:
     """What a data set yields; of a `DistributedDataset` the batches of all epochs, one after another."""
     if isinstance(dataset, DistributedDataset):
         return (batch for epoch in count() for batch in dataset.epoch(epoch))
@@ -201,7 +200,7 @@ class _Consumer:
         self._copies = copies
         self._buffers: dict[int, np.ndarray] = {}
 
-    def take(self, element: Any) -> None:
+    def take(self, element: Element) -> None:
         """Wait for an element, and count it."""
         arrays = [_checked(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(element))]
         if not arrays:
@@ -220,7 +219,7 @@ class _Consumer:
         return buffer
 
 
-def _checked(leaf: Any) -> np.ndarray:
+def _checked(leaf: Numbers) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUS":
         raise TypeError(f"an element of the data set is a {type(leaf).__name__}; arrays of numbers are needed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,14 +28,7 @@ from strategies.updates.update import Update
 
 
 class MemoryPlanner:
-    """Plans the memory of a training, beside the parts that carry it out; calls no collective.
-
-    Args:
-        replicas: where the replicas are.
-        loss_fn: see `Trainer`.
-        optimizer: see there.
-        options: of the step.
-    """
+    """Plans the memory of a training, beside the parts that carry it out; calls no collective."""
 
     def __init__(
         self, replicas: Replicas, loss_fn: LossFunction, optimizer: AnyOptimizer, options: StepOptions
@@ -47,12 +39,7 @@ class MemoryPlanner:
         self._options = options
 
     def plan(self, variables: Variables, model_state: Tree, batch: Batch) -> MemoryPlan:
-        """What this instance needs.
-
-        Args:
-            variables: shapes and dtypes are enough.
-            model_state: likewise, as in `Trainer.init`.
-            batch: likewise, of this instance.
+        """Return what this instance needs; shapes and dtypes of all arguments are enough.
 
         Raises:
             TypeError, ValueError: as of a step with them.
@@ -162,11 +149,11 @@ class MemoryPlanner:
         ]
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def shapes_of(tree: Any) -> Any:
+def shapes_of(tree: Tree) -> Tree:
     """The shapes and dtypes of a pytree of arrays and numbers."""
     return jax.tree.map(lambda leaf: _shape(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)), tree)
 

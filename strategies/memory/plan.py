@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+import jax
 
 from strategies.gradients.computation import Kept
 
@@ -34,9 +35,10 @@ class ProgramMemory:
     at_once: int
 
     @classmethod
-    def of(cls, name: str, compiled: Any, at_once: int) -> ProgramMemory:
+    def of(cls, name: str, compiled: jax.stages.Compiled, at_once: int) -> ProgramMemory:
         """What a program says, that `jax.jit(...).lower(...).compile()` has returned."""
         said = compiled.memory_analysis()
+        assert said is not None
         return cls(
             name,
             int(said.argument_size_in_bytes),
@@ -104,7 +106,7 @@ class MemoryPlan:
         """What the program that needs most needs besides while it runs, as often as it runs at once."""
         return max((each.at_once * each.temporaries for each in self.programs), default=0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """All of it, for `json.dumps`."""
         return {
             **{name.name: _plain(getattr(self, name.name)) for name in fields(self)},
@@ -143,7 +145,7 @@ def _row_of(program: ProgramMemory) -> list[str]:
     return [program.name, *map(bytes_text, sizes), str(program.at_once)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: int | Sequence[Held | Kept | ProgramMemory]) -> object:
     return value if isinstance(value, int) else [asdict(each) for each in value]
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import TypeGuard
 
 from strategies.errors import FailedPreconditionError
 from strategies.numbers import integer, positive
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
-from strategies.pipelines.schedules.schedule import Schedule
-from strategies.pipelines.timetable import Places
+from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named, serialized
+from strategies.pipelines.timetable import Places, Timetable
+from strategies.roles import Function
 
 _ALL_DEVICES = -1
 """In a device mapping: the stage is on all devices of the replica, and may shard what it does over them."""
 
 GREATEST_COUNT = 2**31 - 1
 
-Stage = Callable[..., Any] | Sequence[Callable[..., Any]]
+Stage = Function | Sequence[Function]
 """A function, or a list of functions that run at the same time, with the same arguments."""
 
 DeviceMapping = Sequence[int | Sequence[int]]
@@ -29,7 +29,7 @@ def places_of(
     ipus_per_replica: int,
     batch_serialization_iterations: int = 1,
 ) -> Places:
-    """The devices of each stage: of each function where it is a list, and all where it is on all of them.
+    """Return the devices of each stage: of each function where it is a list, and all where it is on all of them.
 
     Devices may stay without a stage. Semantics: the original's `device_mapping`.
 
@@ -45,20 +45,14 @@ def places_of(
             each stage, or devices that there are not.
     """
     if not _is_list(stages):
-        raise TypeError(
-            f"computational_stages is {stages!r}, a {type(stages).__name__}; it must be a list of functions, one for "
-            "each stage"
-        )
+        raise wrong_type("computational_stages", stages, "it must be a list of functions, one for each stage")
     widths = [_width(number, stage) for number, stage in enumerate(stages)]
     if len(widths) < 2:
         raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
     if device_mapping is None:
         device_mapping = _default(widths, batch_serialization_iterations > 1)
     if not _is_list(device_mapping):
-        raise TypeError(
-            f"device_mapping is {device_mapping!r}, a {type(device_mapping).__name__}; it must be a list of devices, "
-            "one for each stage"
-        )
+        raise wrong_type("device_mapping", device_mapping, "it must be a list of devices, one for each stage")
     if len(device_mapping) != len(widths):
         raise ValueError(
             f"Each stage must be mapped to an IPU: there are {len(widths)} stages, and device_mapping has "
@@ -67,6 +61,31 @@ def places_of(
     return tuple(
         _devices_of(number, width, devices, ipus_per_replica)
         for number, (width, devices) in enumerate(zip(widths, device_mapping, strict=True))
+    )
+
+
+def wrong_type(name: str, value: object, way_out: str) -> TypeError:
+    """Return the error that an argument has a value of another type than the way out says."""
+    return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
+
+
+def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
+    """Return functions in the place of so many stages of which only the mapping is known."""
+    given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
+    known: list[Stage] = [[_unknown] * len(devices) if isinstance(devices, Sequence) else _unknown for devices in given]
+    return known + [_unknown] * (number - len(known))
+
+
+def _unknown() -> None:
+    """Stand for a function of a stage."""
+
+
+def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
+    """Return one more than the greatest device of a mapping; where it is no mapping, the number of stages."""
+    if not isinstance(device_mapping, Sequence):
+        return max(num_stages, 1)
+    return 1 + max(
+        [0, *(integer(one) or 0 for each in device_mapping for one in (each if _is_list(each) else (each,)))]
     )
 
 
@@ -89,7 +108,7 @@ def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:
-    """The schedule that was asked for: by default Grouped, and Sequential with batch serialization.
+    """Return the schedule that was asked for: by default Grouped, and Sequential with batch serialization.
 
     Raises:
         TypeError: if it is neither a member of the enum nor a word, or the iterations are no whole number.
@@ -111,7 +130,7 @@ def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_it
 def checked_count(
     gradient_accumulation_count: object, schedule: Schedule, mapping: Places, training: bool = True
 ) -> int:
-    """How many micro-batches go through the pipeline, if the original's schedule takes so many.
+    """Return how many micro-batches go through the pipeline, if the original's schedule takes so many.
 
     Raises:
         TypeError: if it is no whole number.
@@ -140,12 +159,22 @@ def checked_count(
     return count
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+def timetable_for(
+    schedule: Schedule, places: Places, count: object, training: bool = True, batch_serialization_iterations: int = 1
+) -> Timetable:
+    """Return what each device does for an update of so many micro-batches; see `checked_count` for what is refused."""
+    number = checked_count(count, schedule, places, training)
+    if batch_serialization_iterations > 1:
+        return serialized(places, number, training, batch_serialization_iterations)
+    return schedule.timetable(places, number, training)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _width(number: int, stage: Stage) -> int | None:
-    """How many functions a stage has; None if it is one, and no list."""
+    """Return how many functions a stage has; None if it is one, and no list."""
     if callable(stage):
         return None
     if not _is_list(stage):

@@ -1,18 +1,33 @@
-"""Stages that are marked in a loss function."""
+"""Stages that are marked in a loss function, and where the function is cut for them."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import jax
 
 from strategies.numbers import integer
-from strategies.pipelines.penalties import Place, homes_of_penalties
 from strategies.pipelines.timetable import Places
-from strategies.programs.jaxpr import Atom, Equation, Graph, Group, bodies, cut, every_equation, variables
+from strategies.programs.jaxpr import (
+    Atom,
+    Equation,
+    Graph,
+    Group,
+    Variable,
+    bodies,
+    cut,
+    every_equation,
+    variables,
+)
 from strategies.programs.segments import Part, Segment
+
+Place: TypeAlias = tuple[int, int]
+"""A stage, and a function of it."""
 
 _SCOPE = "pipeline_stage_"
 _FUNCTION = "_function_"
@@ -63,7 +78,7 @@ def _number(name: str, things: str, given: int) -> int:
 
 
 def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]:
-    """As `pipeline_stage`, for one of several functions that run at the same time."""
+    """Mark one of several functions of a stage that run at the same time; see `pipeline_stage`."""
     return jax.named_scope(f"{_SCOPE}{stage}{_FUNCTION}{function}")
 
 
@@ -87,7 +102,7 @@ def cut_in_stages(
     """
     homes = _homes(graph, _marks(graph, len(widths)))
     last = len(widths) - 1, 0
-    homes |= homes_of_penalties(graph, homes, weights, last)
+    homes |= _homes_of_penalties(graph, homes, weights, last)
     again = {id(equation) for number, equation in enumerate(graph.equations) if number not in homes}
     places = [(stage, function) for stage, width in enumerate(widths) for function in range(width)]
     parts: dict[Place, dict[Part, Atom]] = {place: {} for place in places}
@@ -101,10 +116,6 @@ def cut_in_stages(
 
 def refuse_other_shards(graph: Graph, mapping: Places) -> None:
     """Refuse an `ipu_shard` of a device on which its stage is not.
-
-    Args:
-        graph: of the loss function.
-        mapping: for each stage its devices.
 
     Raises:
         ValueError: naming the first one.
@@ -126,7 +137,7 @@ def _shards(equation: Equation) -> list[int]:
 
 
 def _marks(graph: Graph, stages: int) -> dict[int, Place]:
-    """The stage of each equation that lies in one."""
+    """Return the stage of each equation that lies in one."""
     found: dict[int, Place] = {}
     last = 0
     for number, equation in enumerate(graph.equations):
@@ -171,7 +182,7 @@ def _mark_of(equation: Equation) -> Place | None:
 
 
 def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
-    """The stage of each equation but of those that read nothing that a stage makes.
+    """Return the stage of each equation, but of those that read nothing of a stage.
 
     One between stages belongs to the last one of which it reads; one with effects that reads of none to the first.
     """
@@ -183,3 +194,56 @@ def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
         elif read or equation.effects:
             homes[number] = max(read, default=(0, 0))
     return homes
+
+
+def _homes_of_penalties(
+    graph: Graph, homes: Mapping[int, Place], weights: Collection[int], last: Place
+) -> dict[int, Place]:
+    """Return where numbers are made that depend on weights alone and that only later stages add to the loss.
+
+    Otherwise the stage that adds them would read the weights too, which are on the device of another one: what Keras's
+    regularizers say is added up behind the last stage.
+
+    Args:
+        graph: of the loss function.
+        homes: where its equations are, but for those that depend on no stage.
+        weights: the numbers of its arguments that are weights.
+        last: where results are needed that no stage makes.
+
+    Returns:
+        The places of such equations, and of those that depend on them.
+    """
+    needed = _needed(graph, homes, last)
+    behind: dict[Variable, Place] = {  # the latest stage that is the first one to use a weight behind a value
+        graph.arguments[number]: min(needed[graph.arguments[number]])
+        for number in weights
+        if needed[graph.arguments[number]]
+    }
+    found: dict[int, Place] = {}
+    for number, equation in enumerate(graph.equations):
+        own = max((behind[read] for read in variables(equation.invars) if read in behind), default=None)
+        if number in homes or own is None:
+            continue
+        behind.update(dict.fromkeys(equation.outvars, own))
+        before = [found[place] for place in map(graph.place, variables(equation.invars)) if place in found]
+        if before or _is_penalty(equation, own, needed):
+            found[number] = max([own, *before])
+    return found
+
+
+def _needed(graph: Graph, homes: Mapping[int, Place], last: Place) -> dict[Variable, set[Place]]:
+    """Return where values are read, by equations that have a home or through others that have none."""
+    needed: dict[Variable, set[Place]] = defaultdict(set)
+    for result in variables(graph.results):
+        needed[result].add(last)
+    for number, equation in reversed(list(enumerate(graph.equations))):
+        places = {homes[number]} if number in homes else set().union(*(needed[made] for made in equation.outvars))
+        for read in variables(equation.invars):
+            needed[read] |= places
+    return needed
+
+
+def _is_penalty(equation: Equation, own: Place, needed: Mapping[Variable, set[Place]]) -> bool:
+    places: set[Place] = set().union(*(needed[made] for made in equation.outvars))
+    is_number = all(math.prod(made.aval.shape) == 1 for made in equation.outvars)
+    return is_number and bool(places) and all(place[0] > own[0] for place in places)

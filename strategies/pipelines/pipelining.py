@@ -14,25 +14,24 @@ from jax.extend import core
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.numbers import positive
-from strategies.pipelines.automatic import choose_for
+from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
     DeviceMapping,
-    Stage,
-    checked_count,
     places_of,
     refuse_idle_devices,
     schedule_for,
+    stages_like,
+    timetable_for,
+    wrong_type,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
-from strategies.pipelines.running.executables import Executables
-from strategies.pipelines.running.replica_run import Keeping, Outputs
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
 from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Watch
 from strategies.pipelines.running.stage_plan import StagePlan
-from strategies.pipelines.running.stages import Staged
-from strategies.pipelines.schedules.registry import PipelineSchedule
-from strategies.pipelines.schedules.schedule import Schedule
-from strategies.pipelines.schedules.sequential import serialized
+from strategies.pipelines.running.stage_programs import Executables
+from strategies.pipelines.running.staged import Staged
+from strategies.pipelines.schedules import PipelineSchedule, Schedule
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing
@@ -123,10 +122,7 @@ class Pipelining:
                 "original does not take together; use RecomputeThenBackpropagate, or the schedule Grouped"
             )
         if not isinstance(self.device_mapping, Sequence) or isinstance(self.device_mapping, str):
-            raise TypeError(
-                f"device_mapping is {self.device_mapping!r}, a {type(self.device_mapping).__name__}; it must be a "
-                "list of devices, one for each stage"
-            )
+            raise wrong_type("device_mapping", self.device_mapping, "it must be a list of devices, one for each stage")
         if not self.allow_idle_devices:
             refuse_idle_devices(self.device_mapping)
 
@@ -174,27 +170,17 @@ class Pipelining:
 
     def places(self, ipus_per_replica: int) -> Places:
         """The devices of each stage; see `places_of` for what is refused."""
-        stages: list[Stage] = [
-            [_nothing] * len(devices) if isinstance(devices, Sequence) else _nothing for devices in self.device_mapping
-        ]
+        stages = stages_like(self.device_mapping, len(self.device_mapping))
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
     def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
         """What each device does for an update.
 
-        Args:
-            ipus_per_replica: the devices of a replica.
-            count: of micro-batches.
-            training: whether there are backward passes.
-
         Raises:
             FailedPreconditionError: if the count is no multiple of what the schedule needs.
         """
         places = self.places(ipus_per_replica)
-        if self.batch_serialization_iterations > 1:
-            return serialized(places, count, training, self.batch_serialization_iterations)
-        checked_count(count, self._schedule, places, training)
-        return self._schedule.timetable(places, count, training)
+        return timetable_for(self._schedule, places, count, training, self.batch_serialization_iterations)
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
@@ -242,21 +228,19 @@ class Pipelining:
             staged, blocks = in_blocks(staged)
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
-        out = Outputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
+        out = MicroBatchOutputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
         stages = StagePlan(executables, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
 
-    def _keeping(self, blocks: frozenset[int]) -> Keeping:
-        return Keeping(self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks)
+    def _keeping(self, blocks: frozenset[int]) -> StashPolicy:
+        return StashPolicy(
+            self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks
+        )
 
     def widths(self, timetable: Timetable) -> list[int]:
         """For each stage how many functions it has."""
         pairs = zip(timetable.mapping, self.device_mapping, strict=True)
         return [len(places) if isinstance(given, Sequence) else 1 for places, given in pairs]
-
-
-def _nothing() -> None:
-    """In the place of a function of a stage."""
 
 
 def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from strategies.numbers import integer, positive
-from strategies.pipelines.mapping import DeviceMapping, Stage, checked_count, places_of, schedule_for
-from strategies.pipelines.pictures.panel import Panel, unit_of
-from strategies.pipelines.pictures.svg import WIDTH, draw_svg
-from strategies.pipelines.pictures.text import COLUMNS, draw_text
-from strategies.pipelines.schedules.registry import PipelineSchedule
-from strategies.pipelines.schedules.sequential import serialized
+from strategies.numbers import positive
+from strategies.pipelines.mapping import (
+    DeviceMapping,
+    Stage,
+    num_devices,
+    places_of,
+    schedule_for,
+    stages_like,
+    timetable_for,
+)
+from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, unit_of
+from strategies.pipelines.schedules import PipelineSchedule
 from strategies.pipelines.times import StageTimes, equal_times
 from strategies.pipelines.timetable import Timed, Timetable, bubble_share
 from strategies.switches import require_switches
@@ -65,12 +70,8 @@ class Plan:
         return Panel(self._title, self.spans, self.in_seconds)
 
     def text(self, columns: int = COLUMNS) -> str:
-        """The timetable as lines of at most so many columns; see `draw_text`."""
+        """Draw the timetable as lines of at most so many columns; see `draw_text`."""
         return draw_text(self.panel, columns)
-
-    def svg(self, width: int = WIDTH) -> str:
-        """The timetable as a picture of so many pixels; see `draw_svg`."""
-        return draw_svg([self.panel], width)
 
     def __str__(self) -> str:
         unit = unit_of(max([*self.times.whole, *self.times.update]), self.in_seconds)
@@ -106,7 +107,7 @@ def plan(
     batch_serialization_iterations: int = 1,
     ipus_per_replica: int | None = None,
 ) -> Plan:
-    """What a pipeline with these arguments would do, without running or compiling anything.
+    """Plan a pipeline with these arguments, without running or compiling anything.
 
     Args:
         computational_stages: the stages, or how many there are.
@@ -126,42 +127,19 @@ def plan(
         ValueError: if there are not times of all stages.
     """
     require_switches(training=training, recompute=recompute)
-    stages = _stages(computational_stages, device_mapping)
+    stages = computational_stages
+    if not isinstance(stages, Sequence):
+        stages = stages_like(device_mapping, positive("computational_stages", stages))
     if ipus_per_replica is None:
-        ipus_per_replica = _devices_of(device_mapping, len(stages))
+        ipus_per_replica = num_devices(device_mapping, len(stages))
     devices = positive("ipus_per_replica", ipus_per_replica)
     places = places_of(stages, device_mapping, devices, batch_serialization_iterations)
     schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
-    count = checked_count(gradient_accumulation_count, schedule, places, training)
+    count = gradient_accumulation_count
+    timetable = timetable_for(schedule, places, count, training, batch_serialization_iterations)
     if times is not None and times.num_stages != len(stages):
         raise ValueError(f"there are {len(stages)} stages, and times of {times.num_stages}; give those of each stage")
-    if batch_serialization_iterations > 1:
-        timetable = serialized(places, count, training, batch_serialization_iterations)
-    else:
-        timetable = schedule.timetable(places, count, training)
     return Plan(schedule.name, timetable, times or equal_times(len(stages)), recompute, times is not None)
-
-
-def _stages(stages: int | Sequence[Stage], mapping: DeviceMapping | None) -> Sequence[Stage]:
-    """The stages, or where only their number is given functions in their place, as many as the mapping has devices."""
-    if isinstance(stages, Sequence):
-        return stages
-    number = positive("computational_stages", stages)
-    given = list(mapping)[:number] if isinstance(mapping, Sequence) else []
-    widths = [len(devices) if isinstance(devices, Sequence) else 0 for devices in given]
-    return [[_in_its_place] * width if width else _in_its_place for width in [*widths, *[0] * (number - len(widths))]]
-
-
-def _in_its_place() -> None:
-    """Stands for a stage of which nothing is known."""
-
-
-def _devices_of(mapping: DeviceMapping | None, num_stages: int) -> int:
-    """One more than the greatest device of a mapping; where it is no mapping, as many as there are stages."""
-    if not isinstance(mapping, Sequence):
-        return num_stages
-    flat = [one for each in mapping for one in (each if isinstance(each, Sequence) else (each,))]
-    return max([1, *(1 + number for one in flat if (number := integer(one)) is not None)])
 
 
 def _counted(number: int, what: str) -> str:

@@ -1,15 +1,15 @@
-"""How long the stages of a pipeline take."""
+"""How long the stages of a pipeline take, and what they keep for their backward passes."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
-from strategies.pipelines.timetable import Action, Durations, Kind, Timed
+from strategies.pipelines.timetable import ActionKind, Durations, StageAction, Timed, Timetable
 
 Average = Callable[[Sequence[float]], float]
 """`statistics.median`, `fmean`, `min`: one time for several."""
@@ -67,14 +67,14 @@ class StageTimes:
 
     def durations(self, recompute: bool = False) -> Durations:
         """How long each action takes. With recomputation a backward pass begins with a forward pass."""
-        found: dict[tuple[Kind, int], float] = {}
+        found: dict[tuple[ActionKind, int], float] = {}
         for stage, forward in enumerate(self.forward):
             again = forward if recompute else 0.0
-            found[Kind.FORWARD, stage] = forward
-            found[Kind.BACKWARD, stage] = self.backward[stage] + again
-            found[Kind.BACKWARD_INPUTS, stage] = self.backward[stage] - self.weights[stage] + again
-            found[Kind.BACKWARD_WEIGHTS, stage] = self.weights[stage]
-            found[Kind.UPDATE, stage] = self.update[stage]
+            found[ActionKind.FORWARD, stage] = forward
+            found[ActionKind.BACKWARD, stage] = self.backward[stage] + again
+            found[ActionKind.BACKWARD_INPUTS, stage] = self.backward[stage] - self.weights[stage] + again
+            found[ActionKind.BACKWARD_WEIGHTS, stage] = self.weights[stage]
+            found[ActionKind.UPDATE, stage] = self.update[stage]
         return found
 
     def scaled(self, factors: Sequence[float]) -> StageTimes:
@@ -124,35 +124,69 @@ def measured_times(
     Raises:
         ValueError: if there is no forward pass of a stage.
     """
-    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for spans in pipelines:
-        longest: dict[Action, float] = {}
+        longest: dict[StageAction, float] = {}
         for _, action, begin, end in spans:
             longest[action] = max(longest.get(action, 0.0), end - begin)
         for action, time in longest.items():
             times[action.kind, action.stage].append(time)
     stages = range(1 + max((stage for _, stage in times), default=-1))
-    if lacking := [stage for stage in stages if (Kind.FORWARD, stage) not in times]:
+    if lacking := [stage for stage in stages if (ActionKind.FORWARD, stage) not in times]:
         raise ValueError(f"no forward pass of stages {lacking} was measured; give what a whole pipeline did")
     return _averaged({key: average(found) for key, found in times.items()}, stages, recompute)
 
 
-def _averaged(times: Mapping[tuple[Kind, int], float], stages: range, recompute: bool) -> StageTimes:
-    def one(kind: Kind, stage: int) -> float:
+def _averaged(times: Mapping[tuple[ActionKind, int], float], stages: range, recompute: bool) -> StageTimes:
+    def one(kind: ActionKind, stage: int) -> float:
         return times.get((kind, stage), 0.0)
 
-    def backward(kind: Kind, stage: int) -> float:
-        return max(one(kind, stage) - (one(Kind.FORWARD, stage) if recompute else 0.0), 0.0)
+    def backward(kind: ActionKind, stage: int) -> float:
+        return max(one(kind, stage) - (one(ActionKind.FORWARD, stage) if recompute else 0.0), 0.0)
 
     parts = [
-        [backward(Kind.BACKWARD_INPUTS, stage) for stage in stages],
-        [one(Kind.BACKWARD_WEIGHTS, stage) for stage in stages],
+        [backward(ActionKind.BACKWARD_INPUTS, stage) for stage in stages],
+        [one(ActionKind.BACKWARD_WEIGHTS, stage) for stage in stages],
     ]
-    wholes = [backward(Kind.BACKWARD, stage) for stage in stages]
+    wholes = [backward(ActionKind.BACKWARD, stage) for stage in stages]
     is_split = any(map(any, parts))
     return StageTimes(
-        tuple(one(Kind.FORWARD, stage) for stage in stages),
+        tuple(one(ActionKind.FORWARD, stage) for stage in stages),
         tuple(map(sum, zip(*parts, strict=True))) if is_split else tuple(wholes),
         tuple(parts[1]) if is_split else (),
-        tuple(one(Kind.UPDATE, stage) for stage in stages),
+        tuple(one(ActionKind.UPDATE, stage) for stage in stages),
     )
+
+
+@dataclass(frozen=True)
+class StashBytes:
+    """What a stage keeps of one micro-batch until its backward pass, on each of its devices; in bytes.
+
+    Attributes:
+        stashed: for each stage all that the backward pass needs, besides variables.
+        inputs: for each stage what goes into it, of which the rest is recomputed.
+    """
+
+    stashed: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+    def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
+        """Return for each device the greatest number of bytes that it keeps at once.
+
+        With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
+        its parts and waits for the other.
+        """
+        if not timetable.training:
+            return (0,) * len(timetable.devices)
+        kept = self.inputs if recompute else self.stashed
+        return tuple(max(self._during(actions, kept, recompute), default=0) for actions in timetable.devices)
+
+    def _during(self, actions: Sequence[StageAction], kept: Sequence[int], recompute: bool) -> Iterator[int]:
+        """Yield the number of bytes that a device keeps during each of its actions."""
+        total = 0
+        for kind, stage in ((action.kind, action.stage) for action in actions):
+            again = self.stashed[stage] if recompute else 0
+            total += kept[stage] if kind is ActionKind.FORWARD else 0
+            total += again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUTS) else 0
+            yield total
+            total -= kept[stage] + again if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHTS) else 0

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What is done with a stage. The backward pass is one action, or two: for the inputs, and for the weights."""
 
     FORWARD = "forward"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Action:
+class StageAction:
     """One thing that a device does.
 
     Attributes:
@@ -33,7 +33,7 @@ class Action:
         micro_batch: the number of the micro-batch; None for an update, of which there is one for all.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int | None
 
@@ -46,7 +46,7 @@ class Timed(NamedTuple):
     """When a device did an action, or would do it. Seconds from the begin of the pipeline, or any other unit."""
 
     device: int
-    action: Action
+    action: StageAction
     begin_s: float
     end_s: float
 
@@ -54,10 +54,10 @@ class Timed(NamedTuple):
 Places = tuple[tuple[int, ...], ...]
 """For each stage the devices on which it runs: several where it is a list of functions, or shards itself."""
 
-Durations = Mapping[tuple[Kind, int], float]
+Durations = Mapping[tuple[ActionKind, int], float]
 """(kind, stage) -> how long such an action takes."""
 
-PARTS = {Kind.BACKWARD: 2}
+PARTS = {ActionKind.BACKWARD: 2}
 """How long an action takes that has no other duration, where that is not 1: a whole backward pass has two parts."""
 
 
@@ -84,7 +84,7 @@ class Timetable:
             for each other for ever.
     """
 
-    devices: tuple[tuple[Action, ...], ...]
+    devices: tuple[tuple[StageAction, ...], ...]
     mapping: Places
     num_micro_batches: int
     training: bool
@@ -104,30 +104,30 @@ class Timetable:
     @cached_property
     def has_split_backward(self) -> bool:
         """Whether backward passes are two actions, for inputs and for weights."""
-        return any(action.kind is Kind.BACKWARD_INPUTS for actions in self.devices for action in actions)
+        return any(action.kind is ActionKind.BACKWARD_INPUTS for actions in self.devices for action in actions)
 
-    def actions_of(self, stage: int) -> Iterator[Action]:
+    def actions_of(self, stage: int) -> Iterator[StageAction]:
         """All that is to be done with a stage, on each of its devices."""
         for micro_batch in range(self.num_micro_batches):
-            yield Action(Kind.FORWARD, stage, micro_batch)
+            yield StageAction(ActionKind.FORWARD, stage, micro_batch)
             if self.training:
-                yield from (Action(kind, stage, micro_batch) for kind in self._backward)
+                yield from (StageAction(kind, stage, micro_batch) for kind in self._backward)
         if self.training:
-            yield Action(Kind.UPDATE, stage, None)
+            yield StageAction(ActionKind.UPDATE, stage, None)
 
-    def dependencies(self, action: Action) -> tuple[Action, ...]:
+    def dependencies(self, action: StageAction) -> tuple[StageAction, ...]:
         """What has to be done before an action, on whichever devices; besides what its device does before."""
         stage, number = action.stage, action.micro_batch
         if number is None:
-            return tuple(Action(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
-        if action.kind is Kind.FORWARD:
+            return tuple(StageAction(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
+        if action.kind is ActionKind.FORWARD:
             if stage:
-                return (Action(Kind.FORWARD, stage - 1, number),)
+                return (StageAction(ActionKind.FORWARD, stage - 1, number),)
             return self._ends_of(number - 1) if self.in_turn and number else ()
-        if action.kind is Kind.BACKWARD_WEIGHTS:
-            return (Action(Kind.BACKWARD_INPUTS, stage, number),)
-        behind = (Action(action.kind, stage + 1, number),) if stage + 1 < self.num_stages else ()
-        return (Action(Kind.FORWARD, stage, number), *behind)
+        if action.kind is ActionKind.BACKWARD_WEIGHTS:
+            return (StageAction(ActionKind.BACKWARD_INPUTS, stage, number),)
+        behind = (StageAction(action.kind, stage + 1, number),) if stage + 1 < self.num_stages else ()
+        return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
         """The greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
@@ -136,7 +136,7 @@ class Timetable:
         """
         if not self.training:
             return 0
-        change = {Kind.FORWARD: 1, self._backward[-1]: -1}
+        change = {ActionKind.FORWARD: 1, self._backward[-1]: -1}
         greatest = 0
         for device in self.mapping[stage]:
             kept = 0
@@ -166,22 +166,26 @@ class Timetable:
         return tuple(simulated(self, {}))
 
     @cached_property
-    def _backward(self) -> tuple[Kind, ...]:
+    def _backward(self) -> tuple[ActionKind, ...]:
         """The kinds that make a backward pass, the last of them being the one that frees what was kept for it."""
-        return (Kind.BACKWARD_INPUTS, Kind.BACKWARD_WEIGHTS) if self.has_split_backward else (Kind.BACKWARD,)
+        return (
+            (ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS)
+            if self.has_split_backward
+            else (ActionKind.BACKWARD,)
+        )
 
-    def _ends_of(self, micro_batch: int) -> tuple[Action, ...]:
+    def _ends_of(self, micro_batch: int) -> tuple[StageAction, ...]:
         """The last actions for a micro-batch: when they are done all others are, too."""
         if not self.training:
-            return (Action(Kind.FORWARD, self.num_stages - 1, micro_batch),)
+            return (StageAction(ActionKind.FORWARD, self.num_stages - 1, micro_batch),)
         if not self.has_split_backward:
-            return (Action(Kind.BACKWARD, 0, micro_batch),)
-        return tuple(Action(Kind.BACKWARD_WEIGHTS, stage, micro_batch) for stage in range(self.num_stages))
+            return (StageAction(ActionKind.BACKWARD, 0, micro_batch),)
+        return tuple(StageAction(ActionKind.BACKWARD_WEIGHTS, stage, micro_batch) for stage in range(self.num_stages))
 
-    def _refuse_others(self, device: int, actions: Sequence[Action]) -> None:
+    def _refuse_others(self, device: int, actions: Sequence[StageAction]) -> None:
         stages = [stage for stage, devices in enumerate(self.mapping) if device in devices]
         expected = {action for stage in stages for action in self.actions_of(stage)}
-        seen: set[Action] = set()
+        seen: set[StageAction] = set()
         updated = False
         for action in actions:
             if action not in expected or action in seen:
@@ -190,13 +194,13 @@ class Timetable:
                     f"device {device} has the {action}, {why}; it needs each action of its stages once, "
                     f"for {self.num_micro_batches} micro-batches"
                 )
-            if updated and action.kind is not Kind.UPDATE:
+            if updated and action.kind is not ActionKind.UPDATE:
                 raise ValueError(
                     f"device {device} has the {action} behind an update; stages of a device may share variables: "
                     "put updates behind everything else"
                 )
             seen.add(action)
-            updated = action.kind is Kind.UPDATE
+            updated = action.kind is ActionKind.UPDATE
         if missing := expected - seen:
             lowest = min(missing, key=lambda action: (action.micro_batch or 0, action.stage, action.kind.value))
             raise ValueError(f"device {device} lacks the {lowest}; it needs each action of its stages once")
@@ -204,9 +208,9 @@ class Timetable:
             raise ValueError(f"there are actions for {len(self.devices)} devices, and stages on device {min(beyond)}")
 
 
-def _refuse_overtaking(device: int, actions: Sequence[Action]) -> None:
+def _refuse_overtaking(device: int, actions: Sequence[StageAction]) -> None:
     """Sums over micro-batches are the same to the bit only if they are added up in one order."""
-    last: dict[tuple[Kind, int], int] = {}
+    last: dict[tuple[ActionKind, int], int] = {}
     for action in actions:
         if action.micro_batch is not None:
             before = last.get((action.kind, action.stage), -1)
@@ -224,7 +228,7 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
     Raises:
         ValueError: if devices wait for each other for ever; it names what they wait for.
     """
-    ended: dict[Action, float] = {}
+    ended: dict[StageAction, float] = {}
     parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
     place, free = [0] * len(timetable.devices), [0.0] * len(timetable.devices)
     spans: list[Timed] = []
@@ -255,7 +259,7 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
     return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
 
 
-def duration_of(action: Action, durations: Durations) -> float:
+def duration_of(action: StageAction, durations: Durations) -> float:
     """How long an action takes; see `Timetable.timed`."""
     return durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from strategies.pipelines.cuts import WORTH, Cut, better_cut, even_length, moves, slowest
-from strategies.pipelines.pictures.panel import Panel, unit_of
-from strategies.pipelines.pictures.perfetto import perfetto
-from strategies.pipelines.pictures.svg import WIDTH, draw_svg
-from strategies.pipelines.pictures.text import COLUMNS, draw_text
+from strategies.pipelines.advice import WORTH, Cut, better_cut, even_length, moves, slowest
+from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, perfetto, said_s, unit_of
 from strategies.pipelines.times import StageTimes, measured_times
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, bubble_share
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,6 @@ class Trace:
         """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
         return "\n".join(draw_text(panel, columns) for panel in self.panels)
 
-    def svg(self, width: int = WIDTH) -> str:
-        """What was done as a picture of so many pixels; see `draw_svg`."""
-        return draw_svg(self.panels, width)
-
     def perfetto(self) -> str:
         """What was done, for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
         return perfetto(self.replicas)
@@ -102,7 +95,7 @@ class Trace:
         gain = 1 - even / length if length else 0.0
         if gain < WORTH:
             return f"Other cuts would gain less than {WORTH:.0%}"
-        before, after = (unit_of(time, True).said(time) for time in (length, even))
+        before, after = said_s(length), said_s(even)
         how = ", ".join(map(str, moves(timetable, self.times)))
         return (
             f"If all devices had equally much to do an update would take {after} and not {before} (both simulated): "
@@ -140,7 +133,7 @@ class Trace:
         devices = len({span.device for span in spans})
         length = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
         return (
-            f"replica {replica}, measured: {unit_of(length, True).said(length)}, "
+            f"replica {replica}, measured: {said_s(length)}, "
             f"{bubble_share(spans, devices):.1%} bubbles on {devices} devices"
         )
 
@@ -152,7 +145,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
         ValueError: if actions of it are missing, or it is more than one update.
     """
     ordered = sorted(spans, key=lambda span: (span.begin_s, span.end_s))
-    actions: list[list[Action]] = [[] for _ in range(1 + max(span.device for span in spans))]
+    actions: list[list[StageAction]] = [[] for _ in range(1 + max(span.device for span in spans))]
     places: list[set[int]] = [set() for _ in range(1 + max(span.action.stage for span in spans))]
     for span in ordered:
         actions[span.device].append(span.action)
@@ -161,7 +154,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
         tuple(map(tuple, actions)),
         tuple(tuple(sorted(devices)) for devices in places),
         1 + max((span.action.micro_batch or 0 for span in spans), default=0),
-        any(span.action.kind is not Kind.FORWARD for span in spans),
+        any(span.action.kind is not ActionKind.FORWARD for span in spans),
         _is_in_turn(spans),
     )
 

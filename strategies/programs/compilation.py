@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from popdist.records.private_folders import fault_of, fault_of_entries, make_private
+from popdist.records.private_files import fault_of, fault_of_entries, make_private
 
 logger = logging.getLogger(__name__)
 

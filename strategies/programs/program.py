@@ -4,7 +4,7 @@ How XLA compiles a program decides the last bits of what it computes. One for se
 one for a single device (common expressions are merged earlier), and on CPUs a program is divided among the cores that
 the process may use when it is compiled. So no program of a replica, and no update, is compiled for more than one
 device, and all are compiled as if there were one core; what XLA's thread pool does inside of large operations depends
-on its size only, which is fixed (see `popdist.xla.threads`).
+on its size only, which is fixed (see `popdist.xla`).
 """
 
 from __future__ import annotations

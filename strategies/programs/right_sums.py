@@ -11,8 +11,7 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import FUSIONS, adds_up_wrongly, is_measured, is_overruled
+from popdist.xla import FUSIONS, adds_up_wrongly, complain_of_sums, is_measured, is_overruled, right_sums_setting
 from strategies.errors import DeviceError
 
 logger = logging.getLogger(__name__)

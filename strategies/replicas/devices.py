@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives.instruments import COMPILE, Instruments
-from popdist.xla import thread_pool_setting, thread_pool_size
-from popdist.xla.threads import VARIABLE as POOL_VARIABLE
+from popdist.xla import POOL_VARIABLE, thread_pool_setting, thread_pool_size
 from strategies.config.configured import in_force
 from strategies.programs.address_space import warn_of_little_address_space
 from strategies.programs.compilation import use_executable_cache

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import UnsupportedBufferError
-from collectives.dtypes import MOVABLE, REDUCIBLE, accumulator_dtype
+from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype
 from collectives.tree import combined
 
 _PREFIX = "COLLECTIVE_OP_"

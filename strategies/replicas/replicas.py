@@ -31,7 +31,7 @@ from strategies.replicas.membership import Membership, Place, meet, surviving, w
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.roles import Batch, Tree
 from strategies.sinks.opening import asked_sinks
-from strategies.sinks.sinks import Job
+from strategies.sinks.sinks import JobFacts
 
 Same = TypeVar("Same")
 
@@ -180,11 +180,11 @@ class Replicas:
         return self._membership.adds_in_order
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobFacts:
         """What sinks of metrics ask about it."""
         at_first = self.num_instances
         waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
-        return Job(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
+        return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
 
     # ---- instances that are lost
 

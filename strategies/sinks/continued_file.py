@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, final
 
-from popdist.records.linked_files import open_unless_linked
-from strategies.sinks.row import Row
+from popdist.records.private_files import open_unless_linked
+from strategies.sinks.sink import Row
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import final
 
 from strategies.sinks.continued_file import ContinuedFile, Said
-from strategies.sinks.row import STEP, TIME, Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import STEP, TIME, Row, Sink
 
 
 @final
@@ -21,9 +20,6 @@ class CsvFile(Sink):
     A name that comes later gets a column behind the others: the file is written anew then, and lines without a number
     for a column are empty there. Numbers are as `repr` writes them, so that `float` finds the same; NaN and infinities
     are nan, inf and -inf.
-
-    Args:
-        path: of the file.
     """
 
     way_out = "make room there, or name another file"

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from strategies.sinks.row import Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import Row, Sink
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -28,13 +27,8 @@ CLOSING_S = 10.0
 
 
 @final
-class Delivery:
+class SinkDelivery:
     """Takes rows to a sink. Whatever happens there, `add` returns at once.
-
-    Args:
-        sink: gets them.
-        is_open: whether it is open.
-        now_s: a clock.
 
     Attributes:
         dropped: how many rows it does not get.

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import final
 
 from strategies.sinks.continued_file import ContinuedFile, Said
-from strategies.sinks.row import STEP, TIME, Number, Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import STEP, TIME, Number, Row, Sink
 
 
 @final
@@ -19,9 +18,6 @@ class JsonLines(Sink):
 
     JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
     other numbers have as many digits as `float` needs to find the same one.
-
-    Args:
-        path: of the file.
     """
 
     way_out = "make room there, or name another file"

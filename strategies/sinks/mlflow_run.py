@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, final
 
-from strategies.sinks.row import Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import Row, Sink
 
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 _USUAL_EXPERIMENT = "popdist"

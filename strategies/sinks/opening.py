@@ -25,7 +25,7 @@ from strategies.sinks.json_lines import JsonLines
 from strategies.sinks.mlflow_run import EXPERIMENT_VARIABLE, MlflowRun
 from strategies.sinks.prometheus import Prometheus
 from strategies.sinks.sink import Sink
-from strategies.sinks.sinks import Job, Sinks
+from strategies.sinks.sinks import JobFacts, Sinks
 from strategies.sinks.tensorboard import TensorBoard
 from strategies.sinks.wandb_run import WandbRun
 
@@ -33,13 +33,8 @@ _opened: list[Sinks] = []
 _asked: dict[str, Sinks] = {}
 
 
-def open_sinks(wanted: Sequence[str | Sink], job: Job, environ: Mapping[str, str]) -> Sinks:
+def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
     """Those that are wanted, which `opened` has until they are closed.
-
-    Args:
-        wanted: words, or sinks of one's own.
-        job: see there.
-        environ: has what some of them need besides.
 
     Raises:
         ValueError: a word means nothing, or a sink cannot be opened.
@@ -57,12 +52,8 @@ def open_sinks(wanted: Sequence[str | Sink], job: Job, environ: Mapping[str, str
     return sinks
 
 
-def asked_sinks(job: Job, environ: Mapping[str, str]) -> list[Sinks]:
+def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
     """Those that the environment asks for, one time in a process, however often this is called.
-
-    Args:
-        job: see there.
-        environ: see `open_sinks`.
 
     Raises:
         EnvironmentMismatchError: it asks for what means nothing or cannot be opened.
@@ -86,7 +77,7 @@ def opened() -> Sequence[Sinks]:
     return tuple(_opened)
 
 
-def sink_of(word: MetricWord, job: Job, environ: Mapping[str, str]) -> Sink:
+def sink_of(word: MetricWord, job: JobFacts, environ: Mapping[str, str]) -> Sink:
     """What a word stands for; nothing is opened."""
     run = environ.get(RUN_VARIABLE, "")
     if word.kind == CSV:

@@ -14,9 +14,8 @@ from socketserver import ThreadingMixIn
 from typing import Any, final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from strategies.sinks.row import Number, Row
-from strategies.sinks.sink import Sink
-from strategies.sinks.sinks import Job
+from strategies.sinks.sink import Number, Row, Sink
+from strategies.sinks.sinks import JobFacts
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -27,7 +26,7 @@ CLIENT_LIMIT_S = 10.0
 
 
 @dataclass
-class _State:
+class _Totals:
     """What is known so far.
 
     Attributes:
@@ -56,12 +55,12 @@ class Prometheus(Sink):
 
     way_out = "name another address of this host"
 
-    def __init__(self, host: str, port: int, job: Job, client_limit_s: float = CLIENT_LIMIT_S) -> None:
+    def __init__(self, host: str, port: int, job: JobFacts, client_limit_s: float = CLIENT_LIMIT_S) -> None:
         self.name = f"prometheus:{host}:{port}"
         self._at = host, port
         self._job = job
         self._client_limit_s = client_limit_s
-        self._state = _State()
+        self._state = _Totals()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,7 +84,7 @@ class Prometheus(Sink):
 
     def write(self, rows: Sequence[Row]) -> None:
         """See `Sink`; who asks gets the state from before or behind all rows."""
-        state = _State(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
+        state = _Totals(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
         for row in rows:
             state.numbers.update(row.values)
             if row.is_training:
@@ -127,14 +126,7 @@ class Prometheus(Sink):
 
 @final
 class _Server(ThreadingMixIn, WSGIServer):
-    """An HTTP server with a bound on its clients, and on the time of each.
-
-    Args:
-        host: a name or an address of this host.
-        port: 0: any free one.
-        application: answers requests, by WSGI.
-        client_limit_s: see `CLIENT_LIMIT_S`.
-    """
+    """An HTTP server with a bound on its clients, and on the time of each."""
 
     daemon_threads = True
     request_queue_size = 128  # 5 is the default, and a client that finds it full tries again after a second
@@ -147,7 +139,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
         self.set_app(application)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Answer in a thread, unless there are too many clients."""
         if len(self._accepted_s) >= MOST_CLIENTS:
             logger.debug("prometheus: there are %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
@@ -171,7 +163,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().server_close()
         self._cut_off(accepted_before_s=time.monotonic())
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Keep what clients do wrong out of the program's output."""
         logger.debug("prometheus: the client %s was not answered: %s", client_address, sys.exc_info()[1])
 
@@ -185,5 +177,5 @@ class _Server(ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     """A handler that answers one request, and does not log it."""
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Self, final
 
 from popdist.records import Waits
-from strategies.sinks.delivery import MOST, Delivery
-from strategies.sinks.row import Reading, Row, is_scalar, reading_of
-from strategies.sinks.sink import Sink
+from strategies.sinks.delivery import MOST, SinkDelivery
+from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -22,7 +21,7 @@ WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFacts:
     """What sinks ask about the job.
 
     Attributes:
@@ -45,27 +44,23 @@ class Sinks:
     The other instances keep the last rows. Where the first one is lost the next one goes on with these, so that no step
     is lost, and none is written twice.
 
-    Args:
-        sinks: where rows go.
-        job: see there.
-
     Raises:
         ValueError: a sink cannot be opened, on the instance that writes, the first time the job is started. Later that
             is only said.
     """
 
-    def __init__(self, sinks: Sequence[Sink], job: Job) -> None:
+    def __init__(self, sinks: Sequence[Sink], job: JobFacts) -> None:
         self._sinks = sinks
         self._job = job
         self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes
-        self._deliveries: list[Delivery] = []
+        self._deliveries: list[SinkDelivery] = []
         self._is_closed = self._has_left_out = False
         self._at_close: list[Callable[[Sinks], object]] = []
         if job.is_chief():
             self._begin(is_first=not job.restarts)
         atexit.register(self.close)  # behind all that was registered before, as waiting for the other instances
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, object], step: int) -> None:
         """Write numbers of one's own; to be called on every instance alike, and not a collective call.
 
         Nothing waits for arrays of JAX that are still being computed.
@@ -82,13 +77,8 @@ class Sinks:
             raise TypeError(f"step is {step!r}, which is no whole number; give the number of steps made, as state.step")
         self.add(Row(step.__index__(), reading_of(values)))
 
-    def log_scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Write those of the numbers that are; the first time that others are left out, say so.
-
-        Args:
-            values: see `log`.
-            step: see there.
-        """
+    def log_scalars(self, values: Mapping[str, object], step: int) -> None:
+        """Write those of the numbers that are; the first time that others are left out, say so."""
         scalars = {name: value for name, value in values.items() if is_scalar(value)}
         if len(scalars) < len(values) and not self._has_left_out:
             self._has_left_out = True
@@ -120,7 +110,7 @@ class Sinks:
             delivery.add(row)
 
     def wait(self, limit_s: float = WAIT_S) -> None:
-        """Return when what has come is written, where this instance writes; see `Delivery.wait`."""
+        """Return when what has come is written, where this instance writes; see `SinkDelivery.wait`."""
         for delivery in self._deliveries:
             delivery.wait(limit_s)
 
@@ -151,7 +141,7 @@ class Sinks:
         """Begin to write."""
         if is_first:
             self._open_all()
-        self._deliveries = [Delivery(sink, is_open=is_first) for sink in self._sinks]
+        self._deliveries = [SinkDelivery(sink, is_open=is_first) for sink in self._sinks]
         for delivery in self._deliveries:
             delivery.start()
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from strategies.sinks.row import Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import Row, Sink
 
 _numbers = itertools.count()
 _VERSION = "brain.Event:2"
@@ -24,9 +23,6 @@ class TensorBoard(Sink):
     What older files there have of the first step that is written, and of later ones, TensorBoard does not show any
     more. Numbers are float32, as events have them. (tensorboardX, which would be smaller, imports PyTorch where that is
     installed, and gives two files of one second the same name.)
-
-    Args:
-        folder: is made.
     """
 
     way_out = "make room there, or name another folder"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from strategies.sinks.row import STEP, Row
-from strategies.sinks.sink import Sink
+from strategies.sinks.sink import STEP, Row, Sink
 
 
 @final

@@ -12,7 +12,7 @@ import numpy as np
 from collectives.instruments import is_seen
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.sinks.row import Reading
+from strategies.sinks.sink import Reading
 
 EVALUATION = "evaluation/"
 """In front of the names of what evaluations find, in sinks."""

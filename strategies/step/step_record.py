@@ -27,7 +27,7 @@ import numpy as np
 
 from popdist.instance import this_host
 from popdist.records import recording
-from popdist.records.private_folders import make_private
+from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.comparing.fingerprints import fingerprint
 from strategies.gradients.trainable import Trainable

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.transfer import NOT_FINITE
 from strategies.torch.gradient_plan import GradientPlan

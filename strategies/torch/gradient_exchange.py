@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from strategies.exchange.means import Means
 from strategies.torch.gradient_plan import GradientPlan
 from strategies.torch.tensors import as_tensor

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.transfer import Int8Layout, Transfer

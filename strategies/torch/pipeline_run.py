@@ -25,8 +25,8 @@ import torch
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, placed
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
 from strategies.torch.buffer_uses import BufferUses
 from strategies.torch.split_backward import SplitBackward, nodes_below
 from strategies.torch.stages import Pipeline, Placing, watch
@@ -82,7 +82,7 @@ class PipelineRun:
         self._count = count
         self._stages = _Stages(pipeline.placing())
         self._timetable: Timetable | None = None
-        self._followers: Mapping[Action, Sequence[Action]] = {}
+        self._followers: Mapping[StageAction, Sequence[StageAction]] = {}
         self._overlaps = False
         self._trains = training
         self._seen_by = seen_by or SeenBy()
@@ -250,7 +250,7 @@ class Walk:
         self._micro_batch = micro_batch
         self._turns = turns
         self._seen_by = seen_by
-        self._kind = Kind.FORWARD
+        self._kind = ActionKind.FORWARD
         self.stage = 0
         self._split: SplitBackward | None = None
         self._begins = [0]  # autograd's numbers at which the stages begin
@@ -303,7 +303,7 @@ class Walk:
             self._split = SplitBackward(loss, self._stage_of)
         firsts = self._first_nodes(loss) if last else {}
         self._done()
-        self._kind = Kind.BACKWARD if self._split is None else Kind.BACKWARD_INPUTS
+        self._kind = ActionKind.BACKWARD if self._split is None else ActionKind.BACKWARD_INPUTS
         self._wait()
         for stage, node in firsts.items():
             if stage != self.stage:
@@ -322,7 +322,7 @@ class Walk:
 
     def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
         assert turns is not None
-        self._kind = Kind.BACKWARD_WEIGHTS
+        self._kind = ActionKind.BACKWARD_WEIGHTS
         for self.stage in range(turns.timetable.num_stages):
             self._wait()
             split.of_weights(self.stage)
@@ -363,13 +363,13 @@ class Walk:
 
     def _wait(self) -> None:
         if self._turns is not None:
-            self._turns.wait(Action(self._kind, self.stage, self._micro_batch))
+            self._turns.wait(StageAction(self._kind, self.stage, self._micro_batch))
         self._seen_by.instruments.replica_begins(self._seen_by.replica, self.stage)
 
     def _done(self) -> None:
         self._seen_by.instruments.replica_ends(self._seen_by.replica, self.stage, self._micro_batch)
         if self._turns is not None:
-            self._turns.done(Action(self._kind, self.stage, self._micro_batch))
+            self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
 
     def give_up(self) -> None:
         """Have all micro-batches end."""
@@ -409,12 +409,12 @@ class MicroBatches:
     """
 
     timetable: Timetable
-    followers: Mapping[Action, Sequence[Action]]
+    followers: Mapping[StageAction, Sequence[StageAction]]
     clock: Callable[[], float] = time.perf_counter
-    _missing: Counter[Action] = field(default_factory=Counter)  # how much of what an action needs has not ended
-    _gates: dict[Action, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
+    _missing: Counter[StageAction] = field(default_factory=Counter)  # how much of what an action needs has not ended
+    _gates: dict[StageAction, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
     _changing: threading.Lock = field(default_factory=threading.Lock)
-    _begun_s: dict[Action, float] = field(default_factory=dict)
+    _begun_s: dict[StageAction, float] = field(default_factory=dict)
     _spans: list[Timed] = field(default_factory=list)
     _has_failed: bool = False
 
@@ -435,13 +435,13 @@ class MicroBatches:
         end_s = max(span.end_s for span in in_order)
         places = enumerate(self.timetable.mapping)
         updates = [
-            Timed(device, Action(Kind.UPDATE, stage, None), end_s, end_s)
+            Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
             for stage, devices in places
             for device in devices
         ]
         return [*in_order, *updates]
 
-    def wait(self, action: Action) -> None:
+    def wait(self, action: StageAction) -> None:
         """Return when it is an action's turn.
 
         Raises:
@@ -452,7 +452,7 @@ class MicroBatches:
             raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
         self._begun_s[action] = self.clock() - self._start_s
 
-    def done(self, action: Action) -> None:
+    def done(self, action: StageAction) -> None:
         """An action has ended."""
         end_s = self.clock() - self._start_s
         for device in self.timetable.mapping[action.stage]:
@@ -474,13 +474,13 @@ class MicroBatches:
                         self._gates[action].release()
 
 
-def followers_in(timetable: Timetable) -> Mapping[Action, Sequence[Action]]:
+def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAction]]:
     """For each action those that need its end: by the data, or as the next ones of the device; no updates."""
-    found: dict[Action, list[Action]] = {
-        action: [] for actions in timetable.devices for action in actions if action.kind is not Kind.UPDATE
+    found: dict[StageAction, list[StageAction]] = {
+        action: [] for actions in timetable.devices for action in actions if action.kind is not ActionKind.UPDATE
     }
     for actions in timetable.devices:
-        own = [action for action in actions if action.kind is not Kind.UPDATE]
+        own = [action for action in actions if action.kind is not ActionKind.UPDATE]
         for before, action in zip([None, *own], own, strict=False):
             for needed in {*timetable.dependencies(action), *([] if before is None else [before])}:
                 found[needed].append(action)

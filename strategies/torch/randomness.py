@@ -188,7 +188,7 @@ def _refuse_to_share(generator: torch.Generator) -> None:
         StrategyError: it has.
     """
     replica = _of_thread.replica
-    if replica is None:
+    if replica is None or _is_default_of_accelerator(generator):
         return
     if len(_drawn_by) > _MOST_KEPT:
         _drawn_by.clear()
@@ -199,6 +199,17 @@ def _refuse_to_share(generator: torch.Generator) -> None:
             "order of threads; leave the generator out, as each replica draws from one of its own, or make one in "
             "loss_fn"
         )
+
+
+def _is_default_of_accelerator(generator: torch.Generator) -> bool:
+    """Whether an accelerator draws from it where a program names none, which `drawing_from` seeds for each replica.
+
+    Kernels of CUDA name it themselves, as for dropout between the layers of a GRU.
+    """
+    if generator.device.type == _CPU.type:
+        return False
+    accelerator = torch.get_device_module(generator.device)
+    return any(each._cdata == generator._cdata for each in accelerator.default_generators)
 
 
 def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from strategies.pipelines.schedules.registry import PipelineSchedule
+from strategies.pipelines.schedules import PipelineSchedule
 
 
 class Placing(Protocol):

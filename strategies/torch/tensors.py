@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from collectives.memory import ALIGNMENT_BYTES
+from collectives.arrays import ALIGNMENT_BYTES
 from strategies.roles import Batch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

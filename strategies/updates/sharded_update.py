@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from collectives.memory import aligned_empty
+from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
 from strategies.gradients.encoding import flatten

@@ -23,7 +23,7 @@ import os, sys, time
 from pathlib import Path
 import popdist
 from popdist.process import process
-from popdist.timeline.asked import Asked
+from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock
 
@@ -36,7 +36,7 @@ def now_ns():
     now = time.monotonic_ns()
     return now + ahead + (now - began) * faster // {SECOND}
 
-timeline = Timeline(Asked(Path(sys.argv[2])), instance, os.environ, HostClock(f"clock {{ahead}}", now_ns))
+timeline = Timeline(TimelineOptions(Path(sys.argv[2])), instance, os.environ, HostClock(f"clock {{ahead}}", now_ns))
 communicator = popdist.context.communicator()
 timeline.meet(communicator)
 recorder = timeline.instruments[0]

@@ -14,9 +14,9 @@ import pytest
 from beds import ROOT
 from slurm_bed import Slurm
 
-from poprun.cli.lookup import find_mpirun
 from poprun.hosts.allocation import find_allocation
 from poprun.hosts.schedulers.slurm import expand_nodes
+from poprun.launch.program import find_mpirun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(240)]
 

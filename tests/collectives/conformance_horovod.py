@@ -27,7 +27,7 @@ from collectives import (
     load_backend,
 )
 from collectives.clock import FakeClock
-from collectives.factory import Group
+from collectives.factory import RankGroup
 from collectives.waiting import Watch
 
 suite = Suite()
@@ -183,7 +183,7 @@ def a_large_result_is_reduced_where_it_belongs(communicator: Communicator) -> No
 
 def _watch(communicator: Communicator) -> Watch:
     ranks = range(communicator.size)
-    return Group(communicator.rank, [f"rank {rank}" for rank in ranks], ranks).watch(Settings(limits=LIMITS))
+    return RankGroup(communicator.rank, [f"rank {rank}" for rank in ranks], ranks).watch(Settings(limits=LIMITS))
 
 
 @suite.add_for_each(("shapes", "dtypes", "roots"), at_least=2)

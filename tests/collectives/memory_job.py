@@ -12,7 +12,7 @@ from test_ring_traffic import CountingLink
 
 from collectives import Communicator, Limits, Settings
 from collectives.backends.grpc import ALL, GrpcLink
-from collectives.factory import Group, assemble
+from collectives.factory import RankGroup, assemble
 from collectives.network.addresses import Address
 from collectives.network.node import Node
 from collectives.network.security import Security
@@ -28,7 +28,7 @@ def main(rank: int, texts: Sequence[str]) -> None:
     node.join()
     members = range(len(texts))
     links = [counted(GrpcLink(node, ALL, channel, members)) for channel in (0, 1)]
-    group = Group(rank, texts, members, lambda awaited: node.lost(awaited, members))
+    group = RankGroup(rank, texts, members, lambda awaited: node.lost(awaited, members))
     with assemble(Settings(limits=LIMITS, spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
         buffer = np.ones(BUFFER_BYTES // 4, np.float32)
         communicator.all_reduce(np.ones(7))

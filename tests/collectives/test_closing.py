@@ -17,10 +17,10 @@ import collectives
 from collectives import Communicator, Settings, run_on_threads
 from collectives.backends.single import SingleTransport
 from collectives.backends.thread import ThreadHub, ThreadLink
-from collectives.factory import Group
+from collectives.factory import RankGroup
 from collectives.named import NamedQueue
 from collectives.network.wire import DaemonThreads
-from collectives.point_to_point.transport import RingTransport
+from collectives.point_to_point.transport import PointToPointTransport
 
 
 def refuse(thread: threading.Thread) -> None:
@@ -56,7 +56,7 @@ class Interrupted(threading.Condition):
 
 
 def test_the_others_are_told_of_closing_also_when_a_thread_has_just_found_nothing_to_do() -> None:
-    queue = NamedQueue(SingleTransport(), Group(0, ["rank 0"], [0]).watch(Settings()))
+    queue = NamedQueue(SingleTransport(), RankGroup(0, ["rank 0"], [0]).watch(Settings()))
     queue._condition = Interrupted(queue.begin_close)
     assert queue.work()  # there is something now
     assert not queue.work()  # all have been told, and have closed
@@ -142,8 +142,8 @@ def test_what_ends_the_thread_of_named_collectives_is_said_though_nobody_waits_f
     def fail(source: int, to: int) -> None:
         raise MemoryError("no room for a message")
 
-    watch = Group(0, ["rank 0", "rank 1"], range(2)).watch(Settings())
-    queue = NamedQueue(RingTransport(ThreadLink(ThreadHub(2, fail), 0, 1), watch), watch)
+    watch = RankGroup(0, ["rank 0", "rank 1"], range(2)).watch(Settings())
+    queue = NamedQueue(PointToPointTransport(ThreadLink(ThreadHub(2, fail), 0, 1), watch), watch)
     queue.begin_close()
     queue.end_close()
     [said] = [record for record in caplog.records if record.message == "the named collectives have ended"]

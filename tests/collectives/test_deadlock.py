@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from collectives.deadlock import Key, Waits, crossed_ranks
+from collectives.deadlock import Key, WaitingThreads, crossed_ranks
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
 
@@ -47,7 +47,7 @@ class Started:
 
 
 def test_a_rank_waits_only_if_all_threads_that_may_start_something_do() -> None:
-    waits, release = Waits(), threading.Event()
+    waits, release = WaitingThreads(), threading.Event()
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     quiet = all(thread.daemon for thread in others)  # unless another test has left idle threads in this process
     mine = Started(A)
@@ -70,7 +70,7 @@ def test_a_rank_waits_only_if_all_threads_that_may_start_something_do() -> None:
 
 
 def test_a_daemon_that_has_started_something_may_do_so_again() -> None:
-    waits, release, has_started = Waits(), threading.Event(), threading.Event()
+    waits, release, has_started = WaitingThreads(), threading.Event(), threading.Event()
 
     def start() -> None:
         waits.add_starter()

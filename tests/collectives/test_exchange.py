@@ -13,9 +13,9 @@ import pytest
 from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
-from collectives.point_to_point.transport import RingTransport
-from collectives.shared_memory.layout import channel_bytes
-from collectives.shared_memory.transport import WindowTransport
+from collectives.point_to_point.transport import PointToPointTransport
+from collectives.shared_memory.transport import SharedMemoryTransport
+from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import Watch
 
@@ -45,11 +45,11 @@ class Ranks:
         if mechanism == "ring":
             hub = ThreadHub(SIZE)
             self.transports: list[Transport] = [
-                RingTransport(ThreadLink(hub, rank, 0), watches[rank]) for rank in range(SIZE)
+                PointToPointTransport(ThreadLink(hub, rank, 0), watches[rank]) for rank in range(SIZE)
             ]
         else:
             memory = memoryview(bytearray(channel_bytes(SIZE)))
-            self.transports = [WindowTransport(memory, rank, SIZE, watches[rank], Path()) for rank in range(SIZE)]
+            self.transports = [SharedMemoryTransport(memory, rank, SIZE, watches[rank], Path()) for rank in range(SIZE)]
 
 
 def values(rank: int, turn: int) -> np.ndarray:

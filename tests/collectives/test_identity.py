@@ -7,8 +7,7 @@ import pwd
 
 import pytest
 
-from collectives.network.bearer import Bearer
-from collectives.network.identity import people, this_runner
+from collectives.network.identity import Bearer, people, this_runner
 
 # ---- people
 

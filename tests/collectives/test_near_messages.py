@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from collectives.backends.thread import ThreadHub, ThreadLink
-from collectives.hosts.bell import CAN_RING
 from collectives.hosts.hosts_link import HostsLink
-from collectives.hosts.layout import FRAGMENT_BYTES, POOL_BYTES, QUEUED, memory_bytes
-from collectives.hosts.near import NearLink
+from collectives.hosts.near import CAN_RING, FRAGMENT_BYTES, POOL_BYTES, QUEUED, NearLink, memory_bytes
 from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Pause
 
 

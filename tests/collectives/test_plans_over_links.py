@@ -13,7 +13,7 @@ from statements import assert_same_bits
 
 from collectives import Communicator, PeerRefusedError, Settings
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
-from collectives.factory import Group, assemble, refuse_other_networks
+from collectives.factory import RankGroup, assemble, refuse_other_networks
 from collectives.plans.choice import Width, quickest
 from collectives.plans.network import Network
 from collectives.plans.spread import Spread
@@ -43,7 +43,7 @@ def on_links(
         for link in links:
             link.hosts, link.costs, link.sizes = tuple(hosts), costs, sizes
         settings = Settings(spins=0, network=costs if are_measured else None)
-        group = Group(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
+        group = RankGroup(outer.rank, [f"rank {rank}" for rank in range(len(hosts))], range(len(hosts)))
         with assemble(settings, group, (links[0], links[1]), share_memory, no_subgroup) as communicator:
             return program(communicator)
 

@@ -12,7 +12,7 @@ from reference import FLOATS, INTEGERS, OPERATIONS, REDUCIBLE, chained, contribu
 from statements import assert_same_bits
 
 from collectives.reduction import BLOCK_BYTES, Reduction, join, normalise_op, shares
-from collectives.tree import Node, subtrees
+from collectives.tree import TreeNode, subtrees
 
 COUNTS = (1, 2, 3, 5, 8, 12)
 LENGTHS = (0, 1, 7, 3001)
@@ -71,7 +71,7 @@ def test_ranks_that_add_what_they_own_come_to_the_same_as_one_rank(dtype: str, s
 @pytest.mark.parametrize("dtype", REDUCIBLE)
 @pytest.mark.parametrize("length", [7, 3001])
 def test_the_result_may_replace_a_sum_that_is_added_last(dtype: str, length: int) -> None:
-    nodes = (Node(0, 4), Node(4, 5), Node(5, 6), Node(6, 8))
+    nodes = (TreeNode(0, 4), TreeNode(4, 5), TreeNode(5, 6), TreeNode(6, 8))
     for op in ("sum", "mean", "max"):
         reduction = Reduction(op, dtype_of(dtype))
         if not reduction.is_direct:
@@ -148,8 +148,8 @@ def test_sums_of_16_bit_floats_and_behind_means_of_integers_are_kept_wider(dtype
     assert reduction.accumulator == dtype_of(wider.get(dtype, dtype))
     assert reduction.divides_first == (op == "mean" and dtype in ("int64", "uint64"))
     assert reduction.is_direct == (dtype not in wider and not reduction.divides_first)
-    assert reduction.dtype_of(Node(3, 4)) == dtype_of(dtype)
-    assert reduction.dtype_of(Node(0, 2)) == reduction.accumulator
+    assert reduction.dtype_of(TreeNode(3, 4)) == dtype_of(dtype)
+    assert reduction.dtype_of(TreeNode(0, 2)) == reduction.accumulator
 
 
 def test_the_error_of_a_sum_grows_with_the_logarithm() -> None:

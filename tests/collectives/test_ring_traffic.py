@@ -12,7 +12,7 @@ from statements import assert_same_bits
 
 from collectives import Communicator, Settings
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
-from collectives.factory import Group, assemble
+from collectives.factory import RankGroup, assemble
 from collectives.point_to_point.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
@@ -49,7 +49,7 @@ def sent_by_each_rank(
     def program(outer: Communicator) -> int:
         links = [CountingLink(ThreadLink(hub, outer.rank, channel), of_ranks, sizes) for channel in (0, 1)]
         names = [f"rank {rank}" for rank in range(len(of_ranks))]
-        group = Group(outer.rank, names, range(len(of_ranks)))
+        group = RankGroup(outer.rank, names, range(len(of_ranks)))
         with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
             before = links[0].sent_bytes
             collective(communicator)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree
-import zlib
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from collectives.plans.planning import plan_for
 from collectives.plans.spread import Spread
 from collectives.simulation import Network, Traffic, chain, of_comparison, of_plan, ring, simulate, steady_s
 from collectives.simulation.__main__ import bytes_of, main
-from collectives.simulation.comparing import Job, compared
+from collectives.simulation.comparing import SimulatedJob, compared
 from collectives.simulation.traffic import Wave
 
 MEGABYTE = 10**6
@@ -139,13 +139,13 @@ def test_pieces_overlap_adding_and_sending() -> None:
 
 
 def test_a_critical_path_is_as_long_as_it_takes() -> None:
-    for name, outcome in compared(Job(4, 2, 2, MEGABYTE), GIGABIT):
+    for name, outcome in compared(SimulatedJob(4, 2, 2, MEGABYTE), GIGABIT):
         assert sum(outcome.critical.values()) == pytest.approx(outcome.seconds), name
 
 
 @pytest.mark.complete
 def test_the_tree_is_close_to_the_least_on_thousands_of_hosts_where_the_chain_is_not() -> None:
-    job, network = Job(1024, 1, 1, 100 * MEGABYTE), Network()
+    job, network = SimulatedJob(1024, 1, 1, 100 * MEGABYTE), Network()
     ((_, outcome),) = compared(job, network, "tree, halving")
     assert outcome.seconds <= 1.3 * job.least_s(network)
     ((_, of_ring),) = compared(job, network, "ring")
@@ -180,20 +180,19 @@ def test_an_all_reduce_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.complete
 def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="curves need matplotlib")
     assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
-    root = xml.etree.ElementTree.parse(tmp_path / "plot.svg").getroot()
-    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert {"least", "ring", "tree, direct", "tree, halving", "2", "8"} <= set(texts)
-    assert "chain" not in texts  # no transport has it any more
-    assert texts[0] == "all-reduce of 1 MB, 1 instance per host"
-    widths = [int(each.get("stroke-width")) for each in root.iter() if each.tag.endswith("polyline")]
-    assert [width for width in widths if width > 1][::2] == [10, 8, 6, 4, 2]  # a curve hides no earlier one
-    picture = (tmp_path / "plot.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    begun = picture.index(b"IDAT")
-    length = int.from_bytes(picture[begun - 4 : begun], "big")
-    rows = np.frombuffer(zlib.decompress(picture[begun + 4 : begun + 4 + length]), np.uint8).reshape(460, 1 + 3 * 760)
-    assert len(np.unique(rows[:, 1:].reshape(-1, 3), axis=0)) > 5
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert {"least", "ring", "tree, direct", "tree, halving"} <= set(re.findall(r"<!-- (.+?) -->", drawn))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", "--most-hosts", "2", "--size", "1K", "--output", str(tmp_path / "plot")]) == 2
+    assert "pip install 'popdist-everywhere[plot]'" in capsys.readouterr().err
 
 
 def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:

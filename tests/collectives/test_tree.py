@@ -6,20 +6,20 @@ from itertools import pairwise
 
 import pytest
 
-from collectives.tree import Node, halves, merged, parent_of, registers, root_of, steps, subtrees
+from collectives.tree import TreeNode, halves, merged, parent_of, registers, root_of, steps, subtrees
 
 MOST = 64
 
 
-def nodes_below(node: Node) -> set[Node]:
+def nodes_below(node: TreeNode) -> set[TreeNode]:
     return {node} if node.is_leaf else {node}.union(*map(nodes_below, halves(node)))
 
 
-def leaves(first: int, stop: int) -> tuple[Node, ...]:
-    return tuple(Node(replica, replica + 1) for replica in range(first, stop))
+def leaves(first: int, stop: int) -> tuple[TreeNode, ...]:
+    return tuple(TreeNode(replica, replica + 1) for replica in range(first, stop))
 
 
-def text(nodes: tuple[Node, ...]) -> str:
+def text(nodes: tuple[TreeNode, ...]) -> str:
     """What some steps do, in brackets."""
     values = [str(node.first) for node in nodes]
     for left, right, _ in steps(nodes):
@@ -49,7 +49,7 @@ def test_a_block_of_replicas_adds_the_largest_nodes_inside_of_it() -> None:
         nodes = nodes_below(root_of(replicas))
         for first in range(replicas):
             for stop in range(first + 1, replicas + 1):
-                inside = [node for node in nodes if Node(first, stop).covers(node)]
+                inside = [node for node in nodes if TreeNode(first, stop).covers(node)]
                 largest = [node for node in inside if not any(one != node and one.covers(node) for one in inside)]
                 assert list(subtrees(first, stop, replicas)) == sorted(largest)
 
@@ -71,13 +71,13 @@ def test_every_node_knows_to_what_it_is_added() -> None:
 
 
 def test_nodes_of_several_blocks_are_merged_where_they_meet() -> None:
-    assert merged([Node(6, 7), Node(2, 4), Node(0, 2)], 8) == (Node(0, 4), Node(6, 7))
-    assert merged([Node(4, 6), Node(6, 7)], 7) == (Node(4, 7),)
-    assert merged([Node(1, 2), Node(2, 4)], 8) == (Node(1, 2), Node(2, 4))
+    assert merged([TreeNode(6, 7), TreeNode(2, 4), TreeNode(0, 2)], 8) == (TreeNode(0, 4), TreeNode(6, 7))
+    assert merged([TreeNode(4, 6), TreeNode(6, 7)], 7) == (TreeNode(4, 7),)
+    assert merged([TreeNode(1, 2), TreeNode(2, 4)], 8) == (TreeNode(1, 2), TreeNode(2, 4))
 
 
 def test_steps_go_on_with_what_was_added_before() -> None:
-    nodes = (Node(0, 4), Node(4, 5), Node(5, 6), Node(6, 7))
+    nodes = (TreeNode(0, 4), TreeNode(4, 5), TreeNode(5, 6), TreeNode(6, 7))
     assert text(nodes) == "(0+((4+5)+6))"
 
 
@@ -98,8 +98,8 @@ def test_an_accumulator_is_not_overwritten_while_it_is_needed() -> None:
             holds[register] = number
 
 
-@pytest.mark.parametrize("nodes", [(Node(0, 2), Node(3, 4)), (Node(0, 1), Node(1, 3), Node(3, 4))])
-def test_what_is_missing_or_no_node_is_refused(nodes: tuple[Node, ...]) -> None:
-    assert any(one.stop != other.first for one, other in pairwise(nodes)) or nodes[1] == Node(1, 3)
+@pytest.mark.parametrize("nodes", [(TreeNode(0, 2), TreeNode(3, 4)), (TreeNode(0, 1), TreeNode(1, 3), TreeNode(3, 4))])
+def test_what_is_missing_or_no_node_is_refused(nodes: tuple[TreeNode, ...]) -> None:
+    assert any(one.stop != other.first for one, other in pairwise(nodes)) or nodes[1] == TreeNode(1, 3)
     with pytest.raises(ValueError, match="missing|not the parts"):
         steps(nodes)

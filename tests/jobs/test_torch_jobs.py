@@ -15,7 +15,7 @@ from poprun_jobs import ROOT, run, start, start_command, two
 import strategies
 from popdist.records.recording import FOLDER_VARIABLE
 from poprun.verify.comparison import first_difference
-from poprun.verify.hints import Evidence, hints
+from poprun.verify.explanation import Evidence, hints
 from poprun.verify.records import BATCH, read_record
 
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too

@@ -58,7 +58,7 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="16-bit floats are added in 16 bits",
-        path="collectives/dtypes.py",
+        path="collectives/arrays.py",
         old="return np.dtype(np.float32)",
         new="return dtype",
         caught_by=("tests/collectives/test_exact_sums.py::test_16_bit_floats_are_rounded_once",),

@@ -9,7 +9,7 @@ IN_PIPELINES = (
         name="a schedule may leave out a backward pass",
         path="strategies/pipelines/timetable.py",
         old="if missing := expected - seen:",
-        new="if missing := {each for each in expected - seen if each.kind is Kind.FORWARD}:",
+        new="if missing := {each for each in expected - seen if each.kind is ActionKind.FORWARD}:",
         caught_by=("tests/strategies/pipelines/test_pipeline_timetable.py::test_impossible_lists_are_refused",),
     ),
     Fault(
@@ -24,8 +24,8 @@ IN_PIPELINES = (
     Fault(
         name="a backward pass need not wait for that of the stage behind",
         path="strategies/pipelines/timetable.py",
-        old="return (Action(Kind.FORWARD, stage, number), *behind)",
-        new="return (Action(Kind.FORWARD, stage, number),)",
+        old="return (StageAction(ActionKind.FORWARD, stage, number), *behind)",
+        new="return (StageAction(ActionKind.FORWARD, stage, number),)",
         caught_by=(
             "tests/strategies/pipelines/test_pipeline_timetable.py::test_dependencies_are_the_neighbours_and_ones_own_forward_pass",
         ),
@@ -77,7 +77,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="what depends on weights alone is kept of every micro-batch",
-        path="strategies/pipelines/running/stages.py",
+        path="strategies/pipelines/running/stage_programs.py",
         old="again = _movements(graph) | self._lasting(graph)",
         new="again = _movements(graph)",
         caught_by=(
@@ -86,7 +86,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="the gradients of a stage go on from those of the last update",
-        path="strategies/pipelines/running/stages.py",
+        path="strategies/pipelines/running/stage_programs.py",
         old="before = jnp.where(number == 0, jnp.zeros_like(sum_), sum_)",
         new="before = sum_",
         caught_by=("tests/strategies/pipelines/test_pipelining_ops.py::test_pl_20_interleaved_is_a_loop_on_the_host",),
@@ -111,7 +111,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="a penalty is computed where it is added, not where its weights are",
-        path="strategies/pipelines/penalties.py",
+        path="strategies/pipelines/marks.py",
         old="if before or _is_penalty(equation, own, needed):",
         new="if before:",
         caught_by=(
@@ -149,7 +149,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="recomputation that costs no time is not chosen where it keeps less",
-        path="strategies/pipelines/choice.py",
+        path="strategies/pipelines/advice.py",
         old="one.most_bytes, one.recompute\n",
         new="one.recompute, one.most_bytes\n",
         caught_by=(

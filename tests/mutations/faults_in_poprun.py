@@ -14,9 +14,9 @@ IN_POPRUN = (
     ),
     Fault(
         name="variables that the user forwards are lost where nothing is exported",
-        path="poprun/launch/command.py",
-        old="return own | dict.fromkeys(launch.forwarded) | {",
-        new="return own | {",
+        path="poprun/launch/variables.py",
+        old="{**own, **dict.fromkeys(forwarded), **exported}",
+        new="{**own, **exported}",
         caught_by=("tests/poprun/test_command.py::test_the_order_is_that_of_the_original",),
     ),
     Fault(
@@ -75,7 +75,7 @@ IN_POPRUN = (
     ),
     Fault(
         name="the size of a file does not count where environments are compared",
-        path="poprun/hosts/environment_trees.py",
+        path="poprun/hosts/python_environment.py",
         old="state.st_size, state.st_mtime_ns",
         new="state.st_mtime_ns",
         caught_by=("tests/poprun/test_synchronise.py::TestDigest::test_a_size_counts_where_the_time_is_the_same",),

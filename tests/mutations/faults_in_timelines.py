@@ -207,7 +207,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a host runs whatever text comes through its standard input",
-        path="poprun/hosts/own_text.py",
+        path="poprun/hosts/ssh.py",
         old="hashlib.sha256(text).hexdigest() == '{digest}' or ",
         new="hashlib.sha256(text).hexdigest() != '{digest}x' or ",
         caught_by=("tests/poprun/test_survey.py::test_a_host_runs_no_other_text_than_ours",),

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.records.linked_files import open_unless_linked
-from popdist.timeline.opening import open_recording
+from popdist.records.private_files import open_recording, open_unless_linked
 from poprun.cli.config import open_own
 from poprun.output.output_files import OutputFiles
 from poprun.trace.trace_events import opened

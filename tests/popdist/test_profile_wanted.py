@@ -5,25 +5,24 @@ from __future__ import annotations
 import pytest
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.timeline.asked import Asked
-from popdist.timeline.profiles.profiling import Profiling
-from popdist.timeline.profiles.wanted import Wanted
+from popdist.timeline.asked import TimelineOptions
+from popdist.timeline.profiles import Profiling, WantedProfile
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("jax", Wanted("jax", 2, 5)),
-        ("torch:20", Wanted("torch", 2, 20)),
-        ("jax:20@100", Wanted("jax", 100, 20)),
-        ("jax@0", Wanted("jax", 0, 5)),
-        ("torch:all", Wanted("torch", 0, None)),
-        ("torch:all@7", Wanted("torch", 7, None)),
+        ("jax", WantedProfile("jax", 2, 5)),
+        ("torch:20", WantedProfile("torch", 2, 20)),
+        ("jax:20@100", WantedProfile("jax", 100, 20)),
+        ("jax@0", WantedProfile("jax", 0, 5)),
+        ("torch:all", WantedProfile("torch", 0, None)),
+        ("torch:all@7", WantedProfile("torch", 7, None)),
     ],
 )
 def test_a_profile_is_asked_for_in_a_word(text, wanted):
-    assert Wanted.parse(text) == wanted
-    assert Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text}).profile == wanted
+    assert WantedProfile.parse(text) == wanted
+    assert TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text}).profile == wanted
 
 
 @pytest.mark.parametrize(
@@ -38,24 +37,24 @@ def test_a_profile_is_asked_for_in_a_word(text, wanted):
 )
 def test_a_word_that_names_none_is_refused(text, why):
     with pytest.raises(EnvironmentMismatchError, match=why):
-        Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text})
+        TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text})
 
 
 def test_a_profile_without_a_timeline_is_refused():
     with pytest.raises(EnvironmentMismatchError, match="POPDIST_TIMELINE is not, .*; set both"):
-        Asked.from_environ({"POPDIST_PROFILE": "jax"})
+        TimelineOptions.from_environ({"POPDIST_PROFILE": "jax"})
 
 
 def test_a_profiler_that_cannot_be_imported_is_refused_at_the_start(tmp_path):
     with pytest.raises(EnvironmentMismatchError, match="by not_there is asked for, which .* cannot import; install it"):
-        Profiling(Wanted("not_there"), tmp_path, int, print)
+        Profiling(WantedProfile("not_there"), tmp_path, int, print)
 
 
 def test_steps_are_counted_from_the_first_that_this_process_makes():
-    wanted = Wanted("jax", 2, 3)
+    wanted = WantedProfile("jax", 2, 3)
     assert [(wanted.begins_before(made), wanted.ends_before(made)) for made in range(6)] == [
         *[(False, False)] * 2,
         *[(True, False)] * 3,
         (True, True),
     ]
-    assert not Wanted("jax", 0, None).ends_before(10**9)
+    assert not WantedProfile("jax", 0, None).ends_before(10**9)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from popdist.xla import complain_of_sums, right_sums_setting
-from popdist.xla.sums import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
+from popdist.xla import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, complain_of_sums, is_measured, right_sums_setting
 
 RIGHT = ("0.9.0", "0.9.0.1", "0.9.2", "0.10.0", "0.10.1")
 WRONG = ("0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Ends, ends_in, read_connections, summed
+from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Addresses, ends_in, read_connections, summed
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 
@@ -35,7 +35,7 @@ def sent_by(near, far, nbytes):
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 100_003])
 def test_as_many_bytes_as_were_sent(connected, nbytes):
-    name = Ends(HERE, THERE).named(SENT)
+    name = Addresses(HERE, THERE).named(SENT)
     before = read_connections()[name]
     sent_by(*connected, nbytes)
     assert read_connections()[name] - before == pytest.approx(nbytes, abs=1)  # the kernel counts the greeting too
@@ -44,7 +44,7 @@ def test_as_many_bytes_as_were_sent(connected, nbytes):
 def test_both_directions_with_how_long_they_take(connected):
     sent_by(*connected, 1000)
     found = read_connections()
-    for ends in (Ends(HERE, THERE), Ends(THERE, HERE)):
+    for ends in (Addresses(HERE, THERE), Addresses(THERE, HERE)):
         assert found[ends.named(SENT)] >= 1
         assert found[ends.named(BUSY)] >= 0
         assert ends.named(ROUND_TRIP) in found
@@ -52,7 +52,7 @@ def test_both_directions_with_how_long_they_take(connected):
 
 def test_connections_between_the_same_addresses_together(connected):
     sent_by(*connected, 1000)
-    name = Ends(HERE, THERE).named(SENT)
+    name = Addresses(HERE, THERE).named(SENT)
     alone = read_connections()[name]
     with socket.create_server((THERE, 0)) as server:
         near = socket.create_connection(server.getsockname(), source_address=(HERE, 0))
@@ -72,7 +72,7 @@ def info_of(sent, round_trip_us, busy_us, full_us):
 
 
 def test_of_several_the_sums_and_the_shortest_round_trip_and_no_time_in_which_the_receiver_was_full():
-    ends = Ends(HERE, THERE)
+    ends = Addresses(HERE, THERE)
     names = ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP)
     found = summed(
         [(names, info_of(1000, 300, 5_000_000, 1_000_000)), (names, info_of(500, 200, 2_000_000, 2_000_000))]
@@ -103,7 +103,7 @@ def test_connections_wait_as_before_where_new_ones_are_given_a_timeout(connected
     """A socket of Python that is made for a descriptor would have the connection wait for nothing."""
     socket.setdefaulttimeout(5)
     try:
-        assert Ends(HERE, THERE).named(SENT) in read_connections()
+        assert Addresses(HERE, THERE).named(SENT) in read_connections()
     finally:
         socket.setdefaulttimeout(None)
     assert all(os.get_blocking(each.fileno()) for each in connected)
@@ -117,10 +117,10 @@ def test_addresses_of_ipv4_are_named_alike_however_they_are_written():
         with socket.create_connection((THERE, server.getsockname()[1]), source_address=(HERE, 0)):
             far, _ = server.accept()
             with far:
-                assert Ends(THERE, HERE).named(SENT) in read_connections()
+                assert Addresses(THERE, HERE).named(SENT) in read_connections()
 
 
-@pytest.mark.parametrize("ends", [Ends(HERE, THERE), Ends("fe80::1", "fd00::2")])
+@pytest.mark.parametrize("ends", [Addresses(HERE, THERE), Addresses("fe80::1", "fd00::2")])
 def test_names_say_which_they_are(ends):
     assert ends_in(ends.named(SENT), SENT) == ends
     assert ends_in(ends.named(SENT), BUSY) is None

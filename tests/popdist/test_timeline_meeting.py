@@ -10,7 +10,7 @@ import pytest
 from collectives.backends.thread import run_on_threads
 from collectives.calls import Call
 from popdist import Instance
-from popdist.timeline.asked import Asked
+from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock
 from poprun.trace.merging import put_together
@@ -32,7 +32,7 @@ def record(folder):
 
     def work(communicator):
         rank = communicator.rank
-        timeline = Timeline(Asked(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
+        timeline = Timeline(TimelineOptions(folder), Instance(rank, 4, 1, rank, 4, 0), {}, clock_of(rank))
         timeline.meet(communicator)
         recorder = timeline.instruments[0]
         for step in range(20):

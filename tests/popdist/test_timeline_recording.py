@@ -1,4 +1,4 @@
-"""Recording an instance: the ring, the file and the instrument."""
+"""TimelineFile an instance: the ring, the file and the instrument."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from collectives.calls import Call
 from collectives.instruments import CHECKPOINT, DATA, UPDATE, Instruments
 from popdist.errors import EnvironmentMismatchError
 from popdist.timeline import blocks
-from popdist.timeline.asked import Asked
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.asked import TimelineOptions
+from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge
-from popdist.timeline.places import line_of
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
-from popdist.timeline.sampling import stride_of
-from popdist.timeline.spilling import Recording
+from popdist.timeline.spilling import TimelineFile, line_of, stride_of
 
 
 def kinds_of(events):
-    return [Kind(kind) for kind in events["kind"].tolist()]
+    return [EventKind(kind) for kind in events["kind"].tolist()]
 
 
 class TestTheRing:
@@ -223,7 +221,7 @@ class TestTheInstrument:
         instruments.step_ends(32, 0.5)
         events, _ = ring.take()
         names = recorder.take_new_names()
-        assert [(Kind(kind).name, track, value) for _, kind, track, _, value in events.tolist()[:-1]] == [
+        assert [(EventKind(kind).name, track, value) for _, kind, track, _, value in events.tolist()[:-1]] == [
             ("PHASE_BEGINS", 0, 0),
             ("PHASE_ENDS", 0, 0),
             ("STEP_BEGINS", 0, 7),
@@ -252,8 +250,12 @@ class TestTheInstrument:
             with instruments.during[UPDATE]:
                 pass
         kinds = kinds_of(ring.take()[0])
-        recorded = [Kind.PHASE_BEGINS, Kind.PHASE_ENDS] * 2 + [Kind.STEP_BEGINS, Kind.PHASE_BEGINS, Kind.PHASE_ENDS]
-        assert kinds == [*recorded, Kind.PHASE_BEGINS, Kind.PHASE_ENDS, Kind.STEP_BEGINS, *recorded]
+        recorded = [EventKind.PHASE_BEGINS, EventKind.PHASE_ENDS] * 2 + [
+            EventKind.STEP_BEGINS,
+            EventKind.PHASE_BEGINS,
+            EventKind.PHASE_ENDS,
+        ]
+        assert kinds == [*recorded, EventKind.PHASE_BEGINS, EventKind.PHASE_ENDS, EventKind.STEP_BEGINS, *recorded]
 
     def test_records_nothing_but_that_there_are_steps_where_there_is_no_room(self):
         ring = Ring(64)
@@ -262,12 +264,12 @@ class TestTheInstrument:
         with instruments.during[UPDATE]:
             instruments.operation_begins(1, Call("barrier"))
         instruments.step_ends(1, 0.0)
-        assert kinds_of(ring.take()[0]) == [Kind.STEP_BEGINS, Kind.STEP_ENDS]
+        assert kinds_of(ring.take()[0]) == [EventKind.STEP_BEGINS, EventKind.STEP_ENDS]
 
 
 class TestARecording:
     def test_has_everything_when_it_is_closed(self, tmp_path):
-        recording = Recording(tmp_path / "folder" / "a", {"instance": 0}, 10**6)
+        recording = TimelineFile(tmp_path / "folder" / "a", {"instance": 0}, 10**6)
         recording.start()
         recording.recorder.step_begins(1)
         recording.align_by(lambda: [(1, 2, 3, 4)])
@@ -277,12 +279,12 @@ class TestARecording:
         kinds = [each.kind for each in found]
         assert (kinds[0], kinds[-1]) == (blocks.HEADER, blocks.END)
         events = [blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS]
-        assert Kind.STEP_BEGINS in np.concatenate(events)["kind"]
+        assert EventKind.STEP_BEGINS in np.concatenate(events)["kind"]
         assert kinds.index(blocks.NAMES) < kinds.index(blocks.EVENTS)
 
     def test_never_disturbs_the_program(self, tmp_path, caplog):
         (tmp_path / "folder").write_text("a file")
-        recording = Recording(tmp_path / "folder" / "a", {}, 10**6)
+        recording = TimelineFile(tmp_path / "folder" / "a", {}, 10**6)
         recording.start()
         recording.recorder.step_begins(1)
         recording.close()
@@ -290,14 +292,14 @@ class TestARecording:
 
     def test_goes_on_without_a_disk_that_is_full(self, caplog, tmp_path):
         (tmp_path / "full").symlink_to("/dev/full")
-        recording = Recording(tmp_path / "full", {}, 10**6)
+        recording = TimelineFile(tmp_path / "full", {}, 10**6)
         recording.spill()
         recording.close()
         assert caplog.text.count("No space left on device") == 1
 
     def test_stays_below_its_limit_whatever_comes_and_says_what_had_no_room(self, tmp_path):
         limit, steps = 20_000, 5000
-        recording = Recording(tmp_path / "a", {"instance": 0}, limit)
+        recording = TimelineFile(tmp_path / "a", {"instance": 0}, limit)
         random = np.random.default_rng(0)
         for step in range(steps):
             recording.recorder.step_begins(step)
@@ -310,20 +312,20 @@ class TestARecording:
         found = list(blocks.read_blocks(data))
         assert found[-1].kind == blocks.END
         events = np.concatenate([blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS])
-        (lost,) = events["value"][events["kind"] == Kind.EVENTS_LOST].tolist()
-        begun = np.count_nonzero(events["kind"] == Kind.STEP_BEGINS)
+        (lost,) = events["value"][events["kind"] == EventKind.EVENTS_LOST].tolist()
+        begun = np.count_nonzero(events["kind"] == EventKind.STEP_BEGINS)
         assert 0 < begun < steps
         assert lost >= 2 * (steps - begun)
 
     def test_says_how_much_came_too_fast_to_be_kept(self, tmp_path):
-        recording = Recording(tmp_path / "a", {"instance": 0}, 10**7)
+        recording = TimelineFile(tmp_path / "a", {"instance": 0}, 10**7)
         for value in range((1 << 16) + 5):
-            recording._ring.append(Kind.WAITS_FOR, 0, 0, value)
+            recording._ring.append(EventKind.WAITS_FOR, 0, 0, value)
         recording.spill()
         found = blocks.read_blocks((tmp_path / "a").read_bytes())
         (events,) = [blocks.unpack_events(each.content) for each in found if each.kind == blocks.EVENTS]
         recording.close()
-        assert (events["kind"][0], events["value"][0]) == (Kind.EVENTS_LOST, 5)
+        assert (events["kind"][0], events["value"][0]) == (EventKind.EVENTS_LOST, 5)
         assert events["value"][1:].tolist() == list(range(5, (1 << 16) + 5))
 
     def test_writes_all_of_a_block_of_which_the_disk_takes_a_part(self, tmp_path):
@@ -331,7 +333,7 @@ class TestARecording:
             def write(self, data):
                 return super().write(data[:7])
 
-        recording = Recording(tmp_path / "a", {"instance": 0}, 10**6)
+        recording = TimelineFile(tmp_path / "a", {"instance": 0}, 10**6)
         recording._file.close()
         recording._file = Little(tmp_path / "b", "wb")
         recording._write(blocks.MAGIC + blocks.json_block(blocks.HEADER, {"instance": 0}))
@@ -341,7 +343,7 @@ class TestARecording:
 
     @pytest.mark.filterwarnings("ignore:.*fork")
     def test_is_not_written_by_processes_that_are_forked(self, tmp_path):
-        recording = Recording(tmp_path / "a", {"instance": 0}, 10**6)
+        recording = TimelineFile(tmp_path / "a", {"instance": 0}, 10**6)
         recording.recorder.step_begins(1)
         child = multiprocessing.get_context("fork").Process(target=recording.close)
         child.start()
@@ -355,7 +357,7 @@ class TestARecording:
     def test_has_a_file_of_its_own_where_another_process_writes(self, tmp_path):
         """Two jobs record into one folder."""
         path = tmp_path / "instance-0.timeline"
-        first = Recording(path, {"instance": 0}, 10**6)
+        first = TimelineFile(path, {"instance": 0}, 10**6)
         assert in_another_process(path) == "True instance-0.process-number\n"
         first.close()
         assert path.read_bytes().startswith(blocks.MAGIC)
@@ -365,7 +367,7 @@ class TestARecording:
 ANOTHER = """\
 import os, sys
 from pathlib import Path
-from popdist.timeline.opening import is_being_written, open_recording
+from popdist.records.private_files import is_being_written, open_recording
 path = Path(sys.argv[1])
 print(is_being_written(path), Path(open_recording(path).name).stem.replace(str(os.getpid()), "number"))
 """
@@ -397,10 +399,10 @@ class TestAGauge:
 
 class TestWhatIsAsked:
     def test_is_nothing_unless_a_folder_is_named(self):
-        assert Asked.from_environ({"POPDIST_TIMELINE": ""}) is None
+        assert TimelineOptions.from_environ({"POPDIST_TIMELINE": ""}) is None
 
     def test_is_a_folder_and_a_limit(self):
-        asked = Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": "3"})
+        asked = TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": "3"})
         assert (str(asked.folder), asked.limit_bytes) == ("/a", 3_000_000)
 
     @pytest.mark.parametrize("limit", ["0", "-1", "3MB"])
@@ -408,7 +410,7 @@ class TestWhatIsAsked:
         with pytest.raises(
             EnvironmentMismatchError, match="POPDIST_TIMELINE_LIMIT='.*' is not a positive whole number"
         ):
-            Asked.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": limit})
+            TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": limit})
 
 
 class TestTheLineBetweenSteps:
@@ -452,11 +454,11 @@ class TestTheLineBetweenSteps:
         recorder.seen_at("train.py:12")
         recorder.seen_at("train.py:12")
         events, _ = ring.take()
-        assert kinds_of(events) == [Kind.SEEN_AT] * 2
+        assert kinds_of(events) == [EventKind.SEEN_AT] * 2
         assert recorder.take_new_names()[int(events["name"][0])] == {"name": "train.py:12"}
 
     def test_is_recorded_while_the_program_waits_there(self, tmp_path):
-        recording = Recording(tmp_path / "a", {}, 10**6)
+        recording = TimelineFile(tmp_path / "a", {}, 10**6)
         recording.recorder.step_begins(0)
         recording.recorder.step_ends(8, 0.5)
         recording.start()

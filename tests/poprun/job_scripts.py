@@ -11,7 +11,7 @@ from typing import Any
 from popdist.records.progress import ProgressRecord, State
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, JobEnd, Verdict
-from poprun.launch.across import Across
+from poprun.launch.launch import Across
 from poprun.supervisor.job_events import (
     Action,
     AgentOrder,

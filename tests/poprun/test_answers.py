@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from poprun.cli.answers import show
+from poprun.cli.log import show
 from poprun.errors import OutputError
 
 

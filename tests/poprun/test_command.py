@@ -1,35 +1,51 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from poprun.cli.settings import Settings
-from poprun.hosts.cores import Core
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
-from poprun.launch.command import AGENT, Launch, build_command, extra_variables
+from poprun.hosts.remote import Remote
+from poprun.hosts.this_machine import Core
+from poprun.ipc.wire import mark, unmark
+from poprun.launch.command import AGENT, build_command
+from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.torch_distributed import meeting_point
+from poprun.launch.variables import extra_variables, meeting_point
 
 TWO_CORES = [Core(0, 0, 0, 0), Core(0, 0, 1, 1)]
 
 
 HERE = (Host("h", is_this_machine=True),)
+BOTH = (*HERE, Host("other"))
+REMOTE = Remote("10.0.0.0/24", "10.0.0.1", ("-o", "BatchMode=yes"), 10.0)
+GRAMMAR = (":", "--", "-np", "-n", "-x", "--mca", "-gmca", "--prtemca", "--hostfile", "@file", "--bind-to", "--version")
+TWO = {"num_instances": 2, "num_replicas": 2}
 
 
-def command(cores=TWO_CORES, forwarded=("PATH",), extra=None, hosts=HERE, devices=(), **options) -> list[str]:
-    settings = Settings(program=("python3", "train.py", "--lr=0.1"), **options)
+def command(
+    *program, cores=TWO_CORES, forwarded=("PATH",), extra=None, hosts=HERE, remote=None, devices=(), **options
+) -> list[str]:
+    settings = LaunchSettings(program=program or ("python3", "train.py", "--lr=0.1"), **options)
+    names = [host.name for host in hosts]
     launch = Launch(
         settings=settings,
         hosts=hosts,
-        places=place_instances(
-            settings, [h.name for h in hosts], dict.fromkeys([h.name for h in hosts], cores), devices
-        ),
+        places=place_instances(settings, names, dict.fromkeys(names, cores), devices),
         mpirun="/opt/mpirun",
         python="/opt/python",
         extra=extra or {"PJRT_NPROC": "8"},
         forwarded=forwarded,
         oversubscribes=settings.num_instances > len(cores),
+        remote=remote,
     )
     return build_command(launch)
+
+
+def pair(hosts=HERE, remote=None, **options) -> list[str]:
+    return command(hosts=hosts, remote=remote, **TWO, **options)
 
 
 def exported(words: list[str]) -> list[dict[str, str]]:
@@ -50,7 +66,7 @@ def test_each_instance_is_told_its_rank_for_torch_distributed():
         ["2", "0", "1", "1", "4", "2", "a", "29500"],
         ["3", "1", "1", "1", "4", "2", "a", "29500"],
     ]
-    assert "RANK" not in exported(command(num_instances=2, num_replicas=2))[0]
+    assert "RANK" not in exported(command(**TWO))[0]
 
 
 @pytest.mark.parametrize(
@@ -131,13 +147,13 @@ def test_every_instance_has_a_context_with_its_own_offset_cores_and_the_local_ar
 
 
 def test_global_arguments_come_once():
-    words = command(num_instances=2, num_replicas=2, mpi_global_args=("--timeout", "9"))
+    words = command(**TWO, mpi_global_args=("--timeout", "9"))
     assert words.count("--timeout") == 1
     assert words.index("--timeout") < words.index("-np")
 
 
 def test_binding_is_left_to_the_user_who_asks_for_it():
-    words = command(num_instances=2, num_replicas=2, mpi_global_args=("--bind-to", "core"))
+    words = command(**TWO, mpi_global_args=("--bind-to", "core"))
     assert words.count("--bind-to") == 1
     assert "none" not in words
 
@@ -160,21 +176,21 @@ def test_root_is_allowed_once():
 
 class TestExtraVariables:
     def test_python_is_unbuffered_and_the_pool_is_fixed(self):
-        extra = extra_variables(Settings(program=("p",)), {"PJRT_NPROC": "8"}, {})
+        extra = extra_variables(LaunchSettings(program=("p",)), {"PJRT_NPROC": "8"}, {})
         assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1"}
 
     def test_the_users_environment_comes_first(self):
-        assert extra_variables(Settings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
+        assert extra_variables(LaunchSettings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
 
     def test_offline_mode_wins_over_the_environment_but_not_over_an_export(self):
-        offline = Settings(program=("p",), offline_mode=True)
+        offline = LaunchSettings(program=("p",), offline_mode=True)
         assert extra_variables(offline, {}, {"JAX_PLATFORMS": "gpu"})["JAX_PLATFORMS"] == "cpu"
-        told = Settings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
+        told = LaunchSettings(program=("p",), offline_mode=True, mpi_local_args=("-x", "JAX_PLATFORMS=tpu"))
         assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
 
 
 def test_nothing_names_the_host_as_long_as_everything_runs_here():
-    assert "--host" not in command(num_instances=2, num_replicas=2)
+    assert "--host" not in command(**TWO)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["here", "b"]])
@@ -192,9 +208,7 @@ def test_the_local_index_begins_anew_on_each_host():
 
 def test_an_instance_gets_its_own_arguments_after_those_of_all():
     own = ((1, ("-x", "A=2", "--mca", "x", "y")), (1, ("-x", "B")))
-    first, second = contexts(
-        command(num_instances=2, num_replicas=2, mpi_local_args=("-x", "A=1"), instance_mpi_local_args=own)
-    )
+    first, second = contexts(command(**TWO, mpi_local_args=("-x", "A=1"), instance_mpi_local_args=own))
     assert user_part(first) == ["-x", "A=1"]
     assert user_part(second) == ["-x", "A=2", "-x", "B", "--mca", "x", "y"]
 
@@ -227,14 +241,14 @@ class TestOfTwoExportsTheLastCountsForEachInstance:
 
     def test_what_the_first_instance_alone_exports_goes_past_mpirun(self):
         own = ((0, ("-x", "A=1", "-x", "B=1")), (1, ("-x", "B=2")))
-        first, second = contexts(command(num_instances=2, num_replicas=2, instance_mpi_local_args=own))
+        first, second = contexts(command(**TWO, instance_mpi_local_args=own))
         assert user_part(first) == ["-x", "B=1", "/usr/bin/env", "A=1"]
         assert user_part(second) == ["-x", "B=2"]
 
 
 def test_what_an_instance_exports_is_left_to_it_alone():
     own = ((0, ("-x", "PJRT_NPROC=3")),)
-    first, second = contexts(command(num_instances=2, num_replicas=2, instance_mpi_local_args=own))
+    first, second = contexts(command(**TWO, instance_mpi_local_args=own))
     assert [word for word in first if "PJRT" in word] == ["PJRT_NPROC=3"]
     assert [word for word in second if "PJRT" in word] == ["PJRT_NPROC=8"]
 
@@ -244,3 +258,87 @@ def test_the_cache_and_the_device_reach_the_programs_when_they_are_known():
     words = command(executable_cache_path="/tmp/c d", devices=(24,))
     assert "POPDIST_EXECUTABLE_CACHE_PATH=/tmp/c d" in words
     assert "POPDIST_DEVICE_ID=24" in words
+
+
+def following(words: list[str], word: str) -> list[str]:
+    """The words that stand behind each occurrence of one."""
+    return [after for before, after in zip(words, words[1:], strict=False) if before == word]
+
+
+def test_only_jobs_that_shrink_have_open_mpi_tolerate_faults():
+    words = pair(on_failure="shrink")
+    assert following(words, "--with-ft") == ["ulfm"]
+    assert words.count("POPDIST_SHRINKS=1") == 2
+    assert following(pair(on_failure="shrink", mpi_global_args=("--with-ft", "mpi")), "--with-ft") == ["mpi"]
+    for on_failure in ("stop", "restart"):
+        words = pair(on_failure=on_failure)
+        assert "--with-ft" not in words
+        assert not [word for word in words if "SHRINKS" in word]
+
+
+def test_root_is_allowed_only_where_that_is_asked_for():
+    assert "--allow-run-as-root" in pair(allow_run_as_root=True)
+    assert "--allow-run-as-root" not in pair()
+
+
+def test_a_partition_is_named_to_the_programs_that_use_it():
+    words = pair(vipu_partition="p1", devices=(4, 5))
+    assert [word for word in words if "PARTITION" in word] == ["IPUOF_VIPU_API_PARTITION_ID=p1"] * 2
+    assert not [word for word in pair() if "PARTITION" in word]
+    assert not [word for word in pair(vipu_partition="p1", offline_mode=True) if "PARTITION" in word]
+
+
+def test_other_hosts_are_reached_over_one_network_with_the_options_for_ssh():
+    words = pair(BOTH, REMOTE)
+    assert following(words, "plm_ssh_args") == ["-o BatchMode=yes"]
+    assert following(words, "prte_if_include") == following(words, "btl_tcp_if_include") == ["10.0.0.0/24"]
+    assert following(words, "--host") == ["h:1", "other:1"]
+    assert "plm_ssh_args" not in pair()
+
+
+def test_faults_on_purpose_reach_every_instance():
+    words = pair(inject=("kill:instance=0", "stop:instance=1"))
+    assert words.count("POPDIST_INJECT=kill:instance=0;stop:instance=1") == 2
+    assert not [word for word in pair() if "INJECT" in word]
+
+
+def test_each_agent_is_told_the_name_of_the_host_for_which_it_is_meant():
+    words = pair(BOTH, replace(REMOTE, names={"h": "h.east", "other": "other.east"}))
+    assert [word for word in words if word.startswith("POPRUN_HOST")] == [
+        "POPRUN_HOST=h.east",
+        "POPRUN_HOST=other.east",
+    ]
+    for known in ({}, {"h": "h.east"}):  # mpirun gives all what the first context exports
+        assert not [word for word in pair(BOTH, replace(REMOTE, names=known)) if "POPRUN_HOST" in word]
+
+
+def test_what_is_recorded_for_a_timeline_goes_into_a_folder_beside_it():
+    folder = f"POPDIST_TIMELINE={Path('a.json.parts').absolute()}"
+    words = pair(timeline="a.json", timeline_limit=3)
+    assert [word for word in words if "TIMELINE" in word] == [folder, "POPDIST_TIMELINE_LIMIT=3"] * 2
+    assert [word for word in pair(timeline="a.json") if "TIMELINE" in word] == [folder] * 2
+    assert not [word for word in pair(timeline_limit=3) if "TIMELINE" in word]
+
+
+def test_a_profile_is_told_to_the_instances_that_record():
+    assert "POPDIST_PROFILE=jax:3" in pair(timeline="a.json", profile="jax:3")
+    assert not [word for word in pair(timeline="a.json") if "PROFILE" in word]
+
+
+@pytest.mark.parametrize("word", [*GRAMMAR, "", "+", "++", "+x", "-", " ", "=", "\n"])
+def test_a_word_is_marked_and_comes_back(word):
+    assert mark(word) == f"+{word}"
+    assert unmark(mark(word)) == word
+
+
+@pytest.mark.parametrize("word", ["python3", "./x.py", "/bin/true", "3e-4", "_x", "a:b", "key=--mca", "ü", "\udcff"])
+def test_names_numbers_and_paths_stay_as_they_are(word):
+    assert mark(word) == word == unmark(word)
+
+
+@pytest.mark.parametrize("word", GRAMMAR)
+def test_mpirun_sees_no_word_of_its_own_whether_it_names_the_program_or_follows_it(word):
+    plain = command("train", "3", **TWO)
+    assert command(word, word, **TWO) == [f"+{word}" if each in ("train", "3") else each for each in plain]
+    assert plain.count(":") == 1
+    assert plain.count(str(AGENT)) == 2

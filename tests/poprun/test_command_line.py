@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+import write_options
 
-from poprun.cli.command_line import CommandLine, find_option, read_command_line, read_instance_arguments
-from poprun.cli.notes import IDLE
-from poprun.cli.options import OPTIONS, VIPU, Kind, describe_options
-from poprun.cli.settings import Settings, settings_from
+from poprun.cli.command_line import CommandLine, find_option, read_command_line, read_instance_arguments, settings_from
+from poprun.cli.help import describe_options
+from poprun.cli.launch_options import OPTIONS, VIPU
+from poprun.cli.options import OptionKind
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
 
 
@@ -201,7 +202,7 @@ def test_the_help_fits_its_page(columns, with_rare):
 
 def test_options_without_effect_are_left_to_the_whole_help_and_say_so_there():
     for option in OPTIONS:
-        assert option.is_rare or option.name not in IDLE
+        assert option.is_rare or not option.is_always_idle
         assert option.section != VIPU or option.is_rare
     assert "(default 8090; without effect)" in describe_options(with_rare=True)
     assert "V-IPU" not in describe_options()
@@ -222,72 +223,42 @@ def test_users_of_other_launchers_find_their_option(spelling):
         assert settings.program == ("python", "x.py", "-n", "3")
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_is_documented(option):
-    documented = (Path(__file__).parents[2] / "docs" / "poprun.md").read_text(encoding="utf-8")
-    rows = [line for line in documented.splitlines() if line.startswith("| `-")]
-    assert any(f"`--{option.name}`" in row.split("|")[1] for row in rows)
-
-
-def test_the_defaults_in_the_help_are_those_of_the_settings():
-    settings = Settings(program=("p",))
-    for option in OPTIONS:
-        default = getattr(settings, option.name.replace("-", "_"), None)
-        if option.name == "num-replicas":  # depends on --num-instances
-            continue
-        if option.kind in (Kind.NUMBER, Kind.SECONDS) and default is not None:
-            assert option.default == str(default)
-        if option.kind is Kind.BOOLEAN and default is not None:
-            assert option.default == ("yes" if default else "no")
-    assert settings.process_placement == find_option("--process-placement").default
+def test_every_option_is_in_the_documentation_as_it_is_declared():
+    page = write_options.PAGE.read_text(encoding="utf-8")
+    assert write_options.with_tables(page) == page, "run python docs/write_options.py"
+    assert all(f"`--{option.name}` |" in page for option in OPTIONS)
 
 
 EXAMPLES = {
-    Kind.FLAG: True,
-    Kind.BOOLEAN: True,
-    Kind.NUMBER: 1,
-    Kind.SECONDS: 1.5,
-    Kind.TEXT: "w",
-    Kind.PATH: "some/path",
-    Kind.HOSTS: ("a",),
-    Kind.METRICS: ("csv:run.csv",),
-    Kind.FAULT: ("kill:instance=0",),
-    Kind.ARGUMENTS: ("-x", "A"),
-    Kind.INSTANCE_ARGUMENTS: ("0:-x A",),
-}
-UNUSED = {  # by this version; config.py, notes.py and __main__.py look at the command line itself
-    *(
-        "help",
-        "help-all",
-        "version",
-        "version-format",
-        "verbose",
-        "vv",
-        "import-config",
-        "export-config",
-        "overwrite-config",
-    ),
-    *("vipu-server-host", "vipu-server-port", "vipu-server-timeout", "vipu-partition-attempts", "vipu-cluster"),
-    *("vipu-allocation", "reset-partition", "remove-partition", "sync-type", "numa-aware", "synchronise-poplar-sdk"),
+    OptionKind.FLAG: True,
+    OptionKind.BOOLEAN: True,
+    OptionKind.NUMBER: 1,
+    OptionKind.SECONDS: 1.5,
+    OptionKind.TEXT: "w",
+    OptionKind.PATH: "some/path",
+    OptionKind.HOSTS: ("a",),
+    OptionKind.METRICS: ("csv:run.csv",),
+    OptionKind.FAULT: ("kill:instance=0",),
+    OptionKind.ARGUMENTS: ("-x", "A"),
+    OptionKind.INSTANCE_ARGUMENTS: ("0:-x A",),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_changes_the_settings_unless_it_is_known_to_be_without_effect(option):
-    value = option.choices[-1] if option.choices else EXAMPLES[option.kind]
-    numbers = {"num-replicas": 2, "ipus-per-replica": 2}
+def test_every_option_changes_the_settings(option):
+    values = {"num-replicas": 2, "ipus-per-replica": 2, "vipu-partition-attempts": 2, "remove-partition": False}
+    value = option.choices[-1] if option.choices else values.get(option.name, EXAMPLES[option.kind])
     own = {
         "json": {"json": True, "dry-run": True},
         "only-output-from-instance": {option.name: 0},
         "summary": {option.name: "json:job.json"},
         "profile": {option.name: "jax:3", "timeline": "a.json"},
     }
-    given = own.get(option.name, {option.name: numbers.get(option.name, value)})
+    given = own.get(option.name, {option.name: value})
     if option.name in ("num-instances", "min-instances"):
         given = {"num-instances": 2, "num-replicas": 2} | {option.name: 2}
     without = {name: value for name, value in given.items() if name != option.name}
-    changed = settings_from(CommandLine(given, ("p",))) != settings_from(CommandLine(without, ("p",)))
-    assert changed == (option.name not in UNUSED - {"verbose", "vv"})
+    assert settings_from(CommandLine(given, ("p",))) != settings_from(CommandLine(without, ("p",)))
 
 
 class TestSettings:
@@ -301,25 +272,25 @@ class TestSettings:
     )
     def test_a_profile_is_one_of_a_timeline(self, profile, timeline, why):
         with pytest.raises(UsageError, match=why):
-            Settings(program=("p",), profile=profile, timeline=timeline)
+            LaunchSettings(program=("p",), profile=profile, timeline=timeline)
 
     @pytest.mark.parametrize(
         ("replicas", "instances", "nearest"), [(6, 4, "use 4 or 8 "), (1, 2, "use 2 "), (7, 3, "use 6 or 9 ")]
     )
     def test_replicas_are_divided_evenly_among_instances(self, replicas, instances, nearest):
         with pytest.raises(UsageError, match=nearest):
-            Settings(program=("p",), num_replicas=replicas, num_instances=instances)
+            LaunchSettings(program=("p",), num_replicas=replicas, num_instances=instances)
 
     @pytest.mark.parametrize("name", ["num_replicas", "num_instances", "ipus_per_replica"])
     @pytest.mark.parametrize("number", [0, -1])
     def test_numbers_are_positive(self, name, number):
         with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} is {number}; use 1 or more"):
-            Settings(program=("p",), **{name: number})
+            LaunchSettings(program=("p",), **{name: number})
 
     @pytest.mark.parametrize("shown", [-1, 2])
     def test_the_instance_that_is_shown_exists(self, shown):
         with pytest.raises(UsageError, match="the job has 2 instances; use 0 to 1"):
-            Settings(program=("p",), num_replicas=2, num_instances=2, only_output_from=shown)
+            LaunchSettings(program=("p",), num_replicas=2, num_instances=2, only_output_from_instance=shown)
 
     def test_without_replicas_there_is_one_for_each_instance(self):
         assert settings_from(read("--num-instances 3 p")).num_replicas == 3
@@ -356,7 +327,7 @@ class TestSettings:
     )
     def test_contradictions_are_refused(self, given, message):
         with pytest.raises(UsageError, match=message):
-            Settings(program=("p",), **given)
+            LaunchSettings(program=("p",), **given)
 
     @pytest.mark.parametrize(
         ("given", "domains"),
@@ -370,7 +341,7 @@ class TestSettings:
         ],
     )
     def test_the_partition_decides_the_domains_unless_they_are_given(self, given, domains):
-        assert Settings(program=("p",), **given).domains == domains
+        assert LaunchSettings(program=("p",), **given).domains == domains
 
     def test_debug_is_very_verbose(self):
         assert settings_from(read("--debug p")).verbosity == 2

@@ -5,10 +5,10 @@ import tomllib
 
 import pytest
 
-from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.config import export_config, format_config, import_config, merge, parse_config
-from poprun.cli.options import OPTIONS, Kind
-from poprun.cli.settings import settings_from
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import OptionKind
 from poprun.errors import UsageError
 
 EVERYTHING = [
@@ -33,20 +33,20 @@ def test_export_import_export_gives_the_same_file(tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.is_setting], ids=lambda option: option.name)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.once], ids=lambda option: option.name)
 def test_each_option_alone_is_read_back(option):
     examples = {
-        Kind.FLAG: (True, False),
-        Kind.BOOLEAN: (True, False),
-        Kind.NUMBER: (1, 7),
-        Kind.SECONDS: (1, 7.25, 1e-9 + 2),
-        Kind.TEXT: ("word", "zwölf"),
-        Kind.PATH: ("a/b", "c d"),
-        Kind.HOSTS: (("a",), ("a[0-1],b", "c")),
-        Kind.METRICS: (("csv:a.csv",), ("mlflow", "csv:a,jsonl:b")),
-        Kind.FAULT: (("kill:instance=0",), ("stop:instance=0,step=2", "exit:instance=1")),
-        Kind.ARGUMENTS: ((), ("-x", "A= b")),
-        Kind.INSTANCE_ARGUMENTS: (("0:-x A",), ("0:\"-x A='b c'\"", "1:")),
+        OptionKind.FLAG: (True, False),
+        OptionKind.BOOLEAN: (True, False),
+        OptionKind.NUMBER: (1, 7),
+        OptionKind.SECONDS: (1, 7.25, 1e-9 + 2),
+        OptionKind.TEXT: ("word", "zwölf"),
+        OptionKind.PATH: ("a/b", "c d"),
+        OptionKind.HOSTS: (("a",), ("a[0-1],b", "c")),
+        OptionKind.METRICS: (("csv:a.csv",), ("mlflow", "csv:a,jsonl:b")),
+        OptionKind.FAULT: (("kill:instance=0",), ("stop:instance=0,step=2", "exit:instance=1")),
+        OptionKind.ARGUMENTS: ((), ("-x", "A= b")),
+        OptionKind.INSTANCE_ARGUMENTS: (("0:-x A",), ("0:\"-x A='b c'\"", "1:")),
     }
     for value in option.choices or examples[option.kind]:
         line = CommandLine({option.name: value})
@@ -63,7 +63,7 @@ def test_a_file_reads_like_the_command_line():
     )
 
 
-def test_defaults_and_what_concerns_one_call_are_not_written():
+def test_defaults_and_what_once_are_not_written():
     once = ["--dry-run", "--json", "--export-config", "f", "--overwrite-config", "yes", "--import-config", "g"]
     assert tomllib.loads(format_config(read_command_line([*once, "--version-format", "json", "p"]))) == {
         "program": ["p"]

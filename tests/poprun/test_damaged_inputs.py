@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from damage import ODD, damaged
 
-from poprun.cli.command_line import read_command_line
+from poprun.cli.command_line import read_command_line, settings_from
 from poprun.cli.config import format_config, import_config, read_trusted
-from poprun.cli.options import OPTIONS
-from poprun.cli.settings import settings_from
+from poprun.cli.launch_options import OPTIONS
 from poprun.errors import UsageError
 from poprun.monitor.picture import picture_of
 from poprun.monitor.snapshot import RUNNING, Seen, Snapshot

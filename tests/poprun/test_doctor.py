@@ -8,16 +8,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from recorded_hosts import NETWORK, host
+from recorded_hosts import NETWORK, VERSIONS, host
 
 from popdist.instance import this_host
 from poprun.doctor import (
-    Asked,
-    Report,
+    DoctorReport,
+    DoctorRequest,
     check_links,
     check_load,
     check_measurements,
     check_mtu,
+    check_sums,
     draw_table,
     main,
     read_words,
@@ -26,11 +27,11 @@ from poprun.errors import UsageError
 from poprun.hosts.host_checks import Finding
 from poprun.hosts.host_facts import Interface
 from poprun.hosts.links import (
-    Clock,
-    Helper,
+    ClockOffset,
     HelperError,
     HostMeasurements,
-    Link,
+    LinkHelper,
+    MeasuredLink,
     all_reduce_bound_s,
     find_blocked,
     measure,
@@ -51,11 +52,11 @@ def _busy_machines_have_time(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        ([], Asked()),
-        (["--json"], Asked(as_json=True)),
-        (["--host", "a,b", "--host=c"], Asked(("a", "b", "c"))),
-        (["-H", "a", "--host-subnet", "eth0"], Asked(("a",), "eth0")),
-        (["--host-subnet=10.0.0.0/8"], Asked((), "10.0.0.0/8")),
+        ([], DoctorRequest()),
+        (["--json"], DoctorRequest(as_json=True)),
+        (["--host", "a,b", "--host=c"], DoctorRequest(("a", "b", "c"))),
+        (["-H", "a", "--host-subnet", "eth0"], DoctorRequest(("a",), "eth0")),
+        (["--host-subnet=10.0.0.0/8"], DoctorRequest((), "10.0.0.0/8")),
     ],
 )
 def test_the_command_line(words, asked):
@@ -83,7 +84,7 @@ def test_hosts_in_good_order_get_no_advice():
     ("found", "check", "fact"),
     [
         ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
-        ({"clock": Clock(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
+        ({"clock": ClockOffset(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
         ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no or other addresses for h0"),
         ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no or other addresses for h0"),
     ],
@@ -96,7 +97,7 @@ def test_what_works_but_badly_gets_advice(found, check, fact):
 
 
 def test_a_clock_that_cannot_be_read_exactly_is_not_blamed():
-    measured = [HostMeasurements("h1", clock=Clock(3.0, 2.9), addresses=KNOWN)]
+    measured = [HostMeasurements("h1", clock=ClockOffset(3.0, 2.9), addresses=KNOWN)]
     assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
 
 
@@ -120,7 +121,7 @@ def test_a_busy_host_is_worth_a_hint():
 
 
 def test_the_slowest_link_bounds_an_all_reduce():
-    links = [Link("h0", "h1", 1e-3, 50e6), Link("h1", "h0", 2e-3, 25e6)]
+    links = [MeasuredLink("h0", "h1", 1e-3, 50e6), MeasuredLink("h1", "h0", 2e-3, 25e6)]
     assert all_reduce_bound_s(links, 25_000_000) == 1.0
     lines = [each.fact for each in check_links(links)]
     assert lines == [
@@ -131,7 +132,7 @@ def test_the_slowest_link_bounds_an_all_reduce():
 
 
 def test_a_link_that_carries_nothing_is_a_fault_and_there_is_no_bound():
-    (finding,) = check_links([Link("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
+    (finding,) = check_links([MeasuredLink("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
     assert finding.is_fault
     assert "let all TCP ports pass" in finding.way_out
 
@@ -184,8 +185,8 @@ def test_on_a_narrow_page_the_way_out_stands_below_the_result(columns):
 
 
 def test_advice_is_no_fault():
-    assert Report((Finding("load", "h0", "load 9", "others compute there"),)).is_well
-    assert not Report((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
+    assert DoctorReport((Finding("load", "h0", "load 9", "others compute there"),)).is_well
+    assert not DoctorReport((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
 
 
 def test_two_helpers_measure_the_link_between_them():
@@ -208,7 +209,7 @@ def test_a_link_to_an_address_that_nobody_has_is_a_fault():
 
 
 def test_a_helper_that_cannot_start_says_why():
-    with Helper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
+    with LinkHelper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
         helper.ask("clock", limit_s=60)
 
 
@@ -232,3 +233,38 @@ def test_the_exit_status_is_1_for_a_host_that_cannot_be_reached(capfd, monkeypat
     said = capfd.readouterr().out
     assert "ssh: Could not resolve hostname no-such: Name or service not known" in said
     assert "check the spelling in --host" in said
+
+
+def says(jaxlib: str, **environ: str) -> Finding:
+    (finding,) = check_sums({"h0": host(0, versions=VERSIONS | {"jaxlib": jaxlib})}, environ)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "fact"),
+    [
+        ("0.10.1", "jaxlib 0.10.1 adds up right"),
+        ("0.11.0", "jaxlib 0.11.0 adds up wrongly by itself; strategies keep sums from YNNPACK"),
+        ("0.13.0", "jaxlib 0.13.0 is newer than those that were looked at; strategies keep sums from YNNPACK"),
+    ],
+)
+@pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}])
+def test_nothing_is_to_be_done_where_strategies_see_to_it(jaxlib, fact, environ):
+    assert says(jaxlib, **environ) == Finding("sums", "h0", fact)
+
+
+def test_flags_that_ask_for_wrong_sums_are_a_fault():
+    finding = says("0.10.2", XLA_FLAGS="--xla_cpu_experimental_ynn_fusion_type=+reduce")
+    assert finding.is_fault
+    assert "XLA_FLAGS asks for it" in finding.fact
+    assert finding.way_out.startswith("take reduce out of it")
+
+
+def test_a_user_who_allows_wrong_sums_gets_a_hint():
+    finding = says("0.10.2", POPDIST_ALLOW_WRONG_SUMS="1")
+    assert finding.fact == "jaxlib 0.10.2 adds up wrongly on CPUs, and POPDIST_ALLOW_WRONG_SUMS is 1"
+    assert (finding.way_out, finding.is_fault) == ("take that out of the environment", False)
+
+
+def test_hosts_without_jaxlib_have_no_sums():
+    assert list(check_sums({"h0": host(0, versions=VERSIONS | {"jaxlib": ""})}, {})) == []

@@ -7,28 +7,36 @@ from dataclasses import replace
 import pytest
 from recorded_hosts import NETWORK, VERSIONS, host
 
-from poprun.hosts.host_checks import COPY_IT, Wanted, faults_of, findings_of, warnings_of
-from poprun.hosts.host_facts import Fault, HostFacts, Interface, facts_from
+from poprun.hosts.host_checks import COPY_IT, HostNeeds, findings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, Interface, facts_from
 
 
-def wanted(instances: int = 2, **changes) -> Wanted:
-    plain = Wanted(host(0), "python", {"h0": instances, "h1": instances}, NETWORK)
+def wanted(instances: int = 2, **changes) -> HostNeeds:
+    plain = HostNeeds(host(0), "python", {"h0": instances, "h1": instances}, NETWORK)
     return replace(plain, **changes)
 
 
-def faults(other: HostFacts | Fault, **changes) -> list[str]:
+def faults_of(facts, needs) -> list[str]:
+    return [each.line for each in findings_of(facts, needs) if each.is_fault]
+
+
+def advice_of(facts, needs) -> list[str]:
+    return [each.line for each in findings_of(facts, needs) if each.is_advice]
+
+
+def faults(other: HostFacts | HostFault, **changes) -> list[str]:
     return faults_of({"h0": host(0), "h1": other}, wanted(**changes))
 
 
 def test_nothing_is_said_about_hosts_in_good_order():
     facts = {"h0": host(0), "h1": host(1)}
     assert faults_of(facts, wanted()) == []
-    assert warnings_of(facts, wanted()) == []
+    assert advice_of(facts, wanted()) == []
     assert {each.host for each in findings_of(facts, wanted())} == {"h0", "h1"}
 
 
 def test_a_host_that_does_not_answer_is_named_with_the_words_of_ssh():
-    fault = Fault("h1", "ssh: connect to host h1 port 22: Connection refused", "start sshd there")
+    fault = HostFault("h1", "ssh: connect to host h1 port 22: Connection refused", "start sshd there")
     assert faults(fault) == ["host h1: ssh: connect to host h1 port 22: Connection refused; start sshd there"]
 
 
@@ -92,7 +100,7 @@ def test_too_few_cores_are_worth_a_warning():
     roomy = replace(host(0), cores=host(0).cores * 2)
     facts = {"h0": roomy, "h1": host(1)}
     assert faults_of(facts, wanted(5)) == []
-    assert warnings_of(facts, wanted(5)) == [line]
+    assert advice_of(facts, wanted(5)) == [line]
 
 
 def test_shared_memory_must_hold_the_segments_of_all_instances():
@@ -140,16 +148,14 @@ def test_a_machine_that_is_named_twice_is_refused():
 def test_few_open_files_are_only_worth_a_warning():
     facts = {"h0": host(0), "h1": host(1, open_files=64)}
     assert faults_of(facts, wanted()) == []
-    assert warnings_of(facts, wanted()) == [
-        "host h1: 64 open files, 384 would be safe; raise the limit: `ulimit -n 384`"
-    ]
+    assert advice_of(facts, wanted()) == ["host h1: 64 open files, 384 would be safe; raise the limit: `ulimit -n 384`"]
 
 
 def test_every_fault_of_every_host_is_one_line():
     broken = host(
         1, program="", program_fault="missing", has_directory=False, versions=VERSIONS | {"jax": "1", "numpy": "1"}
     )
-    lines = faults_of({"h0": host(0), "h1": broken, "h2": Fault("h2", "is down", "start it")}, wanted())
+    lines = faults_of({"h0": host(0), "h1": broken, "h2": HostFault("h2", "is down", "start it")}, wanted())
     assert len(lines) == 5
     assert all(line.startswith(("host h1: ", "host h2: ")) and "\n" not in line for line in lines)
 

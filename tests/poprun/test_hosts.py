@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
 from poprun.hosts.this_machine import is_named
@@ -162,8 +162,8 @@ class TestThisMachine:
             recognise_this_machine([Host("localhost"), Host("node1")], "localhost".__eq__)
 
 
-def job(instances: int, replicas: int | None = None) -> Settings:
-    return Settings(program=("p",), num_instances=instances, num_replicas=replicas or instances)
+def job(instances: int, replicas: int | None = None) -> LaunchSettings:
+    return LaunchSettings(program=("p",), num_instances=instances, num_replicas=replicas or instances)
 
 
 def hosts(count: int) -> list[Host]:

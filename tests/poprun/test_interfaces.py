@@ -8,7 +8,8 @@ import pytest
 
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.host_facts import Interface
-from poprun.hosts.interfaces import Network, choose_network, look_up, read_interfaces, source_address
+from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
+from poprun.hosts.this_machine import look_up
 
 OURS = (
     Interface("lo", "127.0.0.1", 8),
@@ -17,7 +18,7 @@ OURS = (
     Interface("docker0", "172.17.0.1", 16),
     Interface("eth0", "fd77::10", 64),
 )
-ETHERNET = Network("10.77.0.0/24", "10.77.0.10", "eth0")
+ETHERNET = HostNetwork("10.77.0.0/24", "10.77.0.10", "eth0")
 ROUTES = {
     "10.77.0.11": "10.77.0.10",
     "10.77.0.12": "10.77.0.10",
@@ -43,12 +44,12 @@ def test_the_address_by_which_a_host_is_known_counts_first():
 @pytest.mark.parametrize(
     ("subnet", "network"),
     [
-        ("ib0", Network("10.99.0.0/16", "10.99.0.10", "ib0")),
-        ("10.99.0.0/16", Network("10.99.0.0/16", "10.99.0.10", "ib0")),
+        ("ib0", HostNetwork("10.99.0.0/16", "10.99.0.10", "ib0")),
+        ("10.99.0.0/16", HostNetwork("10.99.0.0/16", "10.99.0.10", "ib0")),
         ("10.77.0.0/24", ETHERNET),
         ("10.77.0.10/24", ETHERNET),
         ("eth0", ETHERNET),
-        ("fd77::/64", Network("fd77::/64", "fd77::10", "eth0")),
+        ("fd77::/64", HostNetwork("fd77::/64", "fd77::10", "eth0")),
     ],
 )
 def test_the_user_may_name_an_interface_or_an_address_mask(subnet, network):
@@ -56,7 +57,7 @@ def test_the_user_may_name_an_interface_or_an_address_mask(subnet, network):
 
 
 def test_ipv6_is_used_where_that_is_all_there_is():
-    assert choose({"h1": ["fd77::11"]}) == Network("fd77::/64", "fd77::10", "eth0")
+    assert choose({"h1": ["fd77::11"]}) == HostNetwork("fd77::/64", "fd77::10", "eth0")
     assert choose({"h1": ["fd77::11", "10.77.0.11"]}) == ETHERNET
 
 
@@ -65,12 +66,12 @@ def test_a_routed_network_is_made_wide_enough_for_all_hosts():
     alone = (Interface("ens4", "10.128.0.2", 32),)
     hosts = {"h1": ["10.128.0.3"], "h2": ["10.128.0.6"]}
     network = choose_network(alone, hosts, None, lambda _: "10.128.0.2")
-    assert network == Network("10.128.0.0/29", "10.128.0.2", "ens4")
+    assert network == HostNetwork("10.128.0.0/29", "10.128.0.2", "ens4")
     assert choose_network(alone, hosts, "ens4") == network
 
 
 def test_one_machine_needs_no_network():
-    assert choose({}) == Network("127.0.0.0/8", "127.0.0.1", "lo")
+    assert choose({}) == HostNetwork("127.0.0.0/8", "127.0.0.1", "lo")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_one_limit_holds_for_all_names(monkeypatch):
     answer = threading.Event()
     clock = FakeClock()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [answer.wait(60)][:0])
-    monkeypatch.setattr("poprun.hosts.interfaces.time", clock)
+    monkeypatch.setattr("poprun.hosts.this_machine.time", clock)
     monkeypatch.setattr(threading.Thread, "join", lambda _, limit_s: clock.pass_by(limit_s))
     names = [f"h{index}" for index in range(60)]
     assert look_up(names, limit_s=0.5) == dict.fromkeys(names, ())

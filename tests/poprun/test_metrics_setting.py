@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from poprun.cli.command_line import read_command_line
-from poprun.cli.settings import settings_from
+from poprun.cli.command_line import read_command_line, settings_from
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host
-from poprun.launch.metrics import check_sinks, metric_variables
-from poprun.launch.placement import Place
+from poprun.launch.placement import InstancePlace
+from poprun.launch.program import check_sinks
+from poprun.launch.variables import job_variables
 
 HERE = Host("here", is_this_machine=True)
-FIRST = Place(0, "here", 0, range(1))
+FIRST = InstancePlace(0, "here", 0, range(1))
 
 
 def settings(text, environ=None, program="train.py"):
@@ -25,7 +25,7 @@ def test_words_of_several_options_add_up_and_paths_are_those_of_poprun(tmp_path,
     monkeypatch.chdir(tmp_path)
     asked = settings("--metrics csv:a.csv,wandb --metrics=jsonl:b.jsonl")
     words = f"csv:{tmp_path / 'a.csv'},wandb,jsonl:{tmp_path / 'b.jsonl'}"
-    assert metric_variables(asked) == {"POPDIST_METRICS": words, "POPDIST_METRICS_RUN": asked.metrics_run}
+    assert job_variables(asked) == {"POPDIST_METRICS": words, "POPDIST_METRICS_RUN": asked.metrics_run}
 
 
 def test_a_job_has_a_name_for_services_that_the_user_may_choose():
@@ -35,7 +35,7 @@ def test_a_job_has_a_name_for_services_that_the_user_may_choose():
 
 def test_nothing_is_told_where_nothing_is_asked_for():
     assert settings("").metrics_run == ""
-    assert metric_variables(settings("")) == {}
+    assert job_variables(settings("")) == {}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_cannot_be_written_is_refused_where_instance_0_is_to_run(tmp_path):
     asked = settings(f"--metrics csv:{tmp_path}")
     with pytest.raises(UsageError, match=f"^--metrics csv:{tmp_path}: it is a folder; write csv:FILE$"):
         check_sinks(asked, (HERE,), FIRST, {})
-    check_sinks(asked, (Host("there"), HERE), Place(0, "there", 0, range(1)), {})
+    check_sinks(asked, (Host("there"), HERE), InstancePlace(0, "there", 0, range(1)), {})
 
 
 def test_an_address_in_use_is_refused():

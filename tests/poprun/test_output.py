@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.output.output import TAIL_LINES, Output, OutputStream
 from poprun.output.output_style import Cursor, OutputStyle, style_from
 
@@ -167,14 +167,14 @@ class TestStyle:
         assert style.columns == len("12:34:56.789 [1,2][node1]<stderr>:")
 
     def test_it_comes_from_the_settings(self):
-        plain = style_from(Settings(program=("p",)), HOSTS, {"TERM": "xterm", "NO_COLOR": ""})
+        plain = style_from(LaunchSettings(program=("p",)), HOSTS, {"TERM": "xterm", "NO_COLOR": ""})
         assert plain == OutputStyle(hosts=HOSTS)
-        settings = Settings(program=("p",), tag_host=True, timestamps=True, output_dir="out")
+        settings = LaunchSettings(program=("p",), tag_host=True, timestamps=True, output_dir="out")
         assert style_from(settings, HOSTS, {}) == OutputStyle(True, True, None, Path("out"), HOSTS)
 
     def test_one_instance_is_shown_as_it_is_in_a_pipe_and_several_are_not(self):
         def untagged(is_piped=True, **options):
-            return sorted(style_from(Settings(program=("p",), **options), HOSTS, {}, is_piped).untagged)
+            return sorted(style_from(LaunchSettings(program=("p",), **options), HOSTS, {}, is_piped).untagged)
 
         assert untagged() == [1]
         assert untagged(is_piped=False) == []
@@ -187,7 +187,7 @@ class TestStyle:
 
     @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
     def test_colours_can_be_forbidden(self, environ):
-        assert style_from(Settings(program=("p",)), HOSTS, environ).colours is False
+        assert style_from(LaunchSettings(program=("p",)), HOSTS, environ).colours is False
 
 
 class TestOutput:

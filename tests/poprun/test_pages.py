@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from poprun.cli.pages import USUAL_COLUMNS, columns_of, draw_rows, wrap
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, draw_rows, wrap
 
 ROWS = [("host", "what"), ("a", "one, two and three"), ("b", "1,2,3,4,5,6,7,8,9")]
 

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from poprun.agent.guard import parse_cpus
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import list_ranges
-from poprun.hosts.cores import Core, deal_cores, deal_sockets, divide_cores, usable_cores
-from poprun.launch.placement import Place, place_instances
+from poprun.hosts.this_machine import Core, usable_cores
+from poprun.launch.placement import InstancePlace, deal_cores, deal_sockets, divide_cores, place_instances
 
 
 def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:
@@ -26,11 +26,11 @@ def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:
     )
 
 
-def settings(instances: int, replicas: int | None = None, **others) -> Settings:
-    return Settings(program=("p",), num_instances=instances, num_replicas=replicas or instances, **others)
+def settings(instances: int, replicas: int | None = None, **others) -> LaunchSettings:
+    return LaunchSettings(program=("p",), num_instances=instances, num_replicas=replicas or instances, **others)
 
 
-def place(settings: Settings, cores: list[Core], hosts: str = "h", **others) -> tuple[Place, ...]:
+def place(settings: LaunchSettings, cores: list[Core], hosts: str = "h", **others) -> tuple[InstancePlace, ...]:
     return place_instances(settings, list(hosts), dict.fromkeys(hosts, cores), **others)
 
 

@@ -13,17 +13,17 @@ import slurm_records as records
 
 from popdist.instance import this_host
 from poprun.__main__ import main
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.cores import usable_cores
 from poprun.hosts.hosts import Host
+from poprun.hosts.this_machine import usable_cores
 from poprun.launch.plan import find_hosts, plan_launch
 
 FOUR = {"num_instances": 4, "num_replicas": 4}
 
 
-def job(**options) -> Settings:
-    return Settings(program=("echo",), **options)
+def job(**options) -> LaunchSettings:
+    return LaunchSettings(program=("echo",), **options)
 
 
 class TestHosts:
@@ -60,7 +60,7 @@ class TestPlan:
             plan_launch(job(host=("a,b,c",), **FOUR), os.environ)
 
     def test_the_program_has_to_be_where_instances_run(self):
-        elsewhere = Settings(program=("/only/there",), host=("no-such-host",), dry_run=True)
+        elsewhere = LaunchSettings(program=("/only/there",), host=("no-such-host",), dry_run=True)
         assert plan_launch(elsewhere, os.environ).settings.program == ("/only/there",)
         with pytest.raises(UsageError, match="program '/only/there' does not exist"):
             plan_launch(replace(elsewhere, host=("localhost",)), os.environ)

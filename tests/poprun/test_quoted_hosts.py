@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from poprun.cli.options import OPTIONS, Kind
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import OptionKind
 from poprun.errors import UsageError
 from poprun.hosts.hosts import parse_hosts
 
@@ -24,7 +25,7 @@ def test_in_commands_of_the_documentation(path):
 
 
 def test_in_the_help():
-    texts = [option.help for option in OPTIONS] + [Kind.HOSTS.value]
+    texts = [option.help for option in OPTIONS] + [OptionKind.HOSTS.needs]
     assert [found for text in texts for found in RANGE.findall(text)] == []
 
 

@@ -1,12 +1,12 @@
 import pytest
 
-from poprun.cli.settings import Settings
+from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.supervisor.restarts import fit, pause_s, with_instances
 
 
 def job(**options):
-    return Settings(program=("train",), **options)
+    return LaunchSettings(program=("train",), **options)
 
 
 def hosts(*slots):
@@ -45,10 +45,10 @@ def test_no_host_takes_none():
 
 def test_what_settings_say_about_instances_that_are_left_out_is_dropped():
     faults = ("kill:instance=0", "kill:instance=3")
-    wanted = job(num_instances=4, num_replicas=4, inject=faults, only_output_from=3, min_instances=2)
+    wanted = job(num_instances=4, num_replicas=4, inject=faults, only_output_from_instance=3, min_instances=2)
     fewer = with_instances(wanted, 2)
     assert (fewer.num_instances, fewer.num_replicas, fewer.min_instances) == (2, 4, 2)
-    assert (fewer.inject, fewer.only_output_from) == (("kill:instance=0",), 0)
+    assert (fewer.inject, fewer.only_output_from_instance) == (("kill:instance=0",), 0)
     assert with_instances(wanted, 4) == wanted
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from poprun.hosts.errands import Ended
+from poprun.hosts.host_commands import CommandResult
 from poprun.hosts.ssh_keys import (
     Target,
     allow_script,
@@ -132,6 +132,6 @@ def test_authorities_and_revoked_keys_are_not_handed_on():
     ],
 )
 def test_a_host_that_does_not_take_the_key_is_explained(status, complaint, has_terminal, line):
-    found = fault_of("h1", Ended(status, "", complaint, 1.0), 2.5, has_terminal)
+    found = fault_of("h1", CommandResult(status, "", complaint, 1.0), 2.5, has_terminal)
     assert found.startswith("host h1: ")
     assert line in found

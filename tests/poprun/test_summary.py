@@ -12,10 +12,9 @@ import pytest
 from job_scripts import BEGIN_S, Script, exited, killed, running
 
 from popdist.records.progress import Made, ProgressRecord
-from poprun.cli.command_line import CommandLine
+from poprun.cli.command_line import CommandLine, settings_from
 from poprun.cli.log import Level
-from poprun.cli.settings import settings_from
-from poprun.cli.summary_setting import SummaryAsked, read_summary
+from poprun.cli.settings import SummaryAsked
 from poprun.errors import UsageError
 from poprun.ipc.facts import Facts, JobEnd, Verdict
 from poprun.monitor.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
@@ -126,7 +125,7 @@ class TestWhatIsAsked:
         ],
     )
     def test_is_read(self, text, asked):
-        assert read_summary(text) == asked
+        assert SummaryAsked.read(text) == asked
 
     @pytest.mark.parametrize("text", ["json", "json:", "out.json", "maybe"])
     def test_anything_else_is_refused_with_the_settings(self, text):

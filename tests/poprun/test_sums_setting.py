@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from popdist.xla.sums import WITHOUT_SUMS
-from poprun.cli.settings import Settings
+from popdist.xla import WITHOUT_SUMS
+from poprun.cli.settings import LaunchSettings
 from poprun.launch.plan import plan_launch
-from poprun.launch.sums import find_jaxlib, sums_setting
+from poprun.launch.variables import find_jaxlib, sums_setting
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def with_jaxlib(folder: Path, version: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": f":{folder}"}
 
 
-def job(program: str = sys.executable, **options: object) -> Settings:
-    return Settings(program=(program, "train.py"), **options)
+def job(program: str = sys.executable, **options: object) -> LaunchSettings:
+    return LaunchSettings(program=(program, "train.py"), **options)
 
 
 def test_programs_of_our_own_python_get_what_their_jaxlib_needs(wrong_jaxlib):

@@ -16,12 +16,10 @@ from popdist.instance import this_host
 from popdist.version import __version__
 from poprun.errors import UsageError
 from poprun.hosts import survey_script
-from poprun.hosts.cores import Core, usable_cores
-from poprun.hosts.host_facts import Fault, HostFacts, Question, facts_from, question_about
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from, question_about
 from poprun.hosts.ssh import name_behind, remote_words, ssh_words, way_out_of
-from poprun.hosts.survey import limit_from, survey
-from poprun.hosts.survey_cache import LONGEST_AGE_S, SurveyCache, cache_folder, stamp_of
-from poprun.hosts.this_machine import is_this_machine
+from poprun.hosts.survey import LONGEST_AGE_S, SurveyCache, cache_folder, limit_from, stamp_of, survey
+from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 
 LIMIT_S = 60.0
 """Of surveys that end by themselves; the machines that run tests may be busy."""
@@ -31,7 +29,7 @@ LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
 
 
 @pytest.fixture(scope="module")
-def question() -> Question:
+def question() -> HostQuestion:
     return question_about(sys.executable, "mpirun", os.environ)
 
 
@@ -74,14 +72,14 @@ def test_what_a_login_shell_prints_does_no_harm(question):
 )
 def test_a_host_runs_no_other_text_than_ours(question, in_between, said):
     fault = survey(["far"], question, pretend(in_between), LIMIT_S)["far"]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, HostFault)
     assert said in fault.fact
     assert "what came through standard input is not the program of poprun" in fault.fact
 
 
 def test_a_host_without_the_interpreter_is_named(question):
     fault = survey(["far"], replace(question, python="/no/python"), LOCAL, LIMIT_S)["far"]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, HostFault)
     assert fault.fact.startswith("cannot start the interpreter /no/python: ")
     assert "not found" in fault.fact
     assert "same path" in fault.way_out
@@ -102,7 +100,7 @@ def test_a_host_without_the_interpreter_is_named(question):
 def test_the_words_of_ssh_are_passed_on_with_advice(question, complaint, way_out):
     failing = pretend(f'echo "Warning: something" >&2; echo "{complaint}" >&2; exit 255')
     fault = survey(["far"], question, failing, LIMIT_S)["far"]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, HostFault)
     assert fault.fact == complaint
     assert fault.way_out.startswith(way_out) or way_out in fault.way_out
     assert fault.way_out == way_out_of(complaint, "far")
@@ -111,7 +109,7 @@ def test_the_words_of_ssh_are_passed_on_with_advice(question, complaint, way_out
 def test_a_changed_host_key_is_not_to_be_trusted_anew(question):
     changed = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nIt may be.\nHost key verification failed."
     fault = survey(["far"], question, pretend(f"echo '{changed}' >&2; exit 255"), LIMIT_S)["far"]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, HostFault)
     assert fault.fact == "Host key verification failed."
     assert fault.way_out.startswith("if far was set up anew: `ssh-keygen -R far`")
 
@@ -123,7 +121,7 @@ def test_the_last_words_of_ssh_are_the_reason():
 
 def test_an_answer_that_makes_no_sense_is_a_fault(question):
     fault = survey(["far"], question, pretend('echo "poprun-survey {}"'), LIMIT_S)["far"]
-    assert fault == Fault("far", "gave no answer, exit status 0", "check that `ssh far echo ok` prints ok")
+    assert fault == HostFault("far", "gave no answer, exit status 0", "check that `ssh far echo ok` prints ok")
 
 
 def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monkeypatch):
@@ -131,9 +129,9 @@ def test_who_is_late_is_killed_with_all_it_has_started(question, tmp_path, monke
     pids = tmp_path / "pids"
     late = pretend(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait")
     clock = SimpleNamespace(monotonic=lambda: 9.0 * pids.exists(), sleep=time.sleep)
-    monkeypatch.setattr("poprun.hosts.errands.time", clock)
+    monkeypatch.setattr("poprun.hosts.host_commands.time", clock)
     fault = survey(["far"], question, late, 2.5)["far"]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, HostFault)
     assert fault.fact == "did not answer within 2.5 s"
     assert "POPRUN_CHECK_TIMEOUT_S" in fault.way_out
     deadline_s = time.monotonic() + LIMIT_S
@@ -154,7 +152,7 @@ def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_
             seen.touch()
         return 3.0
 
-    monkeypatch.setattr("poprun.hosts.errands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
+    monkeypatch.setattr("poprun.hosts.host_commands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
     busy = pretend(f'touch {started}; until [ -e {seen} ]; do sleep 0.01; done; eval "$3"')
     assert isinstance(survey(["far"], question, busy)["far"], HostFacts)
     [line] = capfd.readouterr().err.splitlines()
@@ -261,7 +259,7 @@ def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def facts(question: Question) -> HostFacts:
+def facts(question: HostQuestion) -> HostFacts:
     found = survey(["far"], question, LOCAL, LIMIT_S)["far"]
     assert isinstance(found, HostFacts)
     return found

@@ -12,11 +12,11 @@ import pytest
 from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts.copying import (
-    Claim,
     Copy,
+    FolderClaim,
     claim_faults,
     claim_script,
-    copy_errand,
+    copy_command,
     copy_fault,
     describe_copy,
     has_lost_reason,
@@ -25,8 +25,8 @@ from poprun.hosts.copying import (
     read_claim,
     release_script,
 )
-from poprun.hosts.environment_trees import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
-from poprun.hosts.errands import Ended
+from poprun.hosts.host_commands import CommandResult
+from poprun.hosts.python_environment import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
 from poprun.hosts.synchronise import synchronise
 
 TOKEN = ".popdist-synchronise-1"
@@ -36,7 +36,7 @@ ENV = PythonEnvironment((Tree(Path("/e")), Tree(Path("/p"), ("a", "b"))), (Path(
 
 
 def ended(status, err="", out=""):
-    return Ended(status, out, err, 1.5)
+    return CommandResult(status, out, err, 1.5)
 
 
 def ask(environment, has_rsync=False):
@@ -127,18 +127,18 @@ class TestDigest:
 
 class TestClaim:
     def test_a_folder_that_is_missing_or_empty_is_taken(self, environment, folder):
-        assert ask(environment)[0] == Claim(False, {folder: ""})
+        assert ask(environment)[0] == FolderClaim(False, {folder: ""})
         assert sorted(path.name for path in folder.iterdir()) == [TOKEN, MARKER]
 
     def test_an_empty_folder_is_taken(self, environment, folder):
         folder.mkdir()
-        assert ask(environment)[0] == Claim(False, {folder: ""})
+        assert ask(environment)[0] == FolderClaim(False, {folder: ""})
 
     def test_a_folder_that_was_taken_before_says_what_tar_has_copied(self, environment, folder):
         folder.mkdir()
         (folder / "data").touch()
         (folder / MARKER).write_text("abc\n")
-        assert ask(environment)[0] == Claim(False, {folder: "abc"})
+        assert ask(environment)[0] == FolderClaim(False, {folder: "abc"})
         assert (folder / MARKER).read_text() == "abc\n"
 
     def test_rsync_forgets_what_tar_has_copied(self, environment, folder):
@@ -149,14 +149,14 @@ class TestClaim:
 
     def test_whoever_finds_the_token_shares_the_folder(self, environment, folder):
         ask(environment)
-        assert ask(environment)[0] == Claim(False, {}, shared=(folder,))
+        assert ask(environment)[0] == FolderClaim(False, {}, shared=(folder,))
 
     def test_a_folder_with_something_else_is_refused_and_left_as_it_is(self, environment, folder):
         folder.mkdir()
         (folder / "thesis").touch()
         both = PythonEnvironment((Tree(folder.with_name("other")), *environment.trees), ())
         claim, done = ask(both)
-        assert claim == Claim(False, {}, foreign=(folder,))
+        assert claim == FolderClaim(False, {}, foreign=(folder,))
         assert [path.name for path in folder.iterdir()] == ["thesis"]
         assert not folder.with_name("other").exists()
         assert claim_faults("h1", claim, ended(done.returncode), LATE) == [
@@ -166,11 +166,11 @@ class TestClaim:
 
     def test_a_file_in_its_place_is_refused(self, environment, folder):
         folder.touch()
-        assert ask(environment)[0] == Claim(False, {}, foreign=(folder,))
+        assert ask(environment)[0] == FolderClaim(False, {}, foreign=(folder,))
 
     def test_what_the_environment_refers_to_must_be_there(self, environment, folder):
         claim, _ = ask(PythonEnvironment(environment.trees, (Path("/"), Path("/no/python3"))))
-        assert claim == Claim(False, {}, missing=(Path("/no/python3"),))
+        assert claim == FolderClaim(False, {}, missing=(Path("/no/python3"),))
         assert not folder.exists()
         assert claim_faults("h1", claim, ended(1), LATE) == [
             "host h1: the Python environment refers to /no/python3, which is missing there; "
@@ -185,7 +185,7 @@ class TestClaim:
 
     def test_a_login_shell_that_talks_does_no_harm(self):
         said = "Welcome mine 0\npoprun-synchronise mine 0 abc\npoprun-synchronise shared 1\npoprun-synchronise end\n"
-        assert read_claim(said, ENV) == Claim(False, {Path("/e"): "abc"}, shared=(Path("/p/a"),))
+        assert read_claim(said, ENV) == FolderClaim(False, {Path("/e"): "abc"}, shared=(Path("/p/a"),))
 
     @pytest.mark.parametrize("line", ["", "mine", "mine x", "shared 7", "foreign  ", "missing 1e9"])
     def test_an_answer_that_our_program_did_not_give_is_none(self, line):
@@ -218,7 +218,7 @@ class TestClaim:
         ask(environment)
         subprocess.run(["sh", "-s"], input=release_script([folder], TOKEN, {folder: "abc"}), text=True, check=True)
         assert [path.name for path in folder.iterdir()] == [MARKER]
-        assert ask(environment)[0] == Claim(False, {folder: "abc"})
+        assert ask(environment)[0] == FolderClaim(False, {folder: "abc"})
 
 
 ODD_NAMES = ["$(touch bad)", "`touch bad`", "it's", 'a "b"', "a  b", "; touch bad;", "-x", "a\\b", "*", "$HOME", "a:b"]
@@ -261,16 +261,16 @@ class TestOddPaths:
         copied.mkdir()
         os.rename(tmp_path / "here" / name, tmp_path / "here" / "name")
         moved = Copy("h1", Tree(copied), way == "rsync")
-        errand = copy_errand(moved, AS_SSH)
+        command = copy_command(moved, AS_SSH)
         target, source = str(copied), str(tmp_path / "here" / "name")
         swap = {target: source, f"{target}/": f"{source}/"}  # what would be the same path on another host
         if way == "rsync":
-            done = self.run([swap.get(word, word) for word in errand.words], tmp_path)
+            done = self.run([swap.get(word, word) for word in command.words], tmp_path)
         else:
             with subprocess.Popen(
-                [swap.get(word, word) for word in errand.feeder], cwd=tmp_path, stdout=subprocess.PIPE
+                [swap.get(word, word) for word in command.feeder], cwd=tmp_path, stdout=subprocess.PIPE
             ) as feeder:
-                done = self.run(errand.words, tmp_path, stdin=feeder.stdout)
+                done = self.run(command.words, tmp_path, stdin=feeder.stdout)
         assert (done.returncode, done.stderr) == (0, "")
         assert (copied / "lib" / name).read_text() == "data"
 
@@ -282,7 +282,7 @@ class TestOddPaths:
 
 
 def test_the_shell_of_a_host_never_sees_a_path_of_rsyncs():
-    assert "s" in copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
+    assert "s" in copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
 
 
 def test_what_a_host_says_is_one_line_of_bearable_length_that_no_terminal_obeys(capfd):
@@ -299,23 +299,25 @@ class TestCopies:
     DIGESTS = {Path("/e"): "new", Path("/p/b"): "old"}
 
     def test_rsync_looks_at_everything_that_is_not_shared(self):
-        assert plan_copies("h1", Claim(True, self.MINE), ENV, {}) == [
+        assert plan_copies("h1", FolderClaim(True, self.MINE), ENV, {}) == [
             Copy("h1", Tree(Path("/e")), True),
             Copy("h1", Tree(Path("/p"), ("b",)), True),
         ]
 
     def test_tar_copies_what_is_different(self):
-        assert plan_copies("h1", Claim(False, self.MINE), ENV, self.DIGESTS) == [Copy("h1", Tree(Path("/e")), False)]
+        assert plan_copies("h1", FolderClaim(False, self.MINE), ENV, self.DIGESTS) == [
+            Copy("h1", Tree(Path("/e")), False)
+        ]
 
     def test_nothing_is_copied_where_all_is_shared(self):
-        assert plan_copies("h1", Claim(True, {}, shared=ENV.folders), ENV, {}) == []
+        assert plan_copies("h1", FolderClaim(True, {}, shared=ENV.folders), ENV, {}) == []
 
     def test_rsync_removes_inside_the_folders_only(self):
-        whole = copy_errand(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
+        whole = copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
         assert whole[-3:] == ("--", "/e/", "h1:/e/")
         assert whole[whole.index("-e") + 1] == "ssh -F 'my file'"
         assert f"--exclude={MARKER}" in whole
-        parts = copy_errand(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
+        parts = copy_command(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
         assert parts[-4:] == ("--", "/p/a", "/p/b", "h1:/p/")
 
     def test_what_has_failed_is_named_by_its_first_known_reason(self):

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 from timeline_jobs import MS, NAMES, Made
 
-from popdist.timeline.connections import BUSY, SENT, Ends
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.connections import BUSY, SENT, Addresses
+from popdist.timeline.events import EVENT, EventKind
 from poprun.trace.aligned import align
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.findings import Cause, LinkTraffic
 from poprun.trace.report.links import slow_traffic_of, traffic_of
-from poprun.trace.report.step_table import COMPILE, COMPUTE, table_of
+from poprun.trace.report.step_table import COMPUTE, table_of
 from poprun.trace.report.verdict import judge
-from poprun.trace.spans import Sort, Spans, spans_of
+from poprun.trace.spans import COMPILE, Sort, Spans, spans_of
 
 
-def places(recording: InstanceRecording, kind: Kind) -> np.ndarray:
+def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:
     """Where the events of a kind are."""
     return np.flatnonzero(recording.events["kind"] == kind)
 
 
-def with_event(recording: InstanceRecording, place: int, kind: Kind, **more: int) -> InstanceRecording:
+def with_event(recording: InstanceRecording, place: int, kind: EventKind, **more: int) -> InstanceRecording:
     """One more event, before the one at a place and at the same time."""
     event = recording.events[place : place + 1].copy()
     event["kind"] = kind
@@ -51,7 +51,7 @@ class TestACollectiveThatFails:
     def recordings(self):
         """Instance 0 has begun that of step 3 twice, and it failed the first time."""
         first, second = Made(2, steps=6).recordings()
-        return with_event(first, places(first, Kind.OPERATION_BEGINS)[3], Kind.OPERATION_BEGINS), second
+        return with_event(first, places(first, EventKind.OPERATION_BEGINS)[3], EventKind.OPERATION_BEGINS), second
 
     def test_is_none_of_those_that_instances_have_in_common(self, recordings):
         meetings = put_together(recordings).meetings
@@ -70,17 +70,21 @@ def test_collectives_of_one_name_in_one_step_are_matched_in_their_order():
     """Two steps have become one."""
     merged = []
     for each in Made(2, steps=5).recordings():
-        gone = [places(each, Kind.STEP_ENDS)[1], places(each, Kind.STEP_BEGINS)[2]]
+        gone = [places(each, EventKind.STEP_ENDS)[1], places(each, EventKind.STEP_BEGINS)[2]]
         merged.append(replace(each, events=np.delete(each.events, gone)))
     meetings = put_together(merged).meetings
     assert meetings.step.tolist() == [0, 1, 1, 3, 4]
     assert np.all(np.diff(meetings.came_ns[:, 0]) > 0)
 
 
-NEAR, FAR, OTHER = Ends("10.0.0.1", "10.0.0.9"), Ends("10.0.0.9", "10.0.0.1"), Ends("10.0.0.1", "10.0.0.2")
+NEAR, FAR, OTHER = (
+    Addresses("10.0.0.1", "10.0.0.9"),
+    Addresses("10.0.0.9", "10.0.0.1"),
+    Addresses("10.0.0.1", "10.0.0.2"),
+)
 
 
-def counted(**counts: tuple[Ends, float, float]) -> Spans:
+def counted(**counts: tuple[Addresses, float, float]) -> Spans:
     """An instance that counted bytes and seconds from 0 to 10 s."""
     measured = {}
     for ends, nbytes, busy_s in counts.values():
@@ -106,7 +110,7 @@ class TestTrafficBetweenHosts:
     def test_has_nothing_of_what_stays_inside_of_a_host(self):
         """Also where a host has two addresses."""
         inside = counted(x=(OTHER, 5000, 5.0), y=(NEAR, 100, 1.0))
-        second = counted(x=(Ends("10.0.0.2", "10.0.0.1"), 5000, 5.0))
+        second = counted(x=(Addresses("10.0.0.2", "10.0.0.1"), 5000, 5.0))
         assert traffic_of(["a", "a", "b"], [inside, second, counted(x=(FAR, 90, 0.5))], 0, 10 * 10**9) == [
             LinkTraffic("a", "b", 100.0, 1.0),
             LinkTraffic("b", "a", 90.0, 0.5),
@@ -146,7 +150,9 @@ class TestWhatIsUsual:
         assert (culprit.instance, culprit.cause) == (1, Cause.HOST)
 
     def test_exchanges_with_which_clocks_are_compared(self):
-        first, second = (later(each, places(each, Kind.DATA_MOVES)[2] + 1, 100 * MS) for each in Made(2).recordings())
+        first, second = (
+            later(each, places(each, EventKind.DATA_MOVES)[2] + 1, 100 * MS) for each in Made(2).recordings()
+        )
         events = second.events.copy()
         events["when_ns"] -= 5 * 10**9
         sent = -5 * 10**9
@@ -163,11 +169,11 @@ def test_two_that_are_late_in_turn_are_none_to_blame():
 
 def test_what_is_compiled_inside_of_compute_is_counted_once():
     (recording,) = Made(1, steps=6, jitter=0.0).recordings()
-    place = next(p for p in places(recording, Kind.PHASE_ENDS) if p > places(recording, Kind.STEP_BEGINS)[4])
+    place = next(p for p in places(recording, EventKind.PHASE_ENDS) if p > places(recording, EventKind.STEP_BEGINS)[4])
     number = NAMES.index("compile")
-    compiled = with_event(recording, place, Kind.PHASE_BEGINS, name=number)
+    compiled = with_event(recording, place, EventKind.PHASE_BEGINS, name=number)
     compiled = later(compiled, place + 1, 5 * MS)
-    compiled = with_event(compiled, place + 1, Kind.PHASE_ENDS, name=number)
+    compiled = with_event(compiled, place + 1, EventKind.PHASE_ENDS, name=number)
     table = table_of(put_together([compiled]))
     assert table.of[COMPILE][0].tolist() == [0, 0, 0, 0, 5 * MS, 0]
     assert table.of[COMPUTE][0, 4] == table.of[COMPUTE][0, 3]
@@ -175,8 +181,8 @@ def test_what_is_compiled_inside_of_compute_is_counted_once():
 
 def test_a_step_does_not_begin_before_an_evaluation():
     (recording,) = Made(1, steps=6).recordings()
-    place = places(recording, Kind.STEP_ENDS)[2] + 1
-    evaluated = later(with_event(recording, place, Kind.STEP_BEGINS, value=2), place + 1, 500 * MS)
+    place = places(recording, EventKind.STEP_ENDS)[2] + 1
+    evaluated = later(with_event(recording, place, EventKind.STEP_BEGINS, value=2), place + 1, 500 * MS)
     table = table_of(put_together([evaluated]))
     assert table.steps.tolist() == [0, 1, 2, 3, 4, 5]
     assert table.lasted_ns.max() < 20 * MS, "from its data on"

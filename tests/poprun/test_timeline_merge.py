@@ -16,8 +16,8 @@ from timeline_jobs import MS, Made
 from collectives.calls import Call
 from collectives.instruments import DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from popdist.timeline import blocks
-from popdist.timeline.events import Kind
-from popdist.timeline.spilling import Recording as Recorded
+from popdist.timeline.events import EventKind
+from popdist.timeline.spilling import TimelineFile as Recorded
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.trace.aligned import align
@@ -212,8 +212,8 @@ class TestClocks:
 def test_only_what_was_sampled_by_both_is_matched():
     first, second = Made(2, steps=8).recordings()
     kinds = second.events["kind"]
-    steps = np.cumsum(kinds == Kind.STEP_BEGINS)
-    always = np.isin(kinds, (Kind.STEP_BEGINS, Kind.STEP_ENDS, Kind.MEASURED))
+    steps = np.cumsum(kinds == EventKind.STEP_BEGINS)
+    always = np.isin(kinds, (EventKind.STEP_BEGINS, EventKind.STEP_ENDS, EventKind.MEASURED))
     kept = replace(second, events=second.events[always | (steps % 2 == 1)])
     assert put_together([first, kept]).meetings.step.tolist() == [0, 2, 4, 6]
 
@@ -237,9 +237,9 @@ class TestLostEvents:
         """In the middle of step 1 it has lost what follows until the middle of step 3."""
         (recording,) = Made(1, steps=5).recordings()
         events = recording.events
-        begins = np.flatnonzero(events["kind"] == Kind.STEP_BEGINS)
+        begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
         lost = np.zeros(1, events.dtype)
-        lost["when_ns"], lost["kind"], lost["value"] = events["when_ns"][begins[3] + 2], Kind.EVENTS_LOST, 77
+        lost["when_ns"], lost["kind"], lost["value"] = events["when_ns"][begins[3] + 2], EventKind.EVENTS_LOST, 77
         return replace(recording, events=np.concatenate([events[: begins[1] + 2], lost, events[begins[3] + 2 :]]))
 
     def test_are_said(self):
@@ -269,17 +269,17 @@ class TestAJobThatCarriedOn:
 
     def cut(self, recording, numbers):
         parts, begun = [], 0
-        begins = np.flatnonzero(recording.events["kind"] == Kind.STEP_BEGINS)
+        begins = np.flatnonzero(recording.events["kind"] == EventKind.STEP_BEGINS)
         for number, step in zip(numbers, (10, 40), strict=False):
             renumbered = recording.events[begins[step]][None].copy()
-            renumbered["kind"], renumbered["value"] = Kind.RENUMBERED, (number << 32) + 2
+            renumbered["kind"], renumbered["value"] = EventKind.RENUMBERED, (number << 32) + 2
             parts += [recording.events[begun : begins[step]], renumbered]
             begun = begins[step]
         end = [10, 40, 60][len(numbers)]
         parts.append(recording.events[begun : begins[end] if end < 60 else None])
         events = np.concatenate(parts)
         if recording.instance == 0:  # after step 9 instance 2 has number 1
-            waits = (events["kind"] == Kind.WAITS_FOR) & (np.arange(len(events)) >= begins[10])
+            waits = (events["kind"] == EventKind.WAITS_FOR) & (np.arange(len(events)) >= begins[10])
             events["value"][waits] = 1
         return replace(recording, events=events, is_complete=len(numbers) == 2)
 
@@ -389,5 +389,7 @@ def test_a_block_of_names_comes_before_events_that_have_them(folder):
             known |= {number for number, _ in json.loads(found.content)}
         elif found.kind == blocks.EVENTS:
             events = blocks.unpack_events(found.content)
-            named = events[np.isin(events["kind"], (Kind.PHASE_BEGINS, Kind.OPERATION_BEGINS, Kind.MEASURED))]
+            named = events[
+                np.isin(events["kind"], (EventKind.PHASE_BEGINS, EventKind.OPERATION_BEGINS, EventKind.MEASURED))
+            ]
             assert set(named["name"].tolist()) <= known

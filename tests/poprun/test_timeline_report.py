@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from timeline_jobs import Made
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.errors import PopRunError
 from poprun.trace.command import main
 from poprun.trace.merging import put_together
@@ -199,7 +199,7 @@ def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
     """Only some of the steps have a wait in the middle."""
     recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
     events = recordings[0].events
-    waits = np.flatnonzero(events["kind"] == Kind.WAITS_FOR)
+    waits = np.flatnonzero(events["kind"] == EventKind.WAITS_FOR)
     few = replace(recordings[0], events=np.delete(events, waits[held_up:]))
     assert judge(put_together([few, recordings[1]])).link is None
 
@@ -251,7 +251,7 @@ def test_of_a_step_that_was_made_twice_the_last_time_is_told():
     recordings = Made(2, steps=6).recordings()
     once = table_of(put_together(recordings))
     for each in recordings:
-        begins = each.events["kind"] == Kind.STEP_BEGINS
+        begins = each.events["kind"] == EventKind.STEP_BEGINS
         each.events["value"][begins & (each.events["value"] == 5)] = 4
     twice = table_of(put_together(recordings))
     assert twice.steps.tolist() == list(range(5))

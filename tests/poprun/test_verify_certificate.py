@@ -21,12 +21,14 @@ from poprun.verify.certificate import (
     shortened,
     write_certificate,
 )
-from poprun.verify.comparison import Difference, first_difference
+from poprun.verify.comparison import RunDifference, first_difference
+from poprun.verify.options import VerifyRequest
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, record_of
-from poprun.verify.words import Asked
 
 RECORD = record(*steps(4), layout(0, 1), step(0, training=1), step(1, training=1))
-ASKED = Asked(CommandLine({"num-replicas": 4, "host": ("a",)}, ("python", "train.py", "--epochs", "1")), steps=6)
+ASKED = VerifyRequest(
+    CommandLine({"num-replicas": 4, "host": ("a",)}, ("python", "train.py", "--epochs", "1")), steps=6
+)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_one_that_was_edited_is_recognised(path):
     certificate = read_certificate(path)
     assert not certificate.is_as_written
     found = first_difference(certificate.record, shortened(RECORD))
-    assert found == Difference((0, 1), FINGERPRINT, ("",))
+    assert found == RunDifference((0, 1), FINGERPRINT, ("",))
 
 
 @pytest.mark.parametrize(
@@ -130,21 +132,23 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
 
 class TestRepeating:
     def test_asks_for_what_the_certificate_says(self, path):
-        again = asked_again(Asked(CommandLine({}, ()), against=path), read_certificate(path))
+        again = asked_again(VerifyRequest(CommandLine({}, ()), against=path), read_certificate(path))
         assert again == replace(ASKED, spreads=(1, 2), against=path)
 
     def test_the_command_line_wins(self, path):
-        given = Asked(CommandLine({"host": ("b",)}, ()), spreads=(4,), steps=2, transports=("ring",), against=path)
+        given = VerifyRequest(
+            CommandLine({"host": ("b",)}, ()), spreads=(4,), steps=2, transports=("ring",), against=path
+        )
         again = asked_again(given, read_certificate(path))
         assert again.line == CommandLine({"num-replicas": 4, "host": ("b",)}, ASKED.line.program)
         assert (again.spreads, again.steps, again.transports) == ((4,), 2, ("ring",))
 
     def test_the_number_of_replicas_is_fixed(self, path):
-        given = Asked(CommandLine({"num-replicas": 8}, ()), against=path)
+        given = VerifyRequest(CommandLine({"num-replicas": 8}, ()), against=path)
         with pytest.raises(UsageError, match="--num-replicas is 8, the certificate is of 4"):
             asked_again(given, read_certificate(path))
         with pytest.raises(UsageError, match="3 instances for 4 replicas"):
-            asked_again(Asked(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))
+            asked_again(VerifyRequest(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))
 
 
 def test_one_that_others_can_write_to_is_not_run(path):
@@ -157,8 +161,8 @@ def test_one_that_others_can_write_to_is_not_run(path):
 def test_what_is_run_because_a_certificate_says_so_is_shown(path):
     certificate = read_certificate(path)
     assert (
-        describe_options_of(certificate, Asked(CommandLine({}, ()), against=path))
+        describe_options_of(certificate, VerifyRequest(CommandLine({}, ()), against=path))
         == "--host=a python train.py --epochs 1"
     )
-    given = Asked(CommandLine({"host": ("b",)}, ("python", "mine.py")))
+    given = VerifyRequest(CommandLine({"host": ("b",)}, ("python", "mine.py")))
     assert describe_options_of(certificate, given) == ""

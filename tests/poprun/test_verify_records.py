@@ -11,17 +11,16 @@ from popdist.records.recording import LOSS, OPTIMIZER, Question
 from poprun.errors import PopRunError
 from poprun.verify.comparison import (
     STEPS,
-    Difference,
+    RunDifference,
     are_same,
     earliest,
     first_difference,
     first_inside,
     first_of_metrics,
 )
-from poprun.verify.differences import describe_metrics
-from poprun.verify.hints import Evidence, hints
+from poprun.verify.explanation import Evidence, describe_metrics, hints
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_of
-from poprun.verify.report import Outcome, describe_difference, describe_success, draw_table
+from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table
 from poprun.verify.spreads import Run
 from poprun.verify.ulps import Distance
 
@@ -166,7 +165,7 @@ class TestTheFirstDifference:
 
     @pytest.mark.parametrize(("part", "changed", "names"), CHANGES)
     def test_names_the_step_and_the_part(self, part, changed, names):
-        assert first_difference(PLAIN, record(*steps(4, **changed))) == Difference((0, 2), part, names)
+        assert first_difference(PLAIN, record(*steps(4, **changed))) == RunDifference((0, 2), part, names)
 
     def test_of_several_parts_is_what_came_first(self):
         changed = {key: value for _, change, _ in CHANGES[2:] for key, value in change.items()}
@@ -179,7 +178,7 @@ class TestTheFirstDifference:
         other = record(*steps(4, metrics={"loss": (1.0 + 2**-23).hex(), "right": (0.5).hex()}))
         assert first_difference(one, other) is None
         found = first_of_metrics(one, other)
-        assert found == Difference((0, 2), METRICS, ("loss",))
+        assert found == RunDifference((0, 2), METRICS, ("loss",))
         assert "metrics of 2 x 2 have other bits from step 2 on, loss by 1 unit in the last place" in describe_metrics(
             found, one, other, "2 x 2"
         )
@@ -188,22 +187,22 @@ class TestTheFirstDifference:
 
     def test_may_be_the_number_of_steps(self):
         for one, other in ((4, 5), (5, 4)):
-            assert first_difference(record(*steps(one)), record(*steps(other))) == Difference((0, 4), STEPS)
+            assert first_difference(record(*steps(one)), record(*steps(other))) == RunDifference((0, 4), STEPS)
 
     def test_may_be_between_the_instances_of_one_run(self):
         lines = [process(0, 2), layout(0), step(0, 0, (0, 2)), process(1, 2), layout(1)]
         torn = record_of([*lines, step(0, 1, (2, 4), variables=["v1['b']", "other"])], Path())
-        inside = Difference((0, 0), UPDATE, ("['w']",), (0, 1), is_inside=True)
+        inside = RunDifference((0, 0), UPDATE, ("['w']",), (0, 1), is_inside=True)
         assert first_inside(torn) == first_difference(record(step(0)), torn) == inside
 
     def test_is_the_first_in_time_where_trainings_alternate(self):
         lines = [layout(0, 1), step(0), step(0, training=1), step(1), step(1, training=1)]
         changed = [*lines[:2], step(0, training=1, gradients=["a", "b"]), step(1, gradients=["a", "b"]), lines[4]]
         found = first_difference(record(*lines), record(*changed))
-        assert found == Difference((1, 0), GRADIENTS, NAMES)
+        assert found == RunDifference((1, 0), GRADIENTS, NAMES)
 
     def test_of_many_runs_is_the_earliest(self):
-        found = [None, Difference((0, 3), BATCH), Difference((0, 2), UPDATE), Difference((0, 2), GRADIENTS)]
+        found = [None, RunDifference((0, 3), BATCH), RunDifference((0, 2), UPDATE), RunDifference((0, 2), GRADIENTS)]
         assert earliest(PLAIN, found) == 3
         assert earliest(PLAIN, [None, None]) is None
 
@@ -218,7 +217,7 @@ def test_a_run_is_the_same_again_where_its_instances_differ_alike():
 
 class TestHints:
     def of(self, part: str, one: Record = PLAIN, other: Record = PLAIN, is_repeatable: bool | None = True) -> str:
-        return "\n".join(hints(Difference((0, 2), part), Evidence(one, other, is_repeatable)))
+        return "\n".join(hints(RunDifference((0, 2), part), Evidence(one, other, is_repeatable)))
 
     @pytest.mark.parametrize(
         ("part", "said"),
@@ -235,7 +234,7 @@ class TestHints:
 
     def test_first_variables_are_looked_for_elsewhere(self):
         assert "where the first variables come from" in "\n".join(
-            hints(Difference((0, 0), START), Evidence(PLAIN, PLAIN))
+            hints(RunDifference((0, 0), START), Evidence(PLAIN, PLAIN))
         )
 
     def test_what_the_loss_function_asks_comes_first_where_gradients_differ(self):
@@ -279,10 +278,10 @@ class TestTheReport:
     def test_has_a_row_for_each_run(self):
         other = record(*steps(4, gradients=["other", "other"], fingerprint="other"))
         outcomes = [
-            Outcome(Run(1, 4), PLAIN),
-            Outcome(Run(2, 4), PLAIN),
-            Outcome(Run(4, 4, "ring"), other, difference=first_difference(PLAIN, other)),
-            Outcome(Run(2, 4, faults=("kill:instance=1",)), PLAIN, exit_status=3),
+            RunOutcome(Run(1, 4), PLAIN),
+            RunOutcome(Run(2, 4), PLAIN),
+            RunOutcome(Run(4, 4, "ring"), other, difference=first_difference(PLAIN, other)),
+            RunOutcome(Run(2, 4, faults=("kill:instance=1",)), PLAIN, exit_status=3),
         ]
         assert draw_table(outcomes).splitlines() == [
             "run  instances x replicas  how                   steps  fingerprint  result",
@@ -293,7 +292,7 @@ class TestTheReport:
         ]
 
     def test_says_how_much_differs(self):
-        difference = Difference((0, 2), GRADIENTS, NAMES)
+        difference = RunDifference((0, 2), GRADIENTS, NAMES)
         distances = [("['b']", Distance(1, 1, 1)), ("['w']", Distance(7, 64, 1234)), ("['z']", Distance(1, 2, None))]
         assert describe_difference(difference, ("1 x 4", "2 x 2"), distances, "").splitlines() == [
             "1 x 4 and 2 x 2 differ first at step 2 (counted from 0), in the gradients:",
@@ -305,7 +304,7 @@ class TestTheReport:
         ]
 
     def test_names_both_instances_of_a_run(self):
-        inside = Difference((1, 2), UPDATE, NAMES, (0, 3), is_inside=True)
+        inside = RunDifference((1, 2), UPDATE, NAMES, (0, 3), is_inside=True)
         said = describe_difference(inside, ("4 x 1", "4 x 1"), [("['b']", "")], "(not repeated)")
         assert said.startswith(
             "instances 0 and 3 of 4 x 1 differ first at step 2 of training 1 (counted from 0), in the"
@@ -314,12 +313,12 @@ class TestTheReport:
 
     def test_shows_a_dozen_names_of_many(self):
         names = [(f"w{number}", Distance(1, 1, 1)) for number in range(40)]
-        said = describe_difference(Difference((0, 0), UPDATE), ("a", "b"), names, "")
+        said = describe_difference(RunDifference((0, 0), UPDATE), ("a", "b"), names, "")
         assert "w11" in said
         assert "... and 28 more" in said
         assert "w12" not in said
 
     def test_of_equal_runs_gives_the_fingerprint(self):
-        said = describe_success([Outcome(Run(1, 4), PLAIN), Outcome(Run(2, 4), PLAIN)])
+        said = describe_success([RunOutcome(Run(1, 4), PLAIN), RunOutcome(Run(2, 4), PLAIN)])
         assert said.startswith("equal: 2 runs of 4 steps")
         assert said.endswith("variables f3")

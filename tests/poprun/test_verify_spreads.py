@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from poprun.cli.command_line import CommandLine
+from poprun.verify.options import VerifyRequest
 from poprun.verify.running import hosts_of, settings_of
 from poprun.verify.spreads import Run, choose_spreads, plain_runs, run_to_resume, run_with_failure
-from poprun.verify.words import Asked
 
 GIB = 1 << 30
 
 
-def asked(replicas: int = 8, **options) -> Asked:
+def asked(replicas: int = 8, **options) -> VerifyRequest:
     values = {"num-replicas": replicas, **options.pop("values", {})}
-    return Asked(CommandLine(values, ("python", "train.py")), **options)
+    return VerifyRequest(CommandLine(values, ("python", "train.py")), **options)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_a_single_run_is_made_twice_unless_there_is_something_else_to_compare_wi
 def test_the_last_instance_of_the_widest_spread_is_killed_half_way():
     plain = [Run(1, 8), Run(4, 8), Run(8, 8, "grpc")]
     assert run_with_failure(asked(), plain, 10) is None
-    assert run_with_failure(asked(faults=("some",)), plain, 11) == Run(4, 8, faults=("kill:instance=3,step=5",))
+    assert run_with_failure(asked(inject=("some",)), plain, 11) == Run(4, 8, faults=("kill:instance=3,step=5",))
     named = ("stop:instance=0,step=1",)
-    assert run_with_failure(asked(faults=named), plain, 11) == Run(4, 8, faults=named)
+    assert run_with_failure(asked(inject=named), plain, 11) == Run(4, 8, faults=named)
 
 
 def test_a_run_is_resumed_on_the_next_smaller_spread():
     assert run_to_resume(asked(), [Run(1, 8)]) is None
-    resumed = run_to_resume(asked(resumes=True), [Run(1, 8), Run(2, 8), Run(8, 8)])
+    resumed = run_to_resume(asked(resume=True), [Run(1, 8), Run(2, 8), Run(8, 8)])
     assert resumed == Run(8, 8, resumed_on=2)
     assert str(resumed) == "8 x 1, 2 x 4 (mpi, stopped and resumed)"
-    assert run_to_resume(asked(resumes=True), [Run(2, 8), Run(2, 8)]) == Run(2, 8, resumed_on=2)
+    assert run_to_resume(asked(resume=True), [Run(2, 8), Run(2, 8)]) == Run(2, 8, resumed_on=2)
 
 
 class TestSettings:
@@ -83,8 +83,8 @@ class TestSettings:
         values = {"instance-mpi-local-args": ("0:-x A=1", "3:-x A=2"), "only-output-from-instance": 3}
         settings = settings_of(asked(values=values), Run(2, 8))
         assert settings.instance_mpi_local_args == ((0, ("-x", "A=1")),)
-        assert settings.only_output_from == 0
-        assert settings_of(asked(values=values), Run(4, 8)).only_output_from == 3
+        assert settings.only_output_from_instance == 0
+        assert settings_of(asked(values=values), Run(4, 8)).only_output_from_instance == 3
 
     @pytest.mark.parametrize(("instances", "hosts"), [(1, ("a",)), (2, ("a", "b")), (3, ("a",)), (4, ("a", "b"))])
     def test_take_as_many_hosts_as_divide_the_instances(self, instances, hosts):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popdist.timeline.connections import BUSY, SENT, Ends
-from popdist.timeline.events import EVENT, Kind
+from popdist.timeline.connections import BUSY, SENT, Addresses
+from popdist.timeline.events import EVENT, EventKind
 from poprun.trace.recordings import InstanceRecording
 
 MS = 10**6
@@ -26,7 +26,7 @@ def address(host: int) -> str:
 
 
 NAMES += tuple(
-    Ends(address(source), address(target)).named(what)
+    Addresses(address(source), address(target)).named(what)
     for source in range(MOST_HOSTS)
     for target in range(MOST_HOSTS)
     for what in (SENT, BUSY)
@@ -87,7 +87,7 @@ class Made:
             for instance, page in enumerate(pages):
                 self._exchange(instance, page, came)
                 page.phase("update", MS * random.uniform(0.9, 1.1))
-                page.note(Kind.STEP_ENDS, value=64)
+                page.note(EventKind.STEP_ENDS, value=64)
                 page.measured("loss", 1 / (1 + step))
                 page.measured("memory", 1e8 + 1e5 * step)
                 page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
@@ -111,32 +111,32 @@ class Made:
 
     def _before_the_exchange(self, random, instance, step, page):
         if pause_ms := self.pauses_ms.get((instance, step), 0.0) + self.between_ms.get(instance, 0.0):
-            page.note(Kind.SEEN_AT, "train.py:12")
+            page.note(EventKind.SEEN_AT, "train.py:12")
             page.now += MS * self._varied(random, pause_ms)
         page.phase("data", MS * self._varied(random, self.input_ms.get(instance, self.all_input_ms)))
-        page.note(Kind.STEP_BEGINS, value=step)
+        page.note(EventKind.STEP_BEGINS, value=step)
         compute = self._varied(random, self.compute_ms.get(instance, 10.0)) + self.delays_ms.get((instance, step), 0)
         page.phase("forward and backward", MS * compute)
-        page.note(Kind.PHASE_BEGINS, "exchange")
-        page.note(Kind.OPERATION_BEGINS, "all_reduce 'gradients'", step + 1)
+        page.note(EventKind.PHASE_BEGINS, "exchange")
+        page.note(EventKind.OPERATION_BEGINS, "all_reduce 'gradients'", step + 1)
 
     def _exchange(self, instance, page, came):
         page.now = came + 20_000
-        page.note(Kind.DATA_MOVES, value=4096)
+        page.note(EventKind.DATA_MOVES, value=4096)
         if self.slow_link is not None:
             if instance == self.slow_link[1]:
                 page.now += MS // 10
-                page.note(Kind.WAITS_FOR, value=self.slow_link[0])
+                page.note(EventKind.WAITS_FOR, value=self.slow_link[0])
                 page.now -= MS // 10
             page.now += self.link_ms * MS
         page.now += (self.transfer_ms + self.late_data_ms.get(instance, 0.0)) * MS
-        page.note(Kind.OPERATION_ENDS)
-        page.note(Kind.PHASE_ENDS, "exchange")
+        page.note(EventKind.OPERATION_ENDS)
+        page.note(EventKind.PHASE_ENDS, "exchange")
 
     def _count_traffic(self, instance, step, page):
         for (source, target), (nbytes, ms) in self.traffic.items():
             if source == instance:
-                ends = Ends(address(source), address(target))
+                ends = Addresses(address(source), address(target))
                 page.measured(ends.named(SENT), nbytes * (step + 1))
                 page.measured(ends.named(BUSY), ms / 1e3 * (step + 1))
 
@@ -155,9 +155,9 @@ class _Page:
         self.now += 1000
 
     def measured(self, name, number):
-        self.note(Kind.MEASURED, name, struct.unpack("<q", struct.pack("<d", number))[0])
+        self.note(EventKind.MEASURED, name, struct.unpack("<q", struct.pack("<d", number))[0])
 
     def phase(self, name, lasts_ns):
-        self.note(Kind.PHASE_BEGINS, name)
+        self.note(EventKind.PHASE_BEGINS, name)
         self.now += lasts_ns
-        self.note(Kind.PHASE_ENDS, name)
+        self.note(EventKind.PHASE_ENDS, name)

@@ -1,4 +1,4 @@
-"""Data sets of the original's tests of feeds."""
+"""Data sets of the original's tests of feeds, and iterables without a length."""
 
 import itertools
 import threading
@@ -15,6 +15,16 @@ class Increasing:
 
     def __iter__(self):
         return itertools.cycle(self._elements) if self._repeats else iter(self._elements)
+
+
+class Unsized:
+    """Elements whose number nobody knows before they end."""
+
+    def __init__(self, elements):
+        self.elements = elements
+
+    def __iter__(self):
+        return iter(self.elements)
 
 
 def feed_threads():

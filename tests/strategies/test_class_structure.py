@@ -15,7 +15,6 @@ import pytest
 
 import strategies
 from collectives.errors import MissingBackendError
-from strategies.config.category import Category
 from strategies.replicas.membership import Membership
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,7 @@ def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]
 
 
 def is_abstract(cls: type) -> bool:
-    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False) or cls is Category
+    return inspect.isabstract(cls) or getattr(cls, "_is_protocol", False)
 
 
 def raised_bare_in(source: str) -> set[str]:
@@ -105,12 +104,6 @@ def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
     assert len(below) == 4
     assert [cls.__name__ for cls in below if not getattr(cls, "__final__", False)] == []
     assert [cls.__name__ for cls in below if cls.__mro__[1] is not base] == []
-
-
-def test_a_category_is_there_only_to_be_declared() -> None:
-    """As an Enum is: it has no abstract methods, and no objects either."""
-    with pytest.raises(TypeError, match="declares no attributes"):
-        Category()
 
 
 def test_a_strategy_only_chooses_a_membership() -> None:

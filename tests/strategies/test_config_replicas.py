@@ -67,26 +67,24 @@ class TestArithmetic:
 
 
 class TestOneProcess:
-    def test_without_a_configuration_it_is_one_replica(self):
-        strategy = strategies.IPUStrategy()
-        assert (strategy.num_replicas_in_sync, strategy.replicas.grid.ipus_per_replica) == (1, 1)
-
-    def test_the_quick_start_of_the_original(self, config):
-        config.auto_select_ipus = 4
-        config.configure_ipu_system()
-        assert strategies.IPUStrategy().num_replicas_in_sync == 4
-
-    def test_what_a_replica_spans_divides_them(self, config):
-        config.auto_select_ipus = 8
-        config.configure_ipu_system()
-        strategy = strategies.IPUStrategy(ipus_per_replica=3)
-        assert (strategy.num_replicas_in_sync, strategy.replicas.grid.ipus_per_replica) == (2, 3)
-
-    def test_a_strategy_that_names_its_replicas_has_these(self, config):
-        config.auto_select_ipus = 4
-        config.configure_ipu_system()
-        assert strategies.IPUStrategy(3).num_replicas_in_sync == 3
-        assert strategies.IPUStrategy(3, 2).replicas.grid.ipus_per_replica == 2
+    @pytest.mark.parametrize(
+        ("ipus", "arguments", "expected"),
+        [
+            (None, {}, (1, 1)),
+            (4, {}, (4, 1)),
+            (8, {"ipus_per_replica": 3}, (2, 3)),
+            (4, {"num_replicas": 3}, (3, 1)),
+            (4, {"num_replicas": 3, "ipus_per_replica": 2}, (3, 2)),
+        ],
+    )
+    def test_a_strategy_has_the_replicas_that_it_names_or_those_that_are_configured(
+        self, ipus, arguments, expected, config
+    ):
+        if ipus is not None:
+            config.auto_select_ipus = ipus
+            config.configure_ipu_system()
+        strategy = strategies.IPUStrategy(**arguments)
+        assert (strategy.num_replicas_in_sync, strategy.replicas.grid.ipus_per_replica) == expected
 
     def test_so_do_the_stages_of_a_model_where_nobody_has_said_it(self, config):
         config.auto_select_ipus = 4

@@ -4,8 +4,12 @@ import logging
 
 import numpy as np
 import pytest
+from feed_data import Unsized
 
-from strategies.data.datasets import DistributedDataset, InputContext, Masked, Position
+from strategies.data.datasets import DistributedDataset
+from strategies.data.input_context import InputContext
+from strategies.data.layout import Position
+from strategies.data.sources import Masked
 
 TOTAL = 8
 
@@ -40,14 +44,6 @@ class Shards:
     def shard(self, n, i):
         own = self.elements[i::n]
         return own if self.sized else Unsized(own)
-
-
-class Unsized:
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return iter(self.elements)
 
 
 class Values:

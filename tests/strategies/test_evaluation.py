@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from connected import ConnectedStrategy
+from feed_data import Unsized
 from tiers import first_of, only
 
 import collectives
@@ -52,17 +53,7 @@ class Shards(Records):
     __len__ = None
 
     def shard(self, n, i):
-        return Stream([Records(self.rows)[row] for row in range(i, len(self.rows["y"]), n)])
-
-
-class Stream:
-    """Elements whose number nobody knows before they end."""
-
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return iter(self.elements)
+        return Unsized([Records(self.rows)[row] for row in range(i, len(self.rows["y"]), n)])
 
 
 def listed(rows):
@@ -74,7 +65,7 @@ KINDS = {
     "arrays": lambda rows: rows,
     "records": Records,
     "list": listed,
-    "stream": lambda rows: Stream(listed(rows)),
+    "stream": lambda rows: Unsized(listed(rows)),
 }
 """Sources that have their rows in one order."""
 
@@ -175,7 +166,7 @@ class TestEveryRowCountsOnce:
     def test_what_fills_a_batch_may_be_anything(self, strategy):
         """The element that is repeated gives no number at all."""
         rows = {"x": np.float32([[np.nan, 0, 0]]), "y": np.float32([1])}
-        source = PerReplica([Stream(listed(one)) for one in (rows_of(4), rows_of(3), rows_of(2), rows_of(1))])
+        source = PerReplica([Unsized(listed(one)) for one in (rows_of(4), rows_of(3), rows_of(2), rows_of(1))])
         found = evaluated(strategy, source)
         together = joined([rows_of(length) for length in (4, 3, 2, 1)])
         assert dict(found) == expected_of(together)
@@ -550,7 +541,7 @@ class TestDataSetsThatAreRefused:
     def test_because_nobody_knows_whether_rows_are_missing(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="drops rows that do not fill a batch of 12"):
-            trainer.evaluate(state, distributed(strategy, Stream(listed(rows_of(24))), remainder="drop"))
+            trainer.evaluate(state, distributed(strategy, Unsized(listed(rows_of(24))), remainder="drop"))
 
     @pytest.mark.parametrize("data", [rows_of(5), rows_of(5)["x"], (rows_of(5)["x"],), "rows"])
     def test_because_they_are_no_batches(self, strategy, data):
@@ -597,7 +588,7 @@ class TestDataSetsThatAreRefused:
 
     def test_because_there_is_nothing_to_pad_with(self, on_instances):
         def program(strategy):
-            source = PerReplica([Stream(listed(rows_of(4)) if strategy.is_chief else [])])
+            source = PerReplica([Unsized(listed(rows_of(4)) if strategy.is_chief else [])])
             with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on"):
                 evaluated(strategy, source)
 

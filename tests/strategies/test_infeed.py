@@ -208,15 +208,17 @@ class TestOrder:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("depth", "message"), [(0, "must be greater than zero"), (-1, "greater than zero"), (256, "less than 256")]
+        ("depth", "error", "message"),
+        [
+            (0, ValueError, "must be greater than zero"),
+            (-1, ValueError, "greater than zero"),
+            (256, ValueError, "less than 256"),
+            (1.5, TypeError, "must be an integer"),
+        ],
     )
-    def test_of_a_depth_out_of_range(self, depth, message):
-        with pytest.raises(ValueError, match=message):
+    def test_of_a_depth_out_of_range(self, depth, error, message):
+        with pytest.raises(error, match=message):
             InfeedQueue(Increasing(3), prefetch_depth=depth)
-
-    def test_of_a_depth_that_is_no_integer(self):
-        with pytest.raises(TypeError, match="must be an integer"):
-            InfeedQueue(Increasing(3), prefetch_depth=1.5)
 
     @pytest.mark.parametrize("depth", [1, 2, 255])
     def test_of_no_other_depth(self, depth):
@@ -253,22 +255,18 @@ class TestRefusals:
         with pytest.raises(TypeError, match=f"Unsupported datatype {dtype} on index 1 of feed operation"):
             InfeedQueue([(np.float32(0), np.zeros(2, dtype))])
 
-    def test_q_51_of_a_dimension_of_size_0(self):
-        with pytest.raises(ValueError, match="dimension of size 0"):
-            InfeedQueue([np.zeros((4, 0), np.float32)])
-
-    def test_of_tuples_in_tuples(self):
-        with pytest.raises(ValueError, match="inside of another"):
-            InfeedQueue([(np.float32(0), (np.float32(0), np.float32(0)))])
-
-    @pytest.mark.parametrize("dataset", [3, "words", {"a": [1]}])
-    def test_of_what_is_no_data_set(self, dataset):
-        with pytest.raises(TypeError, match="needs an iterable of elements"):
-            InfeedQueue(dataset)
-
-    @pytest.mark.parametrize("dataset", [[], [()]])
-    def test_of_nothing(self, dataset):
-        with pytest.raises(ValueError, match="needs at least one"):
+    @pytest.mark.parametrize(
+        ("dataset", "error", "message"),
+        [
+            ([np.zeros((4, 0), np.float32)], ValueError, "dimension of size 0"),
+            ([(np.float32(0), (np.float32(0), np.float32(0)))], ValueError, "inside of another"),
+            *((each, TypeError, "needs an iterable of elements") for each in (3, "words", {"a": [1]})),
+            *((each, ValueError, "needs at least one") for each in ([], [()])),
+        ],
+        ids=str,
+    )
+    def test_of_what_has_no_elements_that_can_be_fed(self, dataset, error, message):
+        with pytest.raises(error, match=message):
             InfeedQueue(dataset)
 
     def test_x_30_of_programs_with_other_numbers_of_replicas(self):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from feed_data import Unsized
 
 import strategies
 from collectives import LayoutMismatchError
@@ -15,16 +16,6 @@ WARNING = (
     "instance 1 ran out of data after {} steps of {}: all instances end it there, and what is left on {} is not used; "
     "give all of them equally many batches"
 )
-
-
-class Unsized:
-    """Elements whose number nobody knows before they end."""
-
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return iter(self.elements)
 
 
 class UnsizedShards:

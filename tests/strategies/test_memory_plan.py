@@ -15,7 +15,7 @@ from tiers import first_of
 import strategies
 from strategies import Outcome, Trainer
 from strategies.memory.plan import DEVICE, HOST, SHARED, MemoryPlan, bytes_text
-from strategies.pipelines.timetable import Kind
+from strategies.pipelines.timetable import ActionKind
 
 WIDTH = 700
 """So that a gradient is more than 1 MiB, and has a buffer alone."""
@@ -176,7 +176,7 @@ def test_a_stage_keeps_no_more_of_a_micro_batch_than_is_planned(recomputes):
 
     def look(device, action):
         perform(device, action)
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             segments = run._replica.segments_of(device, action.stage)
             kept = sum(run._replica.kept_bytes(each, action.micro_batch) for each in segments)
             found.setdefault(action.stage, []).append(kept)

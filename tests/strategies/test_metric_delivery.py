@@ -7,12 +7,13 @@ import threading
 
 import pytest
 
-from strategies.metrics import Row, Sink, Sinks
+from strategies.metrics import Row
 from strategies.sinks import delivery as delivery_module
 from strategies.sinks.csv_file import CsvFile
-from strategies.sinks.delivery import AGAIN_AT_MOST_S, AGAIN_S, Delivery
+from strategies.sinks.delivery import AGAIN_AT_MOST_S, AGAIN_S, SinkDelivery
 from strategies.sinks.json_lines import JsonLines
-from strategies.sinks.sinks import Job
+from strategies.sinks.sink import Sink
+from strategies.sinks.sinks import JobFacts, Sinks
 
 GUARD_S = 60.0
 
@@ -61,7 +62,7 @@ def refuse():
 
 def test_rows_come_in_their_order_and_all_before_it_is_closed():
     sink = Kept()
-    delivery = Delivery(sink, is_open=True)
+    delivery = SinkDelivery(sink, is_open=True)
     delivery.start()
     for step in range(1000):
         delivery.add(row(step))
@@ -79,7 +80,7 @@ def test_a_slow_sink_holds_nobody_up_and_what_it_does_not_get_is_counted_and_sai
         assert goes_on.wait(GUARD_S)
 
     sink = Kept(wait)
-    delivery = Delivery(sink, is_open=True)
+    delivery = SinkDelivery(sink, is_open=True)
     delivery.start()
     delivery.add(row(0))
     assert begun.wait(GUARD_S)
@@ -99,7 +100,7 @@ def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
         begun.set()
         goes_on.wait(GUARD_S)
 
-    delivery = Delivery(Kept(hang), is_open=True)
+    delivery = SinkDelivery(Kept(hang), is_open=True)
     delivery.start()
     delivery.add(row(1))
     assert begun.wait(GUARD_S)
@@ -114,7 +115,7 @@ def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
 def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all_rows(caplog):
     caplog.set_level(logging.INFO)
     clock, sink = Clock(), Kept(refuse)
-    delivery = Delivery(sink, is_open=True, now_s=clock)
+    delivery = SinkDelivery(sink, is_open=True, now_s=clock)
     delivery.add(row(1))
     pauses, tried_at = [], 0.0
     for tenth in range(3000):
@@ -138,7 +139,7 @@ def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all
 
 
 def test_what_a_sink_lacks_that_has_failed_to_the_end_is_said(caplog):
-    delivery = Delivery(Kept(refuse), is_open=True)
+    delivery = SinkDelivery(Kept(refuse), is_open=True)
     for step in range(3):
         delivery.add(row(step))
     delivery.close()
@@ -150,7 +151,7 @@ def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
         raise RuntimeError("Array has been deleted")
 
     sink = Kept()
-    delivery = Delivery(sink, is_open=True)
+    delivery = SinkDelivery(sink, is_open=True)
     for each in (row(1), Row(2, unreadable), Row(3, unreadable), row(4)):
         delivery.add(each)
     delivery.close()
@@ -166,7 +167,7 @@ def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
     """Through a link, which leads to a device that is always full, and then to a file."""
     link, clock = tmp_path / "run.txt", Clock()
     link.symlink_to("/dev/full")
-    delivery = Delivery(kind(link), is_open=False, now_s=clock)
+    delivery = SinkDelivery(kind(link), is_open=False, now_s=clock)
     delivery.add(row(1))
     delivery.deliver()
     assert "No space left on device" in messages(caplog)[0]
@@ -189,7 +190,7 @@ def test_a_line_that_was_written_in_part_is_cut_off_when_it_is_tried_again(tmp_p
         monkeypatch.setattr(os, "write", lambda *_: refuse())
         return write(descriptor, bytes(data)[: len(data) * 2 // 3])
 
-    delivery = Delivery(JsonLines(path), is_open=False, now_s=clock)
+    delivery = SinkDelivery(JsonLines(path), is_open=False, now_s=clock)
     delivery.add(row(1))
     delivery.deliver()
     delivery.add(row(2))
@@ -214,7 +215,7 @@ class TestSinks:
 
         first = Kept()
         with pytest.raises(ValueError, match="^locked: metrics cannot be written there: .*denied; mend it$"):
-            Sinks([first, Locked()], Job())
+            Sinks([first, Locked()], JobFacts())
         assert first.calls == ["open False", "close"]
 
     def test_in_a_job_that_was_started_again_it_is_only_said(self, caplog):
@@ -224,13 +225,13 @@ class TestSinks:
             def open(self, goes_on):
                 raise PermissionError(13, "Permission denied")
 
-        with Sinks([Locked()], Job(restarts=1)) as sinks:
+        with Sinks([Locked()], JobFacts(restarts=1)) as sinks:
             sinks.log({"a": 1}, step=1)
         assert "metrics cannot be written to locked" in messages(caplog)[0]
 
     def test_those_who_do_not_write_open_nothing_and_take_over_what_they_have_kept(self):
         is_chief, sink = False, Kept()
-        with Sinks([sink], Job(is_chief=lambda: is_chief)) as sinks:
+        with Sinks([sink], JobFacts(is_chief=lambda: is_chief)) as sinks:
             for step in (1, 2):
                 sinks.log({"a": 1}, step)
             assert sink.calls == []
@@ -241,7 +242,7 @@ class TestSinks:
 
     def test_nothing_is_taken_after_the_end(self):
         sink = Kept()
-        sinks = Sinks([sink], Job())
+        sinks = Sinks([sink], JobFacts())
         sinks.close()
         sinks.log({"a": 1}, 1)
         sinks.close()
@@ -249,13 +250,16 @@ class TestSinks:
 
     @pytest.mark.parametrize("step", [1.0, True, "1"])
     def test_a_step_is_a_whole_number(self, step):
-        with Sinks([Kept()], Job()) as sinks, pytest.raises(TypeError, match="no whole number; give the number of"):
+        with (
+            Sinks([Kept()], JobFacts()) as sinks,
+            pytest.raises(TypeError, match="no whole number; give the number"),
+        ):
             sinks.log({"a": 1}, step)
 
 
 def test_who_waits_goes_on_when_all_that_has_come_is_written():
     sink = Kept()
-    delivery = Delivery(sink, is_open=True)
+    delivery = SinkDelivery(sink, is_open=True)
     for step in (1, 2):
         delivery.add(row(step))
     delivery.start()
@@ -266,7 +270,7 @@ def test_who_waits_goes_on_when_all_that_has_come_is_written():
 
 def test_who_waits_goes_on_when_the_sink_fails():
     sink = Kept(refuse)
-    delivery = Delivery(sink, is_open=True)
+    delivery = SinkDelivery(sink, is_open=True)
     delivery.add(row(1))
     delivery.start()
     delivery.wait(GUARD_S)

@@ -11,7 +11,7 @@ import pytest
 
 from strategies.sinks.csv_file import CsvFile
 from strategies.sinks.json_lines import JsonLines
-from strategies.sinks.row import Row, reading_of
+from strategies.sinks.sink import Row, reading_of
 
 KINDS = [CsvFile, JsonLines]
 AWKWARD = {

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.sinks.row import Row, reading_of
+from strategies.sinks.sink import Row, reading_of
 
 
 @pytest.mark.parametrize(

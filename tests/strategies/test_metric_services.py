@@ -14,8 +14,8 @@ import pytest
 
 from popdist.records import Waits
 from strategies.sinks.prometheus import MOST_CLIENTS, Prometheus
-from strategies.sinks.row import Row, reading_of
-from strategies.sinks.sinks import Job
+from strategies.sinks.sink import Row, reading_of
+from strategies.sinks.sinks import JobFacts
 from strategies.sinks.tensorboard import TensorBoard
 
 
@@ -73,7 +73,7 @@ class TestTensorBoard:
     def test_it_is_written_without_tensorflow_and_what_else_is_heavy(self, tmp_path):
         program = (
             "import sys; from pathlib import Path; from strategies.sinks.tensorboard import TensorBoard\n"
-            "from strategies.sinks.row import Row\n"
+            "from strategies.sinks.sink import Row\n"
             "before = set(sys.modules); sink = TensorBoard(Path(sys.argv[1])); sink.open(False)\n"
             "sink.write([Row(1, lambda: {'loss': 0.5})]); sink.close()\n"
             "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
@@ -112,7 +112,7 @@ class TestPrometheus:
     def test_it_answers_with_what_is_known_and_nothing_else(self):
         waits = Waits()
         waits.waited_s = 1.5
-        sink = Prometheus("127.0.0.1", 0, Job(lost=lambda: 2, restarts=1, waits=waits))
+        sink = Prometheus("127.0.0.1", 0, JobFacts(lost=lambda: 2, restarts=1, waits=waits))
         sink.open(goes_on=False)
         try:
             begun = self.answers(sink)
@@ -138,7 +138,7 @@ class TestPrometheus:
             sink.close()
 
     def test_it_says_nothing_of_waiting_where_nobody_has_looked(self):
-        sink = Prometheus("127.0.0.1", 0, Job())
+        sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
             assert ("popdist_waiting_seconds_total",) not in self.answers(sink)
@@ -146,19 +146,19 @@ class TestPrometheus:
             sink.close()
 
     def test_it_listens_where_it_was_told_to_and_the_address_is_free_afterwards(self):
-        sink = Prometheus("127.0.0.1", 0, Job())
+        sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         address = sink.address
         assert address[0] == "127.0.0.1"
         sink.close()
-        again = Prometheus(*address, Job())
+        again = Prometheus(*address, JobFacts())
         again.open(goes_on=True)
         assert again.address == address
         again.close()
         again.close()
 
     def test_silent_clients_are_cut_off_and_their_number_is_bounded(self, capfd):
-        sink = Prometheus("127.0.0.1", 0, Job(), client_limit_s=0.5)
+        sink = Prometheus("127.0.0.1", 0, JobFacts(), client_limit_s=0.5)
         sink.open(goes_on=False)
         try:
             threads = threading.active_count()
@@ -178,7 +178,7 @@ class TestPrometheus:
         assert capfd.readouterr() == ("", "")
 
     def test_a_slow_scraper_keeps_nobody_from_writing(self):
-        sink = Prometheus("127.0.0.1", 0, Job())
+        sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
             with socket.create_connection(sink.address):  # which asks for nothing

@@ -20,8 +20,8 @@ from tiers import first_of
 import strategies
 from popdist.errors import EnvironmentMismatchError
 from strategies import IPUStrategy, Trainer, fingerprint
-from strategies.metrics import Sink
 from strategies.sinks import delivery as delivery_module
+from strategies.sinks.sink import Sink
 
 REPLICAS, STEPS = 4, 4
 ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3) / 64}
@@ -311,7 +311,7 @@ def test_prometheus_is_asked_while_a_training_runs(caplog):
     from prometheus_client.parser import text_string_to_metric_families
 
     from strategies.sinks.prometheus import Prometheus
-    from strategies.sinks.sinks import Job
+    from strategies.sinks.sinks import JobFacts
 
     asked = []
 
@@ -320,7 +320,7 @@ def test_prometheus_is_asked_while_a_training_runs(caplog):
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
             asked.extend(text_string_to_metric_families(answer.read().decode()))
 
-    sink = Prometheus("127.0.0.1", 0, Job())
+    sink = Prometheus("127.0.0.1", 0, JobFacts())
     faults = [hook(0, "update", 2, ask)]
     found = run_instances(
         2, REPLICAS, lambda strategy: trained(strategy, sink) if strategy.is_chief else trained(strategy), faults

@@ -387,21 +387,18 @@ class TestPrograms:
         strategy.run(lambda: loops.repeat(10, body, [0]))
         np.testing.assert_array_equal(outfeed.dequeue(), np.repeat([0, 3, 6, 9], 4).reshape(4, 4))
 
-    def test_q_51_do_not_enqueue_dimensions_of_size_0(self):
-        with pytest.raises(ValueError, match=r"shape \[3, 0\], with a dimension of size 0"):
-            loops.repeat(1, lambda: OutfeedQueue().enqueue(np.zeros((3, 0), np.float32)))
-
-    def test_do_not_enqueue_nothing(self):
-        with pytest.raises(ValueError, match="got no array to enqueue"):
-            loops.repeat(1, lambda: OutfeedQueue().enqueue(()))
-
-    def test_do_not_enqueue_random_keys(self):
-        with pytest.raises(TypeError, match="Unsupported data type for outfeed: a random key"):
-            loops.repeat(1, lambda: OutfeedQueue().enqueue(jax.random.key(0)))
-
-    def test_do_not_enqueue_float64(self):
-        with pytest.raises(TypeError, match="Unsupported data type for outfeed: float64"):
-            loops.repeat(1, lambda: OutfeedQueue().enqueue(np.zeros(3)))
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: np.zeros((3, 0), np.float32), ValueError, r"shape \[3, 0\], with a dimension of size 0"),
+            (lambda: (), ValueError, "got no array to enqueue"),
+            (lambda: jax.random.key(0), TypeError, "Unsupported data type for outfeed: a random key"),
+            (lambda: np.zeros(3), TypeError, "Unsupported data type for outfeed: float64"),
+        ],
+    )
+    def test_do_not_enqueue_what_cannot_leave(self, make, error, message):
+        with pytest.raises(error, match=message):
+            loops.repeat(1, lambda: OutfeedQueue().enqueue(make()))
 
 
 class TestLife:

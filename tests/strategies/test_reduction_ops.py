@@ -8,7 +8,7 @@ import pytest
 from adding import added
 
 from collectives import UnsupportedBufferError
-from collectives.dtypes import INTEGERS
+from collectives.arrays import INTEGERS
 from collectives.reduction import Reduction
 from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 

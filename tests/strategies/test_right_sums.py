@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.xla.sums import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
+from popdist.xla import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
 from strategies.programs.right_sums import jax_has_started
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_c
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_they_are_wrong_otherwise(run):
-    """Where this fails, jaxlib has been mended: `popdist.xla.sums` and docs/bits.md have to say so."""
+    """Where this fails, jaxlib has been mended: `popdist.xla` and docs/bits.md have to say so."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
     )

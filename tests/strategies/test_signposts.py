@@ -15,7 +15,7 @@ import strategies
         ("strategies.step.gradients", "strategies.gradients.gradient_programs"),
         ("strategies.step.shards", "strategies.replicas.shards"),
         ("strategies.digest", "strategies.comparing.digest"),
-        ("strategies.private_folders", "popdist.records.private_folders"),
+        ("strategies.private_folders", "popdist.records.private_files"),
         ("strategies.datasets", "strategies.data.datasets"),
         ("strategies.sharding", "strategies.data.layout"),
         ("strategies.survival", "strategies.replicas.membership"),

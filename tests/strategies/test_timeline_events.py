@@ -14,7 +14,7 @@ from collectives import Settings
 from collectives.backends.thread import ThreadHub, connect
 from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
 from poprun.trace.merging import put_together
@@ -76,12 +76,12 @@ def test_a_step_has_its_events_in_their_order(recorded):
     recordings, _ = recorded
     for recording in recordings:
         events = recording.events[recording.events["track"] == 0]
-        begins = np.flatnonzero(events["kind"] == Kind.STEP_BEGINS)
+        begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
         assert events["value"][begins].tolist() == list(range(STEPS))
         last = events[begins[-2] :][: begins[-1] - begins[-2]]
         phase = ["PHASE_BEGINS", "PHASE_ENDS"]
         operation = ["OPERATION_BEGINS", "DATA_MOVES", "OPERATION_ENDS"]
-        assert [Kind(kind).name for kind in last["kind"].tolist() if kind != Kind.WAITS_FOR] == [
+        assert [EventKind(kind).name for kind in last["kind"].tolist() if kind != EventKind.WAITS_FOR] == [
             "STEP_BEGINS",
             *phase,
             *phase,
@@ -111,7 +111,7 @@ def test_rows_and_losses_are_those_of_the_steps(recorded):
     recordings, found = recorded
     for recording, spans, (_, losses) in zip(recordings, put_together(recordings).spans, found, strict=True):
         assert spans.measured["loss"][1].tolist() == losses
-        ends = recording.events[recording.events["kind"] == Kind.STEP_ENDS]
+        ends = recording.events[recording.events["kind"] == EventKind.STEP_ENDS]
         assert ends["value"].tolist() == [4] * STEPS
 
 

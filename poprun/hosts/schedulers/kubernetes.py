@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from poprun.errors import UsageError
-from poprun.hosts.schedulers.open_mpi_hostfile import hostfile_variable, read_hosts
+from poprun.hosts.schedulers.open_mpi_hostfile import VARIABLES, hostfile_variable, read_hosts
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler
 
 ROLE = "K_MPI_JOB_ROLE"
@@ -19,14 +19,13 @@ DEFAULT_PATH = "/etc/mpi/hostfile"
 class KubernetesScheduler(Scheduler):
     """The workers of an MPIJob; the launcher itself is not one of them."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this is the launcher of an MPIJob; the older operators only set the hostfile."""
-        variable = hostfile_variable(environ)
-        return environ.get(ROLE) == LAUNCHER or (variable is not None and environ[variable] == DEFAULT_PATH)
+    variables = (ROLE, *VARIABLES)
 
-    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What the operator's hostfile says."""
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Read the operator's hostfile; older operators set only the variable of the hostfile."""
         variable = hostfile_variable(environ)
+        if environ.get(ROLE) != LAUNCHER and (variable is None or environ[variable] != DEFAULT_PATH):
+            return None
         if variable is None:
             raise UsageError(
                 f"this is the launcher of an MPIJob ({ROLE}={LAUNCHER}) that is not for Open MPI; "

@@ -26,12 +26,10 @@ SLOTS = "LSB_DJOB_NUMPROC"
 class LsfScheduler(Scheduler):
     """The hosts of `bsub -n 8 -R 'span[ptile=4]'`."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether LSF has listed hosts."""
-        return PAIRS in environ or FILE in environ
+    variables = (PAIRS, FILE)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What the list of hosts and slots says, otherwise the file with one line for each slot."""
+        """Read the list of hosts and slots, otherwise the file with one line for each slot."""
         if PAIRS in environ:
             source, hosts = PAIRS, _read_pairs(environ)
         else:

@@ -18,14 +18,13 @@ NO_FILE = "none"
 class OpenMPIHostfile(Scheduler):
     """The hostfile that one of Open MPI's variables names."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether a variable names a file."""
-        return hostfile_variable(environ) is not None
+    variables = VARIABLES
 
-    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What the file says; `slots=` is the number of instances that a host takes."""
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Read the file; `slots=` is the number of instances that a host takes."""
         variable = hostfile_variable(environ)
-        assert variable is not None
+        if variable is None:
+            return None
         path = environ[variable]
         return Allocation(
             hosts=read_hosts(environ, variable, read_text),
@@ -35,10 +34,10 @@ class OpenMPIHostfile(Scheduler):
 
 
 def hostfile_variable(environ: Mapping[str, str]) -> str | None:
-    """The variable that names the default hostfile; that of the newer Open MPI counts where both do."""
+    """Return the variable that names the default hostfile; that of the newer Open MPI counts where both do."""
     return next((name for name in VARIABLES if environ.get(name, NO_FILE) not in ("", NO_FILE)), None)
 
 
 def read_hosts(environ: Mapping[str, str], variable: str, read_text: ReadText) -> tuple[Host, ...]:
-    """The hosts in the file that a variable names."""
+    """Return the hosts in the file that a variable names."""
     return parse_hostfile(read_file(environ, variable, read_text), environ[variable])

@@ -22,12 +22,10 @@ SLOTS = "PBS_NP"
 class PbsScheduler(Scheduler):
     """The hosts of `qsub -l select=2:mpiprocs=4`, or of Torque's `-l nodes=2:ppn=4`."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether there is a node file."""
-        return FILE in environ
+    variables = (FILE,)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What the node file says."""
+        """Read the node file."""
         hosts = host_for_each_line(read_file(environ, FILE, read_text).splitlines())
         check_slots(environ, "PBS", (FILE, SLOTS), hosts)
         return Allocation(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from popdist.environments.environment import quote
 from poprun.cli.wording import count
@@ -48,21 +49,20 @@ class Allocation:
 
     @property
     def slots(self) -> int | None:
-        """How many instances fit in all; None: any number."""
+        """The number of instances that fit in all hosts; None: any number."""
         known = [host.slots for host in self.hosts if host.slots is not None]
         return sum(known) if len(known) == len(self.hosts) else None
 
 
 class Scheduler(ABC):
-    """One place where the hosts of a job may be written down. Neither method changes anything."""
+    """A place where the hosts of a job may be written down."""
+
+    variables: ClassVar[tuple[str, ...]]
+    """The scheduler is asked only if one of these environment variables is set."""
 
     @abstractmethod
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this scheduler started the process, or the shell around it."""
-
-    @abstractmethod
-    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """The hosts of this job; called only where `is_active` is true for the same variables.
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Return the hosts of this job, or None if this scheduler did not start it. Nothing is changed.
 
         Raises:
             UsageError: variables or files are missing, unreadable or contradict each other; they are quoted.
@@ -70,7 +70,7 @@ class Scheduler(ABC):
 
 
 def read_file(environ: Mapping[str, str], name: str, read_text: ReadText) -> str:
-    """The contents of the file that a variable names."""
+    """Return the contents of the file that a variable names."""
     try:
         return read_text(environ[name])
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ def read_file(environ: Mapping[str, str], name: str, read_text: ReadText) -> str
 
 
 def host_for_each_line(lines: Iterable[str]) -> tuple[Host, ...]:
-    """The hosts of a file that has one line for each slot, in the order in which they appear first."""
+    """Return the hosts of a file that has one line for each slot, in the order in which they appear first."""
     slots = Counter(line.strip() for line in lines if line.strip())
     return tuple(Host(name, number) for name, number in slots.items())
 
@@ -102,6 +102,6 @@ def check_slots(environ: Mapping[str, str], system: str, names: tuple[str, str],
 
 
 def describe_slots(hosts: Sequence[Host]) -> str:
-    """The hosts and their slots, for messages; many are cut short."""
+    """Return the hosts and their slots, for messages; many are cut short."""
     shown = ", ".join(host.name if host.slots is None else f"{host.name}: {host.slots}" for host in hosts[:4])
     return shown if len(hosts) <= 4 else f"{shown}, ... {count(len(hosts), 'host')} in all"

@@ -27,12 +27,10 @@ whose daemons find no variables after `sbatch --export=NONE`."""
 class SlurmScheduler(Scheduler):
     """The nodes of a job, and for each its tasks; inside of a step those of the step."""
 
-    def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this is a job of Slurm."""
-        return JOB in environ or HOSTS in environ
+    variables = (JOB, HOSTS)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """What sbatch, salloc or srun say."""
+        """Read the variables of sbatch, salloc or srun."""
         if COMPONENTS in environ:
             raise UsageError(
                 f"the Slurm job is made of {environ[COMPONENTS]} unlike parts ({quote(environ, [COMPONENTS])}), "
@@ -63,7 +61,7 @@ class SlurmScheduler(Scheduler):
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """The names in a list such as `gpu[01-03,7],login`, in its order, to which the slots belong.
+    """Return the names in a list such as `gpu[01-03,7],login`, in its order, to which the slots belong.
 
     Not by ClusterShell's NodeSet, which sorts.
 
@@ -77,7 +75,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """The numbers in a list such as `2(x3),1`, one for each host.
+    """Return the numbers in a list such as `2(x3),1`, one for each host.
 
     Raises:
         UsageError: the list cannot be understood.
@@ -106,7 +104,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _parts(text: str) -> list[str]:
-    """The parts between the commas that are outside of brackets."""
+    """Return the parts between the commas that are outside of brackets."""
     part = r"(?:[^,\[\]]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", text):
         raise ValueError(text)

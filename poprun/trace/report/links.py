@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from popdist.timeline.connections import BUSY, SENT, Ends, ends_in
+from popdist.timeline.connections import BUSY, SENT, Addresses, ends_in
 from poprun.trace.report.findings import LEAST_GAIN, LEAST_SHARE, LinkTraffic, SlowLink, SlowTraffic
 from poprun.trace.spans import Sort, Spans
 
@@ -99,7 +99,7 @@ def slow_traffic_of(traffic: Sequence[LinkTraffic], lasted_s: float, exchange: f
     return SlowTraffic(slow, usual, _common_host(slow, by_rate[place + 1 :]), gain) if gain >= LEAST_GAIN else None
 
 
-def _connections(spans: Spans) -> list[Ends]:
+def _connections(spans: Spans) -> list[Addresses]:
     found = (ends_in(name, SENT) for name in spans.measured)
     return [each for each in found if each is not None]
 

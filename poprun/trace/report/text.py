@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.cli.pages import USUAL_COLUMNS, draw_rows, wrap
-from poprun.cli.wording import count
+from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, wrap
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import Cause, Outlier, PathSegment
 from poprun.trace.report.step_table import CATEGORIES, WORDS, last_attempt

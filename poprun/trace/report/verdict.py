@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from popdist.timeline.events import Kind
+from popdist.timeline.events import EventKind
 from poprun.cli.wording import cut_off
 from poprun.trace.matching import MatchedCollectives
 from poprun.trace.merging import RecordedJob
@@ -151,7 +151,7 @@ def judge(job: RecordedJob) -> TimelineReport:
 
 def _usual_line(recording: InstanceRecording) -> str:
     """Return the line of the program in which an instance was seen most often between steps; empty if in none."""
-    seen = recording.events["name"][recording.events["kind"] == Kind.SEEN_AT]
+    seen = recording.events["name"][recording.events["kind"] == EventKind.SEEN_AT]
     numbers, counts = np.unique(seen, return_counts=True)
     return str(recording.names[int(numbers[counts.argmax()])]["name"]) if len(numbers) else ""
 

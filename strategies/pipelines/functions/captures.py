@@ -6,9 +6,9 @@ that of the marked array, accumulated and averaged as all are, and the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from strategies.gradients.accumulation import AccumulationDtype, accumulator_dty
 from strategies.pipelines.running.micro_batch import get_current_iteration_counter
 from strategies.programs.gradient_capture import with_handles
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Variables
+from strategies.roles import Function, OptimizerState, Tree, Variables
 from strategies.train_state import TrainState
 from strategies.updates.optimizers import AnyOptimizer, OptaxOptimizer
 
@@ -33,18 +33,18 @@ class _Nameless:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
-class Extended:
+class CapturingVariables:
     """Variables, and handles by their tags."""
 
     variables: Variables
-    handles: Mapping[str, Any]
+    handles: Mapping[str, Tree]
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, Tree], ...], None]:
         """See JAX's `register_pytree_with_keys_class`."""
         return ((_Nameless(), self.variables), (jax.tree_util.GetAttrKey("captured"), self.handles)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> Extended:
+    def tree_unflatten(cls, _: None, children: tuple[Variables, Mapping[str, Tree]]) -> CapturingVariables:
         """See JAX's `register_pytree_with_keys_class`."""
         return cls(*children)
 
@@ -52,7 +52,7 @@ class Extended:
 class CapturingState(NamedTuple):
     """The state of an optimizer, and the captured gradients that it got last."""
 
-    optimizer: Any
+    optimizer: OptimizerState
     captured: Mapping[str, jax.Array]
 
 
@@ -81,19 +81,19 @@ class Captures:
             return variables
         lead = () if self.accumulates else (self.count,)
         handles = {tag: np.zeros((*lead, *shape.shape), shape.dtype) for tag, shape in self.shapes.items()}
-        return Extended(variables, handles)
+        return CapturingVariables(variables, handles)
 
-    def trainable(self, trainable: Any) -> Any:
+    def trainable(self, trainable: Tree) -> Tree:
         """Which of those are, where a tree of bools says which variables are."""
         is_tree = trainable is not None and not callable(trainable)
-        return Extended(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
+        return CapturingVariables(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
 
-    def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(self, loss_fn: Function) -> Function:
         """The loss of what is trained, where `loss_fn` is that of variables."""
         if not self.shapes:
             return loss_fn
 
-        def extended(trained: Extended, *arguments: Any) -> Any:
+        def extended(trained: CapturingVariables, *arguments: Tree) -> Tree:
             number = get_current_iteration_counter()
             handles = trained.handles
             if not self.accumulates:
@@ -111,22 +111,25 @@ class Captures:
             return optimizer
         own = optax.with_extra_args_support(optimizer)
 
-        def init(trained: Extended) -> CapturingState:
+        def init(trained: CapturingVariables) -> CapturingState:
             dtypes = accumulator_dtypes(trained.handles, self.dtype)
             leaves, structure = jax.tree.flatten(trained.handles)
             zeros = [jnp.zeros(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
             return CapturingState(own.init(trained.variables), jax.tree.unflatten(structure, zeros))
 
         def update(
-            gradients: Extended, state: CapturingState, trained: Extended | None = None, **extra: Any
-        ) -> tuple[Extended, CapturingState]:
+            gradients: CapturingVariables,
+            state: CapturingState,
+            trained: CapturingVariables | None = None,
+            **extra: object,
+        ) -> tuple[CapturingVariables, CapturingState]:
             captured = gradients.handles
             if not self.accumulates and not self.is_sum:
                 captured = jax.tree.map(lambda leaf: leaf * self.count, captured)
             variables = None if trained is None else trained.variables
             changes, new = own.update(gradients.variables, state.optimizer, variables, captured_grads=captured, **extra)
             still = jax.tree.map(jnp.zeros_like, gradients.handles)
-            return Extended(changes, still), CapturingState(new, captured)
+            return CapturingVariables(changes, still), CapturingState(new, captured)
 
         return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 
@@ -144,5 +147,5 @@ class Captures:
         return {tag: _all_of(captured[tag], f"the captured gradient {tag}") for tag in sorted(captured)}
 
 
-def _all_of(array: Any, name: str) -> np.ndarray:
+def _all_of(array: PartOfArray | jax.Array, name: str) -> np.ndarray:
     return array.gather(name) if isinstance(array, PartOfArray) else np.array(array)

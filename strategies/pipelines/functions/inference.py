@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,18 @@ import numpy as np
 
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
-from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.running.executables import Executables
+from strategies.pipelines.running.driver import AbandonedError, Course, Drive, raise_first
 from strategies.pipelines.running.micro_batch import counting
-from strategies.pipelines.running.replica_run import Given, Outputs, ReplicaRun
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, ReplicaStages, StepArguments
 from strategies.pipelines.running.stage_gradients import Watch
-from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.stage_programs import Executables, StagePrograms
+from strategies.pipelines.running.staged import Accumulators, Array, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Tree, Variables
 
 
 class Inference:
@@ -44,8 +45,8 @@ class Inference:
     def __init__(
         self,
         replicas: Replicas,
-        function: Callable[[Any, Sequence[Any]], Any],
-        variables: Any,
+        function: Callable[[Variables, Sequence[jax.Array]], Tree],
+        variables: Variables,
         elements: Sequence[jax.ShapeDtypeStruct],
         timetable: Timetable,
         widths: Sequence[int],
@@ -57,7 +58,7 @@ class Inference:
         leaves, structure = jax.tree.flatten(variables)
         self._count = len(leaves)
 
-        def traced(*flat: jax.Array) -> Any:
+        def traced(*flat: jax.Array) -> Tree:
             *values, number, index = flat
             context = replicas.new_context(index, "pipeline", is_watched=True)
             with replica_context(context), counting(number):
@@ -73,18 +74,16 @@ class Inference:
         graph = Graph.of(closed)
         refuse_other_shards(graph, timetable.mapping)
         self._staged = Staged(cut_in_stages(graph, widths), tuple(shapes), varying=varying)
-        self._outputs = Outputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
+        self._outputs = MicroBatchOutputs(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
         executables = Executables(replicas.devices.compile)
         numbers = range(len(self._staged.segments))
         self._programs = [StagePrograms(self._staged, number, Accumulators(), executables) for number in numbers]
         self._course = Course.of(timetable)
 
-    def __call__(self, variables: Any, elements: Sequence[Sequence[Sequence[Any]]]) -> Mapping[int, Sequence[Any]]:
+    def __call__(
+        self, variables: Variables, elements: Sequence[Sequence[Sequence[Array]]]
+    ) -> Mapping[int, Sequence[Tree]]:
         """For each local replica the outputs of its micro-batches.
-
-        Args:
-            variables: as they lie on the first device.
-            elements: for each local replica and micro-batch the arrays of its element.
 
         Raises:
             BaseException: what a stage has raised.
@@ -93,27 +92,27 @@ class Inference:
         runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
         columns = grid.columns[: len(self._timetable.devices)]
         begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
-        errors = [error for error in (future.exception() for future in begun) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
-            raise error
+        raise_first(begun)
         of_replicas = dict(zip(grid.replicas, runs, strict=True))
         self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
 
     def _run(
-        self, grid: DeviceGrid, position: int, variables: Any, elements: Sequence[Sequence[Any]], begin_s: float
-    ) -> tuple[ReplicaRun, Drive]:
+        self, grid: DeviceGrid, position: int, variables: Variables, elements: Sequence[Sequence[Array]], begin_s: float
+    ) -> tuple[ReplicaStages, Drive]:
         devices = [column.device_of(position) for column in grid.columns]
-        run = ReplicaRun(self._staged, self._programs, self._timetable.mapping, devices)
+        run = ReplicaStages(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
-        each: dict[int, Sequence[Any]] = dict(enumerate(zip(*elements, strict=True), self._count))
+        each: dict[int, Sequence[Array]] = dict(enumerate(zip(*elements, strict=True), self._count))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
         lasting = dict(enumerate(jax.tree.leaves(variables)))
         lasting[number + 1] = np.int32(grid.replicas[position])
-        run.prepare(Given(lasting, each, {}))
+        run.prepare(StepArguments(lasting, each, {}))
         return run, Drive(self._course, run.perform, begin_s)
 
-    def _begin(self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaRun, Drive]]) -> Sequence[Any]:
+    def _begin(
+        self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaStages, Drive]]
+    ) -> Sequence[Future[None]]:
         return column.begin(lambda position: runs[position][1].follow(device), self._fail)
 
     def _fail(self, error: BaseException) -> None:

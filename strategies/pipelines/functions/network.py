@@ -9,22 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.outcome import Outcome
 from strategies.pipelines.functions.captures import Captures
-from strategies.pipelines.functions.closures import tracers_in
 from strategies.pipelines.functions.inference import Inference
 from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
-from strategies.pipelines.functions.stage_functions import StageFunctions, listed
+from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import counting, knowing
+from strategies.pipelines.timetable import Timed
 from strategies.pipelines.trace import Trace
 from strategies.programs.captures import Reads
 from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
-from strategies.roles import Tree, Variables
+from strategies.roles import Batch, Key, Tree, Variables
 from strategies.step.metrics import Metrics
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -32,6 +33,8 @@ from strategies.trainer import Trainer
 from strategies.updates.optimizers import unwrapped
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
+_Elements = Sequence[Sequence[Sequence[np.ndarray]]]
+"""For each local replica and micro-batch the arrays of its element."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Learning:
     accumulates_captured: bool = True
     is_sum: bool = True
 
-    def of(self, *outputs: Any) -> OptimizerFunctionOutput:
+    def of(self, *outputs: Tree) -> OptimizerFunctionOutput:
         """What the optimizer function returns.
 
         Raises:
@@ -64,7 +67,7 @@ class Learning:
             )
         return found
 
-    def captures(self, output: OptimizerFunctionOutput, closed: Any, count: int) -> Captures:
+    def captures(self, output: OptimizerFunctionOutput, closed: core.ClosedJaxpr, count: int) -> Captures:
         """What is captured in a traced program."""
         if output.gradient_capture_context is None:
             return Captures()
@@ -79,15 +82,6 @@ class Pipeline:
         metrics: of the last update, with the mean "loss" over all replicas; None before the first one.
         trace: what the devices of the local replicas did in the last update or run; None before the first one.
         strategy: where the replicas are.
-
-    Args:
-        strategy: see above.
-        functions: the stages.
-        outfeed: what of their outputs is fed out.
-        learning: how they learn; None if they do not.
-        count: of micro-batches.
-        repeat_count: updates, or runs, of a call.
-        pipelining: where and when they run.
     """
 
     def __init__(
@@ -114,7 +108,7 @@ class Pipeline:
         self._output: OptimizerFunctionOutput | None = None
         self._captures = Captures()
         self._inference: Inference | None = None
-        self._made: Mapping[int, Sequence[Any]] = {}
+        self._made: Mapping[int, Sequence[Tree]] = {}
         self._fed: dict[OutfeedQueue, int] = {}
         self._reads: Reads | None = None  # what the stages had when they were traced
 
@@ -191,26 +185,26 @@ class Pipeline:
     def _learning_function(self) -> Sequence[OptimizerFunction]:
         return [] if self._learning is None else [self._learning.optimizer_function]
 
-    def _loss(self, variables: Variables, batch: Sequence[Any], key: jax.Array, model_state: Tree = None) -> Outcome:
+    def _loss(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None
         with knowing(key, model_state) as known:
             outputs = listed(self._functions.outputs(variables, [leaf[0] for leaf in batch[1:]]))
             loss = self._functions.in_last_stage(self._learning.of, *outputs).loss
         return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
 
-    def _described(self, variables: Variables, model_state: Tree) -> tuple[Any, Any]:
+    def _described(self, variables: Variables, model_state: Tree) -> tuple[core.ClosedJaxpr, Tree]:
         """What is computed, and the shapes of what the last stage returns; keeps what the optimizer function does."""
         replicas = self.strategy.replicas
-        seen: list[Any] = []
+        seen: list[Tree] = []
 
         def traced(
             variables: Variables,
-            leaves: Sequence[Any],
+            leaves: Sequence[jax.Array],
             number: jax.Array,
             index: jax.Array,
-            key: Any,
+            key: Key,
             model_state: Tree,
-        ) -> Any:
+        ) -> Tree:
             with (
                 replica_context(replicas.new_context(index, "shapes")),
                 counting(number),
@@ -230,7 +224,7 @@ class Pipeline:
         self._take_constants(seen, outputs)
         return closed, outputs
 
-    def _take_constants(self, outputs: Sequence[Any], shapes: Sequence[Any]) -> None:
+    def _take_constants(self, outputs: Sequence[Tree], shapes: Sequence[Tree]) -> None:
         """Have an optimizer that was made of an input, such as a learning rate, be made of the constant.
 
         Raises:
@@ -248,13 +242,13 @@ class Pipeline:
                 "updates; make it of inputs that stages hand through, or use optax.inject_hyperparams or a schedule"
             )
 
-    def _updated(self, trainer: Trainer, state: TrainState, elements: Sequence[Any]) -> TrainState:
+    def _updated(self, trainer: Trainer, state: TrainState, elements: _Elements) -> TrainState:
         trained = replace(state, variables=self._captures.extended(state.variables))
         trained, self.metrics = trainer.step(trained, self._batch(elements))
         self._note_captured(trainer, trained)
         return self._captures.shown(trained)
 
-    def _inferred(self, state: TrainState, elements: Sequence[Any]) -> Mapping[int, Sequence[Any]]:
+    def _inferred(self, state: TrainState, elements: _Elements) -> Mapping[int, Sequence[Tree]]:
         replicas = self.strategy.replicas
         given = (state.variables, state.model_state)
         if self._inference is None:
@@ -264,27 +258,27 @@ class Pipeline:
             self._inference = Inference(replicas, function, given, spec, timetable, widths, self._watch)
         return self._inference(given, elements)
 
-    def _outputs_without_learning(self, given: tuple[Variables, Tree], leaves: Sequence[Any]) -> Any:
+    def _outputs_without_learning(self, given: tuple[Variables, Tree], leaves: Sequence[jax.Array]) -> Tree:
         variables, model_state = given
         with knowing(None, model_state):
             return self._functions.outputs(variables, leaves)
 
-    def _watch(self, replicas: Mapping[int, Sequence[Any]]) -> None:
+    def _watch(self, replicas: Mapping[int, Sequence[Timed]]) -> None:
         self.trace = Trace(replicas, self._pipelining.recomputes)
 
-    def _take(self, outputs: Mapping[int, Sequence[Any]]) -> None:
+    def _take(self, outputs: Mapping[int, Sequence[Tree]]) -> None:
         self._made = outputs
 
     # ---- what comes in and goes out
 
-    def _elements(self) -> list[list[list[np.ndarray]]]:
+    def _elements(self) -> _Elements:
         """For each local replica and micro-batch the arrays of its element."""
         replication = self.strategy.replicas.reducer.replication
         if self._functions.infeed is None:
             return [[[] for _ in range(self._count)] for _ in replication.local]
         return self._functions.infeed.take(replication, self._count)
 
-    def _batch(self, elements: Sequence[Sequence[Sequence[np.ndarray]]]) -> list[np.ndarray]:
+    def _batch(self, elements: _Elements) -> list[np.ndarray]:
         """All of them one after another; the first array is there for pipelines without an infeed."""
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
@@ -310,14 +304,14 @@ class Pipeline:
         if queue is not None and captured:
             self._enqueue(queue, [captured for _ in self.strategy.replicas.reducer.replication.local])
 
-    def _enqueue(self, queue: OutfeedQueue, values: Sequence[Any]) -> None:
+    def _enqueue(self, queue: OutfeedQueue, values: Sequence[Tree]) -> None:
         """Feed out a value of each local replica."""
         number = self._fed.get(queue, 0)
         queue.put(self.strategy.replicas.reducer.replication, number, values)
         self._fed[queue] = number + 1
 
 
-def _or_zeros(value: Any, shapes: Any) -> Any:
+def _or_zeros(value: Tree, shapes: Tree) -> Tree:
     """A value that is known, and zeros in the place of one that is computed."""
     return jax.tree.map(
         lambda leaf, shape: jnp.zeros(shape.shape, shape.dtype) if isinstance(leaf, jax.core.Tracer) else leaf,

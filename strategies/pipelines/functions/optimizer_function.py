@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
 
 from strategies.feeds.outfeed import OutfeedQueue
+from strategies.pipelines.mapping import wrong_type
 from strategies.programs.gradient_capture import GradientCaptureContext
 from strategies.roles import Tree
 from strategies.updates.optimizers import MapGradientOptimizer, unwrapped
@@ -47,10 +47,10 @@ class OptimizerFunctionOutput:
 
     opt: optax.GradientTransformation | MapGradientOptimizer
     loss: jax.Array
-    compute_gradients_args: tuple[Any, ...] | None = None
-    compute_gradients_kwargs: Mapping[str, Any] | None = None
-    apply_gradients_args: tuple[Any, ...] | None = None
-    apply_gradients_kwargs: Mapping[str, Any] | None = None
+    compute_gradients_args: tuple[object, ...] | None = None
+    compute_gradients_kwargs: Mapping[str, object] | None = None
+    apply_gradients_args: tuple[object, ...] | None = None
+    apply_gradients_kwargs: Mapping[str, object] | None = None
     variables: Tree = None
     tape: object = None
     gradient_capture_context: GradientCaptureContext | None = None
@@ -58,9 +58,9 @@ class OptimizerFunctionOutput:
 
     def __post_init__(self) -> None:
         if not isinstance(unwrapped(self.opt)[0], optax.GradientTransformation):
-            raise TypeError(f"opt is {self.opt!r}, a {type(self.opt).__name__}; use an optax gradient transformation")
+            raise wrong_type("opt", self.opt, "use an optax gradient transformation")
         if not hasattr(self.loss, "dtype"):
-            raise TypeError(f"loss is {self.loss!r}, a {type(self.loss).__name__}; it must be an array")
+            raise wrong_type("loss", self.loss, "it must be an array")
         for name in ("compute_gradients", "apply_gradients"):
             self._check_arguments(name)
         if self.tape is not None and self.variables is not None:
@@ -77,13 +77,9 @@ class OptimizerFunctionOutput:
     def _check_capture(self) -> None:
         context, outfeed = self.gradient_capture_context, self.captured_gradient_outfeed
         if not isinstance(context, GradientCaptureContext | None):
-            raise TypeError(
-                f"gradient_capture_context is {context!r}, a {type(context).__name__}; use a GradientCaptureContext"
-            )
+            raise wrong_type("gradient_capture_context", context, "use a GradientCaptureContext")
         if not isinstance(outfeed, OutfeedQueue | None):
-            raise TypeError(
-                f"captured_gradient_outfeed is {outfeed!r}, a {type(outfeed).__name__}; use an OutfeedQueue"
-            )
+            raise wrong_type("captured_gradient_outfeed", outfeed, "use an OutfeedQueue")
         if outfeed is not None and context is None:
             raise ValueError(
                 "there is a captured_gradient_outfeed, and no gradient_capture_context that captures anything; give one"
@@ -115,18 +111,18 @@ class PipelineStageOptions:
         TypeError: if they are no dictionaries.
     """
 
-    convolution_options: Mapping[str, Any] | None = None
-    matmul_options: Mapping[str, Any] | None = None
-    slice_options: Mapping[str, Any] | None = None
+    convolution_options: Mapping[str, object] | None = None
+    matmul_options: Mapping[str, object] | None = None
+    slice_options: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         for name in ("convolution_options", "matmul_options", "slice_options"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, Mapping):
-                raise TypeError(f"{name} is {given!r}, a {type(given).__name__}; it must be a dictionary")
+                raise wrong_type(name, given, "it must be a dictionary")
 
 
-def check_stage_options(name: str, options: Any, stages: int) -> None:
+def check_stage_options(name: str, options: object, stages: int) -> None:
     """Check one `PipelineStageOptions` for each stage.
 
     Raises:
@@ -143,11 +139,11 @@ def check_stage_options(name: str, options: Any, stages: int) -> None:
         )
 
 
-def check_update_options(name: str, options: Any) -> None:
+def check_update_options(name: str, options: object) -> None:
     """Check the options of the update.
 
     Raises:
         TypeError: if they are not one `PipelineStageOptions`.
     """
     if not isinstance(options, PipelineStageOptions | None):
-        raise TypeError(f"{name} is {options!r}, a {type(options).__name__}; it must be one PipelineStageOptions")
+        raise wrong_type(name, options, "it must be one PipelineStageOptions")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.gradients.accumulation import asks_for_each
+from strategies.gradients.accumulation import AccumulationDtype, asks_for_each
+from strategies.pipelines.mapping import wrong_type
+from strategies.roles import Tree
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class OutfeedRule:
     loss: bool = False
     mask: Sequence[bool] | None = None
     accumulates: bool = False
-    dtype: Any = None
+    dtype: AccumulationDtype = None
 
     def check(self, learns: bool) -> None:
         """Refuse what does not go together.
@@ -39,12 +40,11 @@ class OutfeedRule:
             ValueError: else.
         """
         if not isinstance(self.queue, OutfeedQueue | None):
-            raise TypeError(f"outfeed_queue is {self.queue!r}, a {type(self.queue).__name__}; use an OutfeedQueue")
+            raise wrong_type("outfeed_queue", self.queue, "use an OutfeedQueue")
         is_list = isinstance(self.mask, Sequence) and all(isinstance(one, bool | np.bool_) for one in self.mask)
         if self.mask is not None and not is_list:
-            raise TypeError(
-                f"outfeed_mask is {self.mask!r}, a {type(self.mask).__name__}; it must be a list of bools, one for "
-                "each output of the last stage"
+            raise wrong_type(
+                "outfeed_mask", self.mask, "it must be a list of bools, one for each output of the last stage"
             )
         wanted = {"outfeed_loss": self.loss, "outfeed_mask": self.mask is not None}
         if all(wanted.values()):
@@ -62,7 +62,7 @@ class OutfeedRule:
         if self.accumulates and self.queue is not None and self.queue.mode is not OutfeedMode.ALL:
             raise ValueError("accumulate_outfeed is given, and the outfeed's mode is LAST; use OutfeedMode.ALL")
 
-    def check_outputs(self, outputs: Sequence[Any]) -> None:
+    def check_outputs(self, outputs: Sequence[Tree]) -> None:
         """Refuse outputs for which there is no place.
 
         Raises:
@@ -82,7 +82,7 @@ class OutfeedRule:
             for output in jax.tree.leaves(self.chosen(outputs, jax.ShapeDtypeStruct((), np.float32))):
                 self._dtype_for(output)
 
-    def chosen(self, outputs: Sequence[Any], loss: Any) -> Any:
+    def chosen(self, outputs: Sequence[Tree], loss: jax.Array | jax.ShapeDtypeStruct) -> Tree:
         """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""
         if self.queue is None:
             return None
@@ -91,11 +91,11 @@ class OutfeedRule:
         mask = self.mask or [False] * len(outputs)
         return [output for output, is_dropped in zip(outputs, mask, strict=True) if not is_dropped]
 
-    def summed(self, outputs: Sequence[Any]) -> Any:
+    def summed(self, outputs: Sequence[Tree]) -> Tree:
         """The sum of what all micro-batches put out, one after another."""
         return jax.tree.map(self._sum, *outputs)
 
-    def _dtype_for(self, output: Any) -> np.dtype:
+    def _dtype_for(self, output: np.ndarray | jax.ShapeDtypeStruct) -> np.dtype:
         """That of the sum of an output."""
         dtype = self.dtype(output) if asks_for_each(self.dtype) else self.dtype
         try:
@@ -107,7 +107,7 @@ class OutfeedRule:
             ) from error
         return found
 
-    def _sum(self, *leaves: Any) -> np.ndarray:
+    def _sum(self, *leaves: jax.Array) -> np.ndarray:
         first = np.asarray(leaves[0])
         total = np.zeros(first.shape, self._dtype_for(first))
         with np.errstate(over="ignore", invalid="ignore"):

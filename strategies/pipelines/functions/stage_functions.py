@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import CellType
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from strategies.feeds.infeed import InfeedQueue
 from strategies.pipelines.mapping import Stage
 from strategies.pipelines.marks import function_of_stage, pipeline_stage
-from strategies.roles import Variables
+from strategies.roles import Function, Tree, Variables
 
 _OUTPUT = "pipeline_stage_output"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class StageFunctions:
     infeed: InfeedQueue | None
 
     @property
-    def all_stages(self) -> list[Callable[..., Any]]:
+    def all_stages(self) -> list[Function]:
         """Each function of each stage."""
         return [one for stage in self.stages for one in (stage if isinstance(stage, Sequence) else (stage,))]
 
@@ -42,30 +45,30 @@ class StageFunctions:
         """The shapes and dtypes of the arrays of an element."""
         return [] if self.infeed is None else list(self.infeed.spec.leaves)
 
-    def outputs(self, variables: Variables, leaves: Sequence[Any]) -> Any:
-        """What the last stage returns for an element; each array is made by an equation of its stage.
+    def outputs(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
+        """Return what the last stage returns for an element; each array is made by an equation of its stage.
 
         Raises:
             ValueError: if a stage returns nothing.
         """
         return self._run(variables, leaves, _made_here)
 
-    def described(self, variables: Variables, leaves: Sequence[Any]) -> Any:
-        """Likewise, where only shapes are asked for: an input that is handed through is still the constant."""
+    def described(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
+        """Return the same where only shapes are asked for: an input that is handed through is still the constant."""
         return self._run(variables, leaves, lambda result: result)
 
-    def in_last_stage(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def in_last_stage(self, function: Callable[..., _T], *arguments: Tree) -> _T:
         """Call a function as a part of the last stage."""
         with pipeline_stage(len(self.stages) - 1):
             return function(*arguments)
 
-    def _run(self, variables: Variables, leaves: Sequence[Any], made: Callable[[Any], Any]) -> Any:
+    def _run(self, variables: Variables, leaves: Sequence[jax.Array], made: Callable[[Tree], Tree]) -> Tree:
         values = list(self.inputs)
-        named: Mapping[str, Any] = {}
+        named: Mapping[str, Tree] = {}
         if self.infeed is not None:
             given, named = self.infeed.spec.arguments(leaves)
             values += given
-        result: Any = None
+        result: Tree = None
         for number, stage in enumerate(self.stages):
             if callable(stage):
                 with pipeline_stage(number):
@@ -84,13 +87,38 @@ class StageFunctions:
         return result
 
 
-def _made_here(result: Any) -> Any:
-    """What a stage returns, of which each array is made by an equation of the stage, even if it is an input."""
+def _made_here(result: Tree) -> Tree:
+    """Have each array of what a stage returns be made by an equation of the stage, even if it is an input."""
     return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), _OUTPUT), result)
 
 
-def listed(result: Any) -> list[Any]:
-    """What a stage returns as a list: a tuple or list, one value, or None for nothing."""
+def listed(result: Tree) -> list[Tree]:
+    """Return what a stage returns as a list: a tuple or list, one value, or None for nothing."""
     if result is None:
         return []
     return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def tracers_in(value: Tree) -> Iterator[jax.Array]:
+    """Yield the values of a program that is being traced, in a pytree or in the closures of functions in it."""
+    return _look_into(value, set())
+
+
+def _look_into(value: Tree, seen: set[int]) -> Iterator[jax.Array]:
+    for leaf in jax.tree.leaves(value):
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        if isinstance(leaf, jax.core.Tracer):
+            yield leaf
+        elif isinstance(leaf, partial):
+            yield from _look_into([leaf.func, leaf.args, leaf.keywords], seen)
+        else:
+            yield from _look_into([_contents(cell) for cell in getattr(leaf, "__closure__", None) or ()], seen)
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

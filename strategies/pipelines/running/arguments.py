@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ import numpy as np
 
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.pipelines.running.micro_batch import counting
-from strategies.pipelines.running.replica_run import Given
-from strategies.pipelines.running.stages import Staged
+from strategies.pipelines.running.replica_run import StepArguments
+from strategies.pipelines.running.staged import Array, Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
+from strategies.roles import Tree
 
 LOSS, TOTAL = range(2)
 """The first results of a micro-batch, before the leaves of the model state: the loss; the sum of the values so far."""
@@ -33,7 +33,7 @@ class Arguments:
     """
 
     program: ReplicaProgram
-    like: tuple[Any, ...]
+    like: tuple[Tree, ...]
     has_outputs: bool
 
     @classmethod
@@ -79,7 +79,7 @@ class Arguments:
         del variables, index, control
         return frozenset([*batch, *number, *model_state, *total])
 
-    def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Any]:
+    def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Tree]:
         """The loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
         structure = jax.tree.structure(self.like)
         variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
@@ -130,26 +130,25 @@ class Arguments:
                         "stage already; use it in the stage that makes it only"
                     )
 
-    def given(self, variables: Sequence[Any], rows: Sequence[Any], index: Any, control: Any, model_state: Any) -> Given:
-        """The arguments of a step of a replica.
-
-        Args:
-            variables: flat.
-            rows: of its batch, flat.
-            index: of the replica.
-            control: see `control_words`.
-            model_state: of the replica, a pytree.
-        """
+    def given(
+        self,
+        variables: Sequence[Array],
+        rows: Sequence[jax.Array | np.ndarray],
+        index: Array,
+        control: Array,
+        model_state: Tree,
+    ) -> StepArguments:
+        """The arguments of a step of a replica."""
         of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
         count = self.program.accumulation.count
-        each: dict[int, Sequence[Any]] = {number: [np.int32(n) for n in range(count)]}
+        each: dict[int, Sequence[Array]] = {number: [np.int32(n) for n in range(count)]}
         for place, leaf in zip(batch, rows, strict=True):
             size = leaf.shape[0] // count
             each[place] = [leaf[n * size : (n + 1) * size] for n in range(count)]
         first = dict(zip(state, jax.tree.leaves(model_state), strict=True))
         first[total] = np.zeros(len(self.program.names), np.float32)
         lasting = {**dict(zip(of_variables, variables, strict=True)), own: index, words: control}
-        return Given(lasting, each, first)
+        return StepArguments(lasting, each, first)
 
 
 def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:

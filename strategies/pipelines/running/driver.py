@@ -5,24 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-from strategies.pipelines.timetable import Action, Timed, Timetable
+from strategies.pipelines.timetable import StageAction, Timed, Timetable
 
-Perform = Callable[[int, Action], None]
+Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
 
-_ALL: AbstractContextManager[Any] = nullcontext()
+_ALL: AbstractContextManager[object] = nullcontext()
 
 
 class AbandonedError(Exception):
     """Another device of the replica has failed; the error of that one is what the user has to see."""
 
 
+def raise_first(begun: Sequence[Future[None]]) -> None:
+    """Wait until all devices have ended; raise what one of them has raised by itself, if any has."""
+    errors = [error for error in (future.exception() for future in begun) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
+        raise error
+
+
 @dataclass(frozen=True)
-class Turn:
+class ScheduledAction:
     """An action of a device.
 
     Attributes:
@@ -31,7 +38,7 @@ class Turn:
         gives: the number of the signal that it gives; None if nobody waits for it.
     """
 
-    action: Action
+    action: StageAction
     needs: tuple[int, ...]
     gives: int | None
 
@@ -45,12 +52,12 @@ class Course:
         signals: how many there are.
     """
 
-    devices: tuple[tuple[Turn, ...], ...]
+    devices: tuple[tuple[ScheduledAction, ...], ...]
     signals: int
 
     @classmethod
     def of(cls, timetable: Timetable) -> Course:
-        """That of a timetable."""
+        """Return the course of a timetable."""
         waited_for = {
             (other, needed)
             for device, actions in enumerate(timetable.devices)
@@ -61,7 +68,7 @@ class Course:
         return cls(
             tuple(
                 tuple(
-                    Turn(
+                    ScheduledAction(
                         action,
                         tuple(numbers[part] for part in _elsewhere(timetable, device, action)),
                         numbers.get((device, action)),
@@ -74,8 +81,8 @@ class Course:
         )
 
 
-def _elsewhere(timetable: Timetable, device: int, action: Action) -> list[tuple[int, Action]]:
-    """The parts of other devices in what has to be done before an action."""
+def _elsewhere(timetable: Timetable, device: int, action: StageAction) -> list[tuple[int, StageAction]]:
+    """Return the parts of other devices in what has to be done before an action."""
     return [
         (other, needed)
         for needed in timetable.dependencies(action)
@@ -101,7 +108,7 @@ class Drive:
         perform: Perform,
         begin_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
-        at_once: AbstractContextManager[Any] = _ALL,
+        at_once: AbstractContextManager[object] = _ALL,
     ) -> None:
         self._course = course
         self._perform = perform

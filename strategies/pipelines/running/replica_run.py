@@ -6,19 +6,20 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
-from strategies.pipelines.running.stages import Staged, StagePrograms
-from strategies.pipelines.timetable import Action, Kind, Places
+from strategies.pipelines.running.stage_programs import StagePrograms
+from strategies.pipelines.running.staged import Array, Staged
+from strategies.pipelines.timetable import ActionKind, Places, StageAction
 from strategies.programs.segments import Segment
+from strategies.roles import Tree
 from strategies.updates.update import HOST_MEMORY
 
 
 @dataclass(frozen=True)
-class Given:
+class StepArguments:
     """The arguments of a step.
 
     Attributes:
@@ -27,9 +28,9 @@ class Given:
         first: likewise those that the first micro-batch gets, and that it makes for the next one.
     """
 
-    lasting: Mapping[int, Any]
-    of_each: Mapping[int, Sequence[Any]]
-    first: Mapping[int, Any]
+    lasting: Mapping[int, Array]
+    of_each: Mapping[int, Sequence[Array]]
+    first: Mapping[int, Array]
 
 
 @dataclass
@@ -41,12 +42,12 @@ class _Kept:
         residuals: what the forward pass has made; None where it is run again.
     """
 
-    values: list[Any]
-    residuals: dict[int, Any] | None
+    values: list[Array | None]
+    residuals: dict[int, jax.Array] | None
 
 
 @dataclass(frozen=True)
-class Keeping:
+class StashPolicy:
     """What is kept of micro-batches for backward passes, and where.
 
     Attributes:
@@ -67,7 +68,7 @@ class Keeping:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class MicroBatchOutputs:
     """What each micro-batch puts out.
 
     Attributes:
@@ -79,18 +80,11 @@ class Outputs:
     results: range
 
 
-_KEEPING = Keeping()
+_KEEPING = StashPolicy()
 
 
-class ReplicaRun:
+class ReplicaStages:
     """The actions of one replica; those of different devices are carried out at once.
-
-    Args:
-        staged: the stages.
-        programs: of their segments.
-        mapping: for each stage its devices.
-        devices: where those are.
-        keeping: what is kept.
 
     Attributes:
         carried: by the numbers of the arguments what the last micro-batch has made of those that it carries on.
@@ -104,7 +98,7 @@ class ReplicaRun:
         programs: Sequence[StagePrograms],
         mapping: Places,
         devices: Sequence[jax.Device],
-        keeping: Keeping = _KEEPING,
+        keeping: StashPolicy = _KEEPING,
     ) -> None:
         self._staged = staged
         self._programs = programs
@@ -123,27 +117,27 @@ class ReplicaRun:
         }
         self._takers = {value: len(staged.takers(value)) for segment in staged.segments for value in segment.gives}
         self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
-        self.sums: list[list[Any] | None] = [None] * len(programs)
+        self.sums: list[list[jax.Array] | None] = [None] * len(programs)
 
-    def prepare(self, given: Given) -> None:
+    def prepare(self, given: StepArguments) -> None:
         """Take the arguments of a step."""
         self._given = given
-        self.carried: dict[int, Any] = dict(given.first)
-        self.outputs: dict[int, list[Any]] = {}
-        self._handed: dict[tuple[int, int], Any] = {}
+        self.carried: dict[int, Array] = dict(given.first)
+        self.outputs: dict[int, list[Array]] = {}
+        self._handed: dict[tuple[int, int], Array] = {}
         self._left: Counter[tuple[int, int]] = Counter()
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._cotangents: dict[tuple[int, int, int], Any] = {}
+        self._cotangents: dict[tuple[int, int, int], Array] = {}
 
-    def perform(self, device: int, action: Action) -> None:
+    def perform(self, device: int, action: StageAction) -> None:
         """A device's part of an action that is no update; returns when it is done."""
         assert action.micro_batch is not None
         for number in self.segments_of(device, action.stage):
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 self._forward(number, action.micro_batch, self._devices[device])
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUTS):
                 self._backward_inputs(number, action.micro_batch, self._devices[device])
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHTS):
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
@@ -158,8 +152,8 @@ class ReplicaRun:
         values += [self._take(micro_batch, value) for value in segment.takes]
         values = self._here(values, device)
         made, residuals = programs.forward(device, values)
-        for part, value in zip(segment.parts, made, strict=False):
-            self._finish(part.result, micro_batch, value)
+        for part, array in zip(segment.parts, made, strict=False):
+            self._finish(part.result, array)
         with self._lock:
             for value, array in zip(segment.gives, made[len(segment.parts) :], strict=True):
                 self._handed[micro_batch, value] = array
@@ -171,7 +165,7 @@ class ReplicaRun:
                 kept, residuals = self._offloaded(segment, kept, device), on_host(residuals, device)
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
-    def _offloaded(self, segment: Segment, kept: Sequence[Any], device: jax.Device) -> list[Any]:
+    def _offloaded(self, segment: Segment, kept: Sequence[Array | None], device: jax.Device) -> list[Array | None]:
         """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
         stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
         return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]
@@ -184,7 +178,7 @@ class ReplicaRun:
         if self._keeping.offloads:
             kept.values, kept.residuals = back_on((kept.values, kept.residuals), device)
         if kept.residuals is None:
-            _, kept.residuals = programs.forward(device, kept.values)
+            kept.residuals = programs.forward_again(device, kept.values)
         cotangents = [
             self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
         ]
@@ -213,9 +207,9 @@ class ReplicaRun:
 
     def release(self) -> None:
         """Let go of the arguments of the step, of which nothing is left to do."""
-        self._given = Given({}, {}, {})
+        self._given = StepArguments({}, {}, {})
 
-    def outputs_of(self, outputs: Outputs) -> list[Any]:
+    def outputs_of(self, outputs: MicroBatchOutputs) -> list[Tree]:
         """For each micro-batch what it has put out."""
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
@@ -231,13 +225,13 @@ class ReplicaRun:
 
     # ---- values
 
-    def _argument(self, place: int, micro_batch: int) -> Any:
+    def _argument(self, place: int, micro_batch: int) -> Array:
         given = self._given
         if place in self.carried:
             return self.carried[place]
         return given.of_each[place][micro_batch] if place in given.of_each else given.lasting[place]
 
-    def _take(self, micro_batch: int, value: int) -> Any:
+    def _take(self, micro_batch: int, value: int) -> Array:
         key = (micro_batch, value)
         with self._lock:
             self._left[key] -= 1
@@ -246,28 +240,28 @@ class ReplicaRun:
             del self._left[key]
             return self._handed.pop(key)
 
-    def _here(self, values: list[Any], device: jax.Device) -> list[Any]:
+    def _here(self, values: list[Array], device: jax.Device) -> list[Array]:
         """Values of other devices on this one."""
         if not self._moves:
             return values
         return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
 
-    def _finish(self, result: int, micro_batch: int, value: Any) -> None:
+    def _finish(self, result: int, value: Array) -> None:
         if result in self._results:
             self.carried[self._results[result]] = value
         elif result != self._staged.loss:
             self.outputs.setdefault(result, []).append(value)
 
 
-def on_host(tree: Any, device: jax.Device) -> Any:
+def on_host(tree: Tree, device: jax.Device) -> Tree:
     """A tree with its JAX arrays in host memory."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
 
-def back_on(tree: Any, device: jax.Device) -> Any:
+def back_on(tree: Tree, device: jax.Device) -> Tree:
     """A tree with its JAX arrays in the memory of a device."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device))
 
 
-def _placed(tree: Any, where: jax.sharding.Sharding) -> Any:
+def _placed(tree: Tree, where: jax.sharding.Sharding) -> Tree:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if isinstance(leaf, jax.Array) else leaf, tree)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -18,29 +18,24 @@ from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
-from strategies.pipelines.running.driver import AbandonedError, Drive
-from strategies.pipelines.running.replica_run import ReplicaRun, back_on
+from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
+from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
-from strategies.pipelines.timetable import Action, Kind, Timed
+from strategies.pipelines.running.stage_programs import CompiledStage
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.roles import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
 """Gets, after each step, for each local replica what its devices did when."""
 
-Take = Callable[[Mapping[int, Sequence[Any]]], None]
+Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 """Gets, after each step, for each local replica the outputs of each of its micro-batches."""
 
 
 @final
 class PipelinePlan(ReplicaPlan):
-    """See `ReplicaPlan`.
-
-    Args:
-        stages: the programs.
-        closed: what is computed of a micro-batch.
-        watch: called after each step.
-        take: likewise.
-    """
+    """See `ReplicaPlan`."""
 
     def __init__(
         self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
@@ -64,7 +59,7 @@ class PipelinePlan(ReplicaPlan):
         """See `ReplicaPlan`."""
         return self.stages.sum_bytes
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, CompiledStage]:
         """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
@@ -85,16 +80,7 @@ class PipelinePlan(ReplicaPlan):
 
 @final
 class StageGradients(ReplicaGradients):
-    """See `ReplicaGradients`.
-
-    Args:
-        plan: the programs.
-        grid: where the local replicas run.
-        allocate: makes memory for results.
-        failed: called with what a replica raises, when others may be waiting for it.
-        watch: called after each step.
-        take: likewise.
-    """
+    """See `ReplicaGradients`."""
 
     def __init__(
         self,
@@ -113,7 +99,7 @@ class StageGradients(ReplicaGradients):
         self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = plan.buckets_in(self._memory)
         at_once = _at_once(plan, grid)
-        self._runs = [_Run(plan, grid, position, at_once) for position in range(len(grid.replicas))]
+        self._runs = [_ReplicaStep(plan, grid, position, at_once) for position in range(len(grid.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -126,7 +112,7 @@ class StageGradients(ReplicaGradients):
         """See `ReplicaGradients`."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         flat = jax.tree.leaves(variables)
@@ -155,7 +141,7 @@ class StageGradients(ReplicaGradients):
                     of_buffer.append(borrow(array))
             yield bucket, contributions
 
-    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+    def _finished(self, run: _ReplicaStep, number: int) -> Sequence[jax.Array]:
         """The buffers of a bucket, when a replica has filled them."""
         if self.buckets[number] is self.buckets[-1]:
             return run.end()
@@ -167,16 +153,14 @@ class StageGradients(ReplicaGradients):
     def _end(self) -> None:
         """Wait until all devices have ended; raises what the first of them has raised that was not told to end."""
         begun, self._begun = self._begun, []
-        errors = [error for error in (future.exception() for future in begun) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
-            raise error
+        raise_first(begun)
         runs = dict(zip(self._grid.replicas, self._runs, strict=True))
         if self._watch is not None:
             self._watch({replica: run.drive.spans for replica, run in runs.items()})
         if self._take is not None:
             self._take({replica: run.outputs for replica, run in runs.items()})
 
-    def kept(self) -> list[list[Any]]:
+    def kept(self) -> list[list[jax.Array]]:
         """See `ReplicaGradients`."""
         return [run.kept for run in self._runs]
 
@@ -196,7 +180,7 @@ class StageGradients(ReplicaGradients):
         return [[*(leaves[number] for number in sorted(leaves)), *own] for leaves, own in zip(found, kept, strict=True)]
 
 
-def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
+def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object]:
     """Lets in all devices of all replicas; where memory is to be saved, as many as there are cores.
 
     What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
@@ -207,7 +191,7 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[Any]:
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
-class _Run:
+class _ReplicaStep:
     """One local replica.
 
     Attributes:
@@ -218,7 +202,9 @@ class _Run:
         drive: the drivers of the last step.
     """
 
-    def __init__(self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[object]
+    ) -> None:
         self._plan = plan
         self._at_once = at_once
         self._is_cpu = grid.column(0).is_cpu
@@ -229,9 +215,9 @@ class _Run:
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.buckets]
         self.is_broken = True
-        self.kept: list[Any] = []
+        self.kept: list[jax.Array] = []
 
-    def prepare(self, variables: Sequence[Any], arguments: Sequence[Any], others: Any, begin_s: float) -> None:
+    def prepare(self, variables: Sequence[jax.Array], arguments: Sequence[Tree], others: Tree, begin_s: float) -> None:
         """Take the arguments of a step.
 
         Args:
@@ -245,7 +231,7 @@ class _Run:
         for finished in self.finished:
             finished.clear()
         if self.is_broken:  # no buffers yet, or what is left of donated ones
-            self._replica = ReplicaRun(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
+            self._replica = ReplicaStages(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
         self.is_broken = False
@@ -263,7 +249,7 @@ class _Run:
         )
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[Tree]:
         """The outputs of each micro-batch."""
         return self._replica.outputs_of(self._plan.outputs)
 
@@ -277,13 +263,13 @@ class _Run:
                 finished.set()
             raise
 
-    def _perform(self, device: int, action: Action) -> None:
+    def _perform(self, device: int, action: StageAction) -> None:
         self._instruments.replica_begins(self._number, action.stage)
         self._carry_out(device, action)
         self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
 
-    def _carry_out(self, device: int, action: Action) -> None:
-        if action.kind is not Kind.UPDATE:
+    def _carry_out(self, device: int, action: StageAction) -> None:
+        if action.kind is not ActionKind.UPDATE:
             self._replica.perform(device, action)
             return
         for segment in self._replica.segments_of(device, action.stage):
@@ -299,7 +285,7 @@ class _Run:
             self._flags[number] = made[count]
         self.finished[number].set()
 
-    def _sum(self, segment: int, place: int, device: jax.Device) -> Any:
+    def _sum(self, segment: int, place: int, device: jax.Device) -> jax.Array:
         found = self._replica.sums[segment]
         if found is None:  # nothing of it has a gradient
             found = self._plan.stages[segment].zeros(device)

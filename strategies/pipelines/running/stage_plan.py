@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
-from strategies.pipelines.running.executables import Executables
-from strategies.pipelines.running.replica_run import Keeping, Outputs
-from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
+from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
+from strategies.pipelines.running.stage_programs import CompiledStage, Executables, Shape, StagePrograms
+from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
@@ -57,16 +56,6 @@ class StagePlan:
     A gradient leaves with the first segment that uses its variable, the sum over all segments that do: they are on one
     device. The buckets are those of the last stage first, which is done first, then one of all that is no gradient.
 
-    Args:
-        executables: compile for where replicas run; on other devices of the same kind the plan is the same.
-        program: of a replica.
-        arguments: of a micro-batch.
-        staged: the stages.
-        timetable: what devices do.
-        shards: how means of gradients are cut.
-        keeping: what is kept for backward passes.
-        outputs: what micro-batches put out.
-
     Attributes:
         buckets: in the order in which they leave, without the last one.
         leaving: how all of them lie in buffers.
@@ -83,8 +72,8 @@ class StagePlan:
         staged: Staged,
         timetable: Timetable,
         shards: Shards | None,
-        keeping: Keeping,
-        outputs: Outputs,
+        keeping: StashPolicy,
+        outputs: MicroBatchOutputs,
     ) -> None:
         self.program = program
         self.arguments = arguments
@@ -109,7 +98,7 @@ class StagePlan:
         self.state_parts = [Part(TAIL + 1 + leaf) for leaf in range(gradients, len(program.results))]
         self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
         self.course = Course.of(timetable)
-        self._found: dict[tuple[int, jax.Device], Any] = {}
+        self._found: dict[tuple[int, jax.Device], CompiledStage] = {}
 
     def _refuse_shared_weights(self) -> None:
         """Refuse weights whose gradient is that of several segments, which add it up for all micro-batches.
@@ -151,10 +140,10 @@ class StagePlan:
 
     # ---- programs
 
-    def executables(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    def executables(self, devices: Sequence[jax.Device]) -> dict[str, CompiledStage]:
         """All compiled programs for the devices of a replica, by what they compute."""
         self.compile(devices)
-        found: dict[str, Any] = {}
+        found: dict[str, CompiledStage] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
             found |= {f"{self._named(number)}, {name}": one for name, one in of_passes if one is not None}
@@ -174,7 +163,7 @@ class StagePlan:
         return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
 
     def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
-        """What stages keep of micro-batches for backward passes, as `ReplicaRun.kept_bytes` counts it."""
+        """What stages keep of micro-batches for backward passes, as `ReplicaStages.kept_bytes` counts it."""
         found = []
         for stage, own in enumerate(self.staged.numbers):
             of_segments = [
@@ -197,7 +186,7 @@ class StagePlan:
         pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
         return next(devices[number - own[0]] for own, devices in pairs if number in own)
 
-    def finish(self, bucket: StageBucket, device: jax.Device) -> Any:
+    def finish(self, bucket: StageBucket, device: jax.Device) -> CompiledStage:
         """The program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
         key = (bucket.segment, device)
         if key not in self._found:
@@ -205,7 +194,7 @@ class StagePlan:
             self._found[key] = self._compiled(device, self._finishing(bucket), shapes, bucket.layout)
         return self._found[key]
 
-    def end(self, device: jax.Device) -> Any:
+    def end(self, device: jax.Device) -> CompiledStage:
         """The program `(sum of the values, index, control, *model state, *which are not finite, *buffers) -> ...`.
 
         It returns buffers, and what is kept of the model state.
@@ -220,8 +209,12 @@ class StagePlan:
         return self._found[key]
 
     def _compiled(
-        self, device: jax.Device, function: Callable[..., Any], shapes: Sequence[Any], layout: FlatLayout
-    ) -> Any:
+        self,
+        device: jax.Device,
+        function: Callable[..., tuple[jax.Array, ...]],
+        shapes: Sequence[Shape],
+        layout: FlatLayout,
+    ) -> CompiledStage:
         buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
         donated = range(len(shapes), len(shapes) + len(buffers))
         return self._executables.compiled(device, function, [*shapes, *buffers], donated)

@@ -21,7 +21,6 @@ from strategies.torch.poptorch.blocks import (
     removeBlocks,
 )
 from strategies.torch.poptorch.data_loader import AsynchronousDataAccessor, DataLoader
-from strategies.torch.poptorch.decoding import ctc_beam_search_decoder
 from strategies.torch.poptorch.enums import (
     AnchorMode,
     AutoStage,
@@ -48,15 +47,18 @@ from strategies.torch.poptorch.operations import (
     MultiConv,
     NameScope,
     cond,
+    ctc_beam_search_decoder,
     custom_op,
     dynamic_slice,
     dynamic_update,
     for_loop,
+    fps,
     identity_loss,
     ipu_print_tensor,
     ipuHardwareIsAvailable,
     ipuHardwareVersion,
     isRunningOnIpu,
+    nearest,
     nop,
     recomputationCheckpoint,
     serializedMatMul,
@@ -67,7 +69,6 @@ from strategies.torch.poptorch.operations import (
 )
 from strategies.torch.poptorch.option_groups import TensorLocationSettings
 from strategies.torch.poptorch.options import Options, PopdistOptions
-from strategies.torch.poptorch.points import fps, nearest
 
 __all__ = [
     "AnchorMode",

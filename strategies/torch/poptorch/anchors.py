@@ -29,7 +29,7 @@ class Anchor:
     every: int = 1
 
     def following(self, mode: OutputMode, every: int, count: int) -> Anchor:
-        """The same with a mode: its own, or that of outputs.
+        """Return the anchor with a mode: its own, or that of outputs.
 
         Args:
             mode: of outputs.
@@ -41,7 +41,7 @@ class Anchor:
         return Anchor(self.name, mode, max(1, every // count))
 
     def of_call(self, seen: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What is returned of what it was after each update; with a first axis for them, of several."""
+        """Return the values after the updates that the mode chooses; several of them along a first axis."""
         if self.mode in (None, OutputMode.Default, OutputMode.Final):
             return seen[-1]
         if self.mode is OutputMode.Sum:
@@ -50,7 +50,7 @@ class Anchor:
 
 
 def names_of(module: torch.nn.Module) -> list[str]:
-    """What can be looked at."""
+    """Return the names of tensors that can be anchored."""
     names = [name for name, _ in module.named_parameters()]
     return [*names, *(f"{kind}{name}" for kind in (GRADIENT, UPDATED) for name in names)]
 
@@ -102,11 +102,11 @@ class Anchored:
     seen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A call begins."""
+        """Forget the values of the call before."""
         self.seen = {short: [] for short in self.anchors}
 
     def look(self) -> None:
-        """An update was made."""
+        """Keep the values after an update."""
         for short, tensor in self._tensors():
             self.seen[short].append(tensor.detach().clone())
 
@@ -119,7 +119,7 @@ class Anchored:
             yield short, gradient if is_gradient else parameter
 
     def of_call(self, short: str) -> torch.Tensor:
-        """What is returned of one of them.
+        """Return the values of one of the anchored tensors.
 
         Raises:
             StrategyError: if there is none, or there was no call.

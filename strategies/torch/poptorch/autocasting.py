@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ContextDecorator, ExitStack
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from strategies.switches import require_switches
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class _OfThread(threading.local):
+
+class _Heeding(threading.local):
     is_heeded = True
 
 
-_of_thread = _OfThread()
+_of_thread = _Heeding()
 
 
 class Policy:
@@ -57,38 +60,31 @@ class autocast(ContextDecorator):
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16) -> None:
         require_switches(enabled=enabled)
         self._enabled, self._dtype = enabled, dtype
-        self._entered: list[Any] = []
+        self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> autocast:  # of each call of a decorated function its own
         return type(self)(self._enabled, self._dtype)
 
     def __enter__(self) -> autocast:
-        inner = torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded)
-        inner.__enter__()
+        inner = ExitStack()
+        inner.enter_context(torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded))
         self._entered.append(inner)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().close()
 
 
-@contextmanager
-def heeding(is_heeded: bool) -> Iterator[None]:
-    """Heed `autocast` in this thread, or not: `Options.Precision.autocastEnabled`."""
-    before, _of_thread.is_heeded = _of_thread.is_heeded, is_heeded
-    try:
-        yield
-    finally:
-        _of_thread.is_heeded = before
-
-
-def heeded_by(function: Callable[..., Any], is_heeded: bool) -> Callable[..., Any]:
-    """Return a function that heeds `autocast`, or not."""
+def heeded_by(function: Callable[P, T], is_heeded: bool) -> Callable[P, T]:
+    """Return a function that heeds `autocast` in its thread, or not: `Options.Precision.autocastEnabled`."""
     if is_heeded:
         return function
 
-    def in_full(*arguments: Any) -> Any:
-        with heeding(False):
-            return function(*arguments)
+    def in_full(*arguments: P.args, **named: P.kwargs) -> T:
+        before, _of_thread.is_heeded = _of_thread.is_heeded, False
+        try:
+            return function(*arguments, **named)
+        finally:
+            _of_thread.is_heeded = before
 
     return in_full

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
-from strategies.switches import require_switches
-from strategies.torch.poptorch.enums import AutoStage, Liveness
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
+from strategies.torch.poptorch.enums import AutoStage
+from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Block(torch.nn.Module):
@@ -51,7 +54,7 @@ class _Begin:
     def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
         self._user_id, self._ipu_id = user_id, ipu_id
 
-    def __call__(self, module: torch.nn.Module, given: Any) -> None:
+    def __call__(self, module: torch.nn.Module, given: object) -> None:
         begin_block(self._user_id, self._ipu_id)
 
     def __repr__(self) -> str:
@@ -83,14 +86,12 @@ def removeBlocks(module: torch.nn.Module) -> None:
             del hooks[key]
 
 
-def BlockFunction(
-    user_id: str | None = None, ipu_id: int | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: all that the function calls is in the block."""
+def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: all that the function calls is in the block."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def in_block(*arguments: Any, **named: Any) -> Any:
+        def in_block(*arguments: P.args, **named: P.kwargs) -> T:
             with Block(user_id, ipu_id):
                 return function(*arguments, **named)
 
@@ -148,11 +149,11 @@ class Phase:
         self.stages = own or [Stage(*names)]
 
     def stage(self, number: int) -> Stage:
-        """One of them."""
+        """Return one of the stages."""
         return self.stages[number]
 
     def ipus(self, *ipus: int) -> Phase:
-        """The device of each stage.
+        """Set the device of each stage.
 
         Raises:
             ValueError: if there are not as many.
@@ -167,41 +168,29 @@ class Phase:
 
 
 @dataclass
-class Placing:
+class FoundStages:
     """Finds the stage and the device of each block, as a forward pass meets them.
 
     Attributes:
         stages: that a strategy has listed; with none blocks make their own.
         auto_stage: how they do.
+        is_lenient: whether a block without a device belongs to the stage that was found last.
         found: (stage, device) for each name that was met.
     """
 
     stages: Sequence[Stage]
     auto_stage: AutoStage
+    is_lenient: bool = False
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """The number of the stage of a block, and its device.
+        """Return the number of the stage of a block, and its device.
 
         Raises:
             StrategyError: if no stage has it, or it says no device where there are no stages.
         """
-        if self.stages:
-            self.found[name] = self._listed(name)
-            return self.found[name]
-        if name in self.found:
-            return self.found[name]
-        if self.auto_stage is AutoStage.AutoIncrement:
-            number = len(self.found)
-            self.found[name] = number, number if ipu is None else ipu
-            return self.found[name]
-        if ipu is None:
-            raise StrategyError(
-                f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
-                "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
-                "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
-            )
-        self.found[name] = ipu, ipu
+        if name not in self.found:
+            self.found[name] = self._listed(name) if self.stages else self._made(name, ipu)
         return self.found[name]
 
     def unmet(self) -> list[str]:
@@ -215,34 +204,23 @@ class Placing:
         known = ", ".join(repr(block) for stage in self.stages for block in stage.blocks)
         raise StrategyError(f"there is no stage with the block {name!r}; those of the strategy are {known}")
 
-
-@dataclass
-class Leniently:
-    """Finds the stages of blocks that have a device; others belong to the stage that was met before them first.
-
-    Attributes:
-        placing: of those.
-        found: (stage, device) for each name that was met.
-        last: of the last one that was met first.
-    """
-
-    placing: Placing
-    found: dict[str, tuple[int, int]] = field(default_factory=dict)
-    last: tuple[int, int] = (0, 0)
-
-    def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """See `strategies.torch.stages.Placing`."""
-        if name not in self.found:
-            self.last = self.found[name] = self.last if ipu is None else self.placing.of(name, ipu)
-        return self.found[name]
-
-    def unmet(self) -> list[str]:
-        """None: no block is expected."""
-        return []
+    def _made(self, name: str, ipu: int | None) -> tuple[int, int]:
+        if self.auto_stage is AutoStage.AutoIncrement:
+            number = len(self.found)
+            return number, number if ipu is None else ipu
+        if ipu is not None:
+            return ipu, ipu
+        if self.is_lenient:
+            return next(reversed(self.found.values()), (0, 0))
+        raise StrategyError(
+            f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
+            "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
+            "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
+        )
 
 
 class ExecutionStrategy:
-    """How stages run: a list of them, or of names of blocks for a stage each, or how blocks make stages.
+    """The stages of a model and their order: a list of stages, names of blocks for a stage each, or an `AutoStage`.
 
     Args:
         stages: see above.
@@ -274,23 +252,23 @@ class ExecutionStrategy:
                 seen.add(name)
 
     def stage(self, block_id: str) -> Stage:
-        """The stage of a block.
+        """Return the stage of a block.
 
         Raises:
             StrategyError: if there is none.
         """
-        number, _ = Placing(self.stages, self.auto_stage).of(block_id, None)
+        number, _ = self.placing.of(block_id, None)
         return self.stages[number]
 
     @property
     def pipeline(self) -> Pipeline:
-        """How a step runs."""
+        """The pipeline of a step."""
         return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
-    def placing(self) -> Placing:
-        """Finds stages, from the beginning."""
-        return Placing(self.stages, self.auto_stage)
+    def placing(self) -> FoundStages:
+        """A new search for stages."""
+        return FoundStages(self.stages, self.auto_stage)
 
     def __repr__(self) -> str:
         inner = ", ".join(map(repr, self.stages)) or self.auto_stage.name
@@ -323,8 +301,11 @@ class ShardedExecution(ExecutionStrategy):
     overlaps = False
 
 
-class _Phased(ExecutionStrategy):
-    """What phased strategies have in common: here they are executed as shards, since there is one memory.
+_IN_MEMORY = "nothing leaves the memory between phases"
+
+
+class _Phased(Accepting, ExecutionStrategy):
+    """Base of phased strategies, which run as shards here, since there is one memory.
 
     Args:
         phases: phases, lists of stages, or lists of names of blocks; a stage or a name is a phase alone. Or one list of
@@ -332,6 +313,12 @@ class _Phased(ExecutionStrategy):
     """
 
     overlaps = False
+    _methods = methods_of(
+        "PhasedExecution",
+        sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
+        setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY),
+        useSeparateBackwardPhase=Accepted(lambda use=True: use, _IN_MEMORY, True),
+    )
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Phase | Stage | str]) -> None:
         if len(phases) == 1 and isinstance(phases[0], list) and any(isinstance(each, Phase) for each in phases[0]):
@@ -342,29 +329,15 @@ class _Phased(ExecutionStrategy):
         super().__init__(*(stage for phase in self.phases for stage in phase.stages))
 
     def phase(self, phase: int) -> Phase:
-        """One of the phases."""
+        """Return one of the phases."""
         return self.phases[phase]
-
-    def useSeparateBackwardPhase(self, use: bool = True) -> _Phased:
-        """Changes nothing: nothing leaves the memory between phases."""
-        require_switches(useSeparateBackwardPhase=use)
-        return self
 
 
 @final
 class ParallelPhasedExecution(_Phased):
     """Phases that alternate between devices; executed as `ShardedExecution` of their stages."""
 
-    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
-        """Changes nothing: nothing leaves the memory."""
-        require_switches(sendTensorsOffChipAfterFwd=off_chip)
-        return self
-
 
 @final
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; executed as `ShardedExecution` of their stages."""
-
-    def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
-        """Changes nothing: nothing leaves the memory."""
-        return self

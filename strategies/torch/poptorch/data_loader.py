@@ -14,7 +14,7 @@ from strategies.data.layout import epoch_order
 from strategies.data.prefetch import prefetched
 from strategies.errors import StrategyError
 from strategies.numbers import positive
-from strategies.roles import Batch
+from strategies.roles import Batch, Data, Element
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.errors import SmallDataError
@@ -78,7 +78,7 @@ class DataLoader:
     def __init__(
         self,
         options: Options,
-        dataset: Any,
+        dataset: Data,
         batch_size: int = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
@@ -86,11 +86,11 @@ class DataLoader:
         persistent_workers: bool | None = None,
         auto_distributed_partitioning: bool = True,
         mode: DataLoaderMode = DataLoaderMode.Sync,
-        async_options: Mapping[str, Any] | None = None,
+        async_options: Mapping[str, object] | None = None,
         rebatched_worker_size: int | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
         sampler: Iterable[int] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Element]], Batch] | None = None,
         **kwargs: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -221,14 +221,14 @@ class DataLoader:
             yield self._collate(picked)
 
     def _places(self, total: int, local: range) -> list[int]:
-        """Where the rows of the local replicas lie among those of all, for one batch."""
+        """Return the places of the local replicas' rows among those of all, for one batch."""
         size = self._batch_size
         places = np.arange(self._micro_batches * total * size).reshape(self._micro_batches, total, size)
         rows: list[int] = places[:, local.start : local.stop].reshape(-1).tolist()
         return rows
 
     def next_epoch(self) -> Iterator[list[int]]:
-        """The numbers of the elements in each batch of an epoch that begins; however it ends, another one is next."""
+        """Begin an epoch, and return the numbers of the elements in each of its batches."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._rows_of(epoch)
 
@@ -250,11 +250,11 @@ class DataLoader:
             return np.fromiter(map(int, self._sampler), np.int64)
 
     def terminate(self) -> None:
-        """Nothing is to be done: threads and workers end with their iterators."""
+        """Do nothing: threads and workers end with their iterators."""
 
 
-def _buffers_of(named: Mapping[str, Any]) -> int:
-    """How many items are to be read ahead, of all that an accessor is told."""
+def _buffers_of(named: Mapping[str, object]) -> int:
+    """Return how many items are read ahead, and refuse arguments that no accessor takes."""
     if unknown := [name for name in named if name not in ("buffer_size", "rebatched_size", *WITHOUT_EFFECT)]:
         raise TypeError(
             f"an AsynchronousDataAccessor takes no {unknown[0]}; it takes buffer_size, {', '.join(WITHOUT_EFFECT)}"
@@ -268,7 +268,7 @@ def _buffers_of(named: Mapping[str, Any]) -> int:
 
 
 class _Rows:
-    """What PyTorch's loader asks for the elements of batches."""
+    """The elements of each batch, for PyTorch's loader."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
@@ -293,15 +293,15 @@ class AsynchronousDataAccessor:
         TypeError: for arguments that PopTorch's does not take.
     """
 
-    def __init__(self, dataset: Iterable[Any], buffer_size: int = BUFFERS, **named: object) -> None:
+    def __init__(self, dataset: Iterable[Element], buffer_size: int = BUFFERS, **named: object) -> None:
         self._dataset = dataset
         self._buffers = _buffers_of({"buffer_size": buffer_size, **named})
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Element]:
         return prefetched((item for item in self._dataset), self._buffers)
 
     def terminate(self) -> None:
-        """Nothing is to be done: a thread ends with its iterator."""
+        """Do nothing: a thread ends with its iterator."""

@@ -1,133 +1,69 @@
 """The words of PopTorch's options, with its names and numbers."""
 
-from __future__ import annotations
-
 from enum import Enum, IntEnum
 
-
-class OutputMode(IntEnum):
-    """Which outputs a call returns: those of the last micro-batch, of every n-th, of all, or their sum."""
-
-    Final = 0
-    EveryN = 1
-    All = 2
-    Sum = 3
-    Default = 4
-
+OutputMode = IntEnum("OutputMode", ["Final", "EveryN", "All", "Sum", "Default"], start=0)
+OutputMode.__doc__ = (
+    "The outputs that a call returns: those of the last micro-batch, of every n-th, of all, or their sum."
+)
 
 AnchorMode = OutputMode
 """The name of `OutputMode` before PopTorch 2.3."""
 
+ReductionType = IntEnum("ReductionType", ["Sum", "Mean", "NoReduction"], start=0)
+ReductionType.__doc__ = "The reduction of gradients over micro-batches and replicas."
 
-class ReductionType(IntEnum):
-    """How gradients are reduced over micro-batches and replicas."""
+MeanReductionStrategy = IntEnum("MeanReductionStrategy", ["Running", "Post", "PostAndLoss"], start=0)
+MeanReductionStrategy.__doc__ = "The accumulation of a mean: by a running mean, or by losses that are divided before."
 
-    Sum = 0
-    Mean = 1
-    NoReduction = 2
+DataLoaderMode = IntEnum("DataLoaderMode", ["Sync", "Async", "AsyncRebatched"], start=0)
+DataLoaderMode.__doc__ = "Whether batches are made when they are asked for, or ahead in another thread."
 
+SharingStrategy = IntEnum("SharingStrategy", ["SharedMemory", "FileSystem", "Fork", "ForkServer"], start=0)
+SharingStrategy.__doc__ = "The way of a data set into the process that reads ahead; a thread does here."
 
-class MeanReductionStrategy(IntEnum):
-    """How a mean is accumulated: by a running mean, or by losses that are divided before."""
+HalfFloatCastingBehavior = IntEnum(
+    "HalfFloatCastingBehavior", ["FloatDowncastToHalf", "HalfUpcastToFloat", "Default"], start=0
+)
+HalfFloatCastingBehavior.__doc__ = "The dtype of a result where float16 meets float32; PyTorch makes float32 of it."
 
-    Running = 0
-    Post = 1
-    PostAndLoss = 2
+MatMulSerializationMode = Enum(
+    "MatMulSerializationMode",
+    {
+        "InputChannels": "input_channels",
+        "ReducingDim": "reducing_dim",
+        "OutputChannels": "output_channels",
+        "Disabled": "none",
+    },
+)
+MatMulSerializationMode.__doc__ = "The axis along which a product of matrices is cut; here it is computed at once."
 
+AutoStage = IntEnum("AutoStage", ["SameAsIpu", "AutoIncrement"], start=0)
+AutoStage.__doc__ = "The stages that blocks make: one for each device, or a new one at each block."
 
-class DataLoaderMode(IntEnum):
-    """Whether batches are made when they are asked for, or ahead in another thread."""
+Liveness = IntEnum(
+    "Liveness", ["AlwaysLive", "OffChipAfterFwd", "OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"], start=0
+)
+Liveness.__doc__ = "The time that tensors of phases spend in the memory of a device; all are in that of the host here."
 
-    Sync = 0
-    Async = 1
-    AsyncRebatched = 2
+OverlapMode = IntEnum("OverlapMode", ["NoOverlap", "OverlapAccumulationLoop", "OverlapDeviceIterationLoop"], start=0)
+OverlapMode.__doc__ = "The time at which tensors are copied to a device and back; they are not copied here."
 
+ConnectionType = IntEnum("ConnectionType", ["Always", "OnDemand", "Never"], start=0)
+ConnectionType.__doc__ = "The time at which a device is attached; there is none to attach here."
 
-class SharingStrategy(IntEnum):
-    """How a data set gets into the process that reads ahead; a thread does here."""
+SyncPattern = IntEnum("SyncPattern", ["Full", "SinglePipeline", "ReplicaAndLadder"], start=0)
+SyncPattern.__doc__ = "The way in which devices wait for each other; bits do not depend on it."
 
-    SharedMemory = 0
-    FileSystem = 1
-    Fork = 2
-    ForkServer = 3
+CommGroupType = IntEnum("CommGroupType", ["All", "Consecutive", "Orthogonal", "NoGrouping"], start=0)
+CommGroupType.__doc__ = (
+    "The replicas that have a parameter in common: all, those beside each other, those dealt out in turn, or none."
+)
 
+VariableRetrievalMode = IntEnum("VariableRetrievalMode", ["OnePerGroup", "AllReduceReplicas", "AllReplicas"], start=0)
+VariableRetrievalMode.__doc__ = (
+    "The value that the module gets of a parameter that differs between groups of replicas; only OnePerGroup is there."
+)
 
-class HalfFloatCastingBehavior(IntEnum):
-    """What becomes of float16 that meets float32; PyTorch makes float32 of it."""
-
-    FloatDowncastToHalf = 0
-    HalfUpcastToFloat = 1
-    Default = 2
-
-
-class MatMulSerializationMode(Enum):
-    """Along which axis a product of matrices is computed piece by piece; all of it is computed at once here."""
-
-    InputChannels = "input_channels"
-    ReducingDim = "reducing_dim"
-    OutputChannels = "output_channels"
-    Disabled = "none"
-
-
-class AutoStage(IntEnum):
-    """How stages are made of blocks: one for each device, or a new one at each block."""
-
-    SameAsIpu = 0
-    AutoIncrement = 1
-
-
-class Liveness(IntEnum):
-    """When tensors of phases are in the memory of a device; all are in that of the host here."""
-
-    AlwaysLive = 0
-    OffChipAfterFwd = 1
-    OffChipAfterFwdNoOverlap = 2
-    OffChipAfterEachPhase = 3
-
-
-class OverlapMode(IntEnum):
-    """When tensors are copied to a device and back; they are not copied here."""
-
-    NoOverlap = 0
-    OverlapAccumulationLoop = 1
-    OverlapDeviceIterationLoop = 2
-
-
-class ConnectionType(IntEnum):
-    """When a device is attached; there is none to attach here."""
-
-    Always = 0
-    OnDemand = 1
-    Never = 2
-
-
-class SyncPattern(IntEnum):
-    """How devices wait for each other; bits do not depend on it."""
-
-    Full = 0
-    SinglePipeline = 1
-    ReplicaAndLadder = 2
-
-
-class CommGroupType(IntEnum):
-    """Which replicas have a parameter in common: all, those beside each other, those dealt out in turn, or none."""
-
-    All = 0
-    Consecutive = 1
-    Orthogonal = 2
-    NoGrouping = 3
-
-
-class VariableRetrievalMode(IntEnum):
-    """What the module gets of a parameter that groups of replicas have of their own; the first alone is there."""
-
-    OnePerGroup = 0
-    AllReduceReplicas = 1
-    AllReplicas = 2
-
-
-class MultiConvPlanType(IntEnum):
-    """How convolutions are planned together; they run one after another here."""
-
-    Parallel = 0
-    Serial = 1
+MultiConvPlanType = IntEnum("MultiConvPlanType", ["Parallel", "Serial"], start=0)
+MultiConvPlanType.__doc__ = "The plan of several convolutions; they run one after another here."

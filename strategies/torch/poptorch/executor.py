@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import torch
@@ -22,11 +23,9 @@ from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
-from strategies.torch.poptorch.blocks import Leniently, PipelinedExecution
-from strategies.torch.poptorch.counters import Counters, Latency
-from strategies.torch.poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
-from strategies.torch.poptorch.losses import calling, loss_function
-from strategies.torch.poptorch.modes import Modes
+from strategies.torch.poptorch.blocks import FoundStages
+from strategies.torch.poptorch.enums import AutoStage, MeanReductionStrategy, OutputMode, ReductionType
+from strategies.torch.poptorch.module_state import Modes, WrittenBuffers, make_groupable
 from strategies.torch.poptorch.optimizer_options import (
     Clipping,
     refuse_pairs,
@@ -35,10 +34,10 @@ from strategies.torch.poptorch.optimizer_options import (
     tell_rounding,
 )
 from strategies.torch.poptorch.options import Options
-from strategies.torch.poptorch.outputs import put_together
-from strategies.torch.poptorch.parameters import make_groupable
+from strategies.torch.poptorch.outputs import calling, loss_function, put_together
+from strategies.torch.poptorch.profiling import Counters, Latency
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
-from strategies.torch.poptorch.states import States
+from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.stages import Pipeline
@@ -47,6 +46,24 @@ from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
 
 logger = logging.getLogger(__name__)
+
+
+_SHARED = "models of a module share its parameters and buffers, which are read at every call"
+_METHODS = methods_of(
+    "PoplarExecutor",
+    attachToDevice=Accepted(lambda: None, NO_IPU),
+    compilationTime=Accepted(lambda: timedelta(), NO_COMPILER),
+    copyNamedBuffersToDevice=Accepted(lambda: None, _SHARED),
+    copyWeightsToDevice=Accepted(lambda: None, _SHARED),
+    copyWeightsToHost=Accepted(lambda: None, _SHARED),
+    copyWeightsToHostIfNeeded=Accepted(lambda: False, _SHARED),
+    cycleCount=Refused("cycles of an IPU are not counted, as there is none; take the time around a call"),
+    detachFromDevice=Accepted(lambda: None, NO_IPU),
+    isAttachedToDevice=Accepted(lambda: True, NO_IPU),
+    isCompiled=Accepted(lambda: True, NO_COMPILER),
+    loadExecutable=Accepted(lambda filename: None, "what was compiled is no part of the file"),
+)
+"""Methods of a model with nothing to do; each returns the value of the table."""
 
 
 class PoplarExecutor:
@@ -90,7 +107,7 @@ class PoplarExecutor:
         self._counters = Counters()
         self._modes = Modes(model)
         replicas = options.strategy.replicas
-        self._states = States(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
+        self._states = WrittenBuffers(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
         if training:
             self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
@@ -112,7 +129,7 @@ class PoplarExecutor:
 
     @property
     def trainer(self) -> Trainer:
-        """What makes the updates, for `strategies.Checkpoints`.
+        """The trainer that makes the updates, for `strategies.Checkpoints`.
 
         Raises:
             StrategyError: if it is an inference model.
@@ -124,7 +141,7 @@ class PoplarExecutor:
     # ---- calls
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """What the module returns for these rows, as `Options.outputMode` says; a collective call where it trains.
+        """Return the module's outputs for these rows, as `Options.outputMode` says; a collective call if it trains.
 
         Raises:
             ValueError: if the rows cannot be divided.
@@ -143,13 +160,13 @@ class PoplarExecutor:
 
     @property
     def _mode(self) -> OutputMode:
-        """Which outputs come back: unless it is said, those of the last micro-batch, or all of an inference."""
+        """The outputs that come back: unless it is said, those of the last micro-batch, or all of an inference."""
         if self.options.output_mode is not OutputMode.Default:
             return self.options.output_mode
         return OutputMode.Final if self._is_training else OutputMode.All
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
-        """For each micro-batch of the call the batches of the local replicas."""
+        """Return the batches of the local replicas for each micro-batch of the call."""
         local = len(self.options.strategy.replicas.local_replicas)
         count = self.options.device_iterations * self.options.Training.gradient_accumulation
         if count * local == 1 and not self._is_training:
@@ -234,31 +251,29 @@ class PoplarExecutor:
         strategy = self.options.execution_strategy
         if strategy is not None:
             return strategy.pipeline
-        return Pipeline(lambda: Leniently(PipelinedExecution().placing), needs_full=False)
+        return Pipeline(lambda: FoundStages((), AutoStage.SameAsIpu, is_lenient=True), needs_full=False)
 
     @property
     def trace(self) -> Trace:
-        """What the simulated devices did in the last update, or the last call of an inference.
+        """The work of the simulated devices in the last update, or the last call of an inference.
 
-        `str`, `text`, `svg` and `perfetto` of it show that.
+        `str`, `text` and `perfetto` of it show that.
 
         Raises:
             ValueError: if there was none; the first one learns the stages.
         """
-        return (
-            self._trainer.trace
-            if self._trainer is not None
-            else Trace(self._inference.spans if self._inference else {})
-        )
+        if self._trainer is not None:
+            return self._trainer.trace
+        return Trace(self._inference.spans if self._inference else {})
 
     # ---- what programs ask and tell it
 
     def getTensorNames(self) -> list[str]:
-        """What `Options.anchorTensor` takes."""
+        """Return the names that `Options.anchorTensor` takes."""
         return names_of(self.model)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """What was seen of an anchored tensor in the last call: after the last update, or as the anchor says.
+        """Return an anchored tensor of the last call: after the last update, or as the anchor says.
 
         Raises:
             StrategyError: if it is none, or there was no call.
@@ -266,7 +281,7 @@ class PoplarExecutor:
         return self._anchored.of_call(short_name)
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """When what happened in the last call, in seconds whose differences count: for each tensor and each update.
+        """Return the seconds at which the last call had each tensor of each update; only differences count.
 
         An "input" is asked for and "input_complete" when the update begins, an "output" and "output_complete" when it
         has ended, as nothing is transferred. An inference counts as one update.
@@ -274,28 +289,29 @@ class PoplarExecutor:
         return self._counters.events()
 
     def getLatency(self) -> Latency:
-        """Seconds of the updates of the last call, or of that call of an inference: least, most and mean; once called.
+        """Return least, most and mean seconds of the updates of the last call, or of that call of an inference.
 
         Raises:
             StrategyError: if there was no call.
         """
         return self._counters.of_updates()
 
-    def getComputeLatency(self) -> Latency:
-        """The same as `getLatency`: all of it is computing."""
-        return self._counters.of_updates()
+    getComputeLatency = getLatency  # all of it is computing
 
     def getHostIpuLatency(self) -> Latency:
-        """Zeros: inputs are where they are needed."""
-        return self._counters.of_transfers()
+        """Return zeros: inputs and outputs are where they are needed.
 
-    def getIpuHostLatency(self) -> Latency:
-        """Zeros: outputs are where the program wants them."""
-        return self._counters.of_transfers()
+        Raises:
+            StrategyError: if there was no call.
+        """
+        self._counters.of_updates()
+        return 0.0, 0.0, 0.0
+
+    getIpuHostLatency = getHostIpuLatency
 
     @property
     def rng_state(self) -> list[int]:
-        """The seed, and how many updates, or calls of an inference, were made: all random numbers follow from these.
+        """The seed, and the number of updates, or of calls of an inference: all random numbers follow from these.
 
         An inference may be told another number of calls; a training has its number of updates from its checkpoint.
 
@@ -369,36 +385,6 @@ class PoplarExecutor:
         self.compile(*args, **kwargs)
         self.save(filename, export_model, save_rng_state)
 
-    def loadExecutable(self, filename: str | Path) -> None:
-        """Nothing is to be done: what was compiled is no part of the file."""
-
-    def isCompiled(self) -> bool:
-        """True: there is nothing to do before the first call."""
-        return True
-
-    def isAttachedToDevice(self) -> bool:
-        """True: there is no device to attach."""
-        return True
-
-    def attachToDevice(self) -> None:
-        """Nothing is to be done."""
-
-    def detachFromDevice(self) -> None:
-        """Nothing is to be done."""
-
-    def copyWeightsToHost(self) -> None:
-        """Nothing is to be done: they are there, in the module."""
-
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """False: it is never needed."""
-        return False
-
-    def copyWeightsToDevice(self) -> None:
-        """Nothing is to be done: all models of a module share its parameters."""
-
-    def copyNamedBuffersToDevice(self) -> None:
-        """Nothing is to be done: buffers of the module are read at every call."""
-
     def destroy(self) -> None:
         """End the threads of the replicas; a call begins new ones."""
         if self._trainer is not None:
@@ -446,23 +432,16 @@ class PoplarExecutor:
         """Set the mode of the module."""
         return self.train(False)
 
-    def compilationTime(self) -> timedelta:
-        """Return no time at all: nothing is compiled."""
-        return timedelta()
-
-    def cycleCount(self) -> NoReturn:
-        """Refused: there are no cycles of an IPU.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError("cycles of an IPU are not counted, as there is none; take the time around a call")
-
     def __getattr__(self, name: str) -> Any:
-        """Of the module: `state_dict`, `parameters`, submodules."""
+        """Return what a table has, or else of the module: `state_dict`, `parameters`, submodules."""
+        if name in _METHODS:
+            return partial(_METHODS[name].called, name)
         if name.startswith("_") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_METHODS]
 
     def __repr__(self) -> str:
         kind = "trainingModel" if self._is_training else "inferenceModel"
@@ -476,7 +455,7 @@ def trainingModel(
     *,
     map_gradient: MapGradient | None = None,
 ) -> PoplarExecutor:
-    """A model whose calls make updates. To make one is a collective call.
+    """Make a model whose calls make updates; a collective call.
 
     Args:
         model: returns a loss: a scalar that `identity_loss` has marked, or else the last scalar of what it returns.
@@ -488,7 +467,7 @@ def trainingModel(
 
 
 def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """A model that is called in evaluation mode, without gradients; it has the parameters that others train meanwhile.
+    """Make a model that is called in evaluation mode, without gradients, and shares the parameters of the module.
 
     Args:
         model: a module, or a model of it.
@@ -524,7 +503,7 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     return model.model if isinstance(model, PoplarExecutor) else model
 
 
-def _united(leaves: Sequence[Any]) -> Any:
-    if not isinstance(leaves[0], torch.Tensor):
+def _united(leaves: Sequence[Tree]) -> Tree:
+    if len(leaves) == 1 or not isinstance(leaves[0], torch.Tensor):
         return leaves[0]
-    return leaves[0] if len(leaves) == 1 else torch.cat(tuple(leaves))
+    return torch.cat(tuple(leaves))

@@ -6,20 +6,25 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
+from strategies.torch.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
+
+Self = TypeVar("Self")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class _OfThread(threading.local):
+class _Marked(threading.local):
     losses: list[torch.Tensor] | None = None
 
 
-_of_thread = _OfThread()
+_of_thread = _Marked()
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
@@ -29,17 +34,16 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
         x: any shape; a scalar where it is not reduced.
         reduction: "sum", "mean" or "none".
     """
-    reduced = {"sum": torch.sum, "mean": torch.mean, "none": lambda value: value}
-    if reduction not in reduced:
+    if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction is {reduction!r}; a loss is reduced by 'sum', 'mean' or 'none'")
-    loss: torch.Tensor = reduced[reduction](x)
+    loss = x if reduction == "none" else x.sum() if reduction == "sum" else x.mean()
     if _of_thread.losses is not None:
         _of_thread.losses.append(loss)
     return loss
 
 
-def losses_marked_by(function: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
-    """What a function returns, and the losses that it has marked, in this thread."""
+def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
+    """Call a function, and return its result and the losses that it has marked in this thread."""
     marked: list[torch.Tensor] = []
     _of_thread.losses = marked
     try:
@@ -75,7 +79,7 @@ def ipuHardwareVersion() -> int:
 
 
 def setLogLevel(level: int | str) -> None:
-    """Of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
+    """Set the level of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
 
     Raises:
         ValueError: for another one.
@@ -89,18 +93,18 @@ def setLogLevel(level: int | str) -> None:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor."""
+    """Return the tensor."""
     return tensor
 
 
-def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: Any, **named: Any) -> torch.Tensor:
+def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: object, **named: object) -> torch.Tensor:
     """Print a tensor where it is computed, and return it; what says how it is printed changes nothing."""
     print(f"{title}: {tensor.detach()}" if title else str(tensor.detach()))
     return tensor
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """The tensor; memory is that of the host."""
+    """Return the tensor; memory is that of the host."""
     return tensor
 
 
@@ -111,13 +115,13 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> torch.Tensor:
-    """The product of two matrices; memory is that of the host, so it is computed at once."""
+    """Return the product of two matrices, computed at once in the memory of the host."""
     require_switches(keep_precision=keep_precision)
     return torch.matmul(lhs, rhs)
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """A part of a tensor along an axis, from where another tensor says.
+    """Return a part of a tensor along an axis, from where another tensor says.
 
     Args:
         tensor: of which it is a part.
@@ -130,7 +134,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
 
 
 def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
-    """A copy of a tensor of which a part along an axis is that of another tensor.
+    """Return a copy of a tensor with a part along an axis from another tensor.
 
     Args:
         input: the tensor.
@@ -143,110 +147,93 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     return torch.slice_scatter(input, src, dim, first, first + size)
 
 
-def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """The tensors: nothing is copied to a device that could be copied while it computes."""
+def set_overlap_for_input(input_tensors: T, mode: OverlapMode) -> T:
+    """Return the tensors: no copy to a device could overlap with computing."""
     return input_tensors
 
 
-def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """The tensors, see `set_overlap_for_input`."""
+def set_overlap_for_output(output_tensors: T, mode: OverlapMode) -> T:
+    """Return the tensors; see `set_overlap_for_input`."""
     return output_tensors
 
 
 def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:
-    """The tensors: they are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
+    """Return the tensors, which are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def for_loop(count: int, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`inputs = body(*inputs)`, so many times."""
-    values: Any = list(inputs)
+def for_loop(
+    count: int, body: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Call `inputs = body(*inputs)` so many times, and return the last inputs."""
+    values = list(inputs)
     for _ in range(count):
         made = body(*values)
-        values = list(made) if isinstance(made, tuple | list) else [made]
-    found: list[torch.Tensor] = values
-    return found
+        values = [made] if isinstance(made, torch.Tensor) else list(made)
+    return values
 
 
 def cond(
     condition: torch.Tensor,
-    then_body: Callable[..., Any],
+    then_body: Callable[..., T],
     then_inps: Sequence[torch.Tensor],
-    else_body: Callable[..., Any],
+    else_body: Callable[..., T],
     else_inps: Sequence[torch.Tensor],
-) -> Any:
-    """One of two functions, by a tensor of one element; the other one is not called."""
+) -> T:
+    """Call one of two functions, by a tensor of one element, and return what it returns."""
     return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
-class NameScope:
-    """Gives names to operators of a graph, of which there is none here: changes nothing."""
+class _Scope:
+    """A scope that changes nothing."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> NameScope:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
-class Attribute:
-    """Attributes for the operators of a graph; they change nothing, as there is no graph here.
+class NameScope(_Scope):
+    """A scope with a name for the operators of a graph, which there is not here.
+
+    Args:
+        name: of the scope.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Attribute(_Scope):
+    """A scope with attributes for the operators of a graph, which there is not here.
 
     Args:
         kwargs: the attributes.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.attributes = kwargs
 
-    def __enter__(self) -> Attribute:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class MultiConv:
+class MultiConv(_Scope, Accepting):
     """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
 
-    What is set changes nothing.
+    Methods that say how are accepted, and change nothing.
     """
 
-    def __enter__(self) -> MultiConv:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def availableMemoryProportions(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def partialsTypes(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def planType(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def perConvReservedTiles(self, value: int) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def cycleBackOff(self, value: float) -> MultiConv:
-        """Changes nothing."""
-        return self
-
-    def enableConvDithering(self, value: Any) -> MultiConv:
-        """Changes nothing."""
-        return self
+    _methods = methods_of(
+        "MultiConv",
+        availableMemoryProportions=Accepted(lambda value: value, ONE_MEMORY),
+        cycleBackOff=Accepted(lambda value: value, NO_IPU),
+        enableConvDithering=Accepted(lambda value: value, NO_IPU),
+        partialsTypes=Accepted(lambda value: value, "PyTorch chooses in what it adds up"),
+        perConvReservedTiles=Accepted(lambda value: value, NO_IPU),
+        planType=Accepted(lambda value: value, "convolutions are computed one after another"),
+    )
 
 
-class CPU:
+class CPU(Generic[P, T]):
     """A function that an IPU would leave to the host: called where it stands, as everything else.
 
     Args:
@@ -254,19 +241,27 @@ class CPU:
         ID: its name.
     """
 
-    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+    def __init__(self, layer_to_call: Callable[P, T], ID: str) -> None:
         self._layer = layer_to_call
         self.ID = ID
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What it returns."""
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
+        """Call the function."""
         return self._layer(*arguments, **named)
 
 
-def custom_op(*arguments: Any, **named: Any) -> None:
-    """Refused: custom operators are codelets of IPUs.
+def _refused(way_out: str) -> Callable[..., NoReturn]:
+    """Return a function that raises StrategyError with what to use instead."""
 
-    Raises:
-        StrategyError: always.
-    """
-    raise StrategyError("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")
+    def refuse(*arguments: object, **named: object) -> NoReturn:
+        raise StrategyError(way_out)
+
+    refuse.__doc__ = f"Refused: {way_out}."
+    return refuse
+
+
+custom_op = _refused("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")
+_NOT_HERE = "is not provided, as nothing in it is distributed; use"
+ctc_beam_search_decoder = _refused(f"ctc_beam_search_decoder {_NOT_HERE} torchaudio.models.decoder.ctc_decoder")
+fps = _refused(f"fps {_NOT_HERE} torch_cluster.fps")
+nearest = _refused(f"nearest {_NOT_HERE} torch_cluster.nearest")

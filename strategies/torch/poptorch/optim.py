@@ -2,77 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.switches import require_switches, require_switches_or_none
-from strategies.torch.poptorch.optimizer_base import OneByOne, Optimizer, VariableAttributes, own_arguments
+from strategies.torch.poptorch.optimizer_base import (
+    Group,
+    OneByOne,
+    Optimizer,
+    Parameters,
+    VariableAttributes,
+    own_arguments,
+)
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
 
-class SGD(Optimizer, torch.optim.SGD):
+class _OfPyTorch(Optimizer):
+    """Base of PyTorch's optimizers with `loss_scaling`, `max_grad_norm` and dtypes of their states."""
+
+    _usual_lr: float | None = None
+    """The learning rate where none is given."""
+    _variant = ""
+    """The argument that `__new__` has looked at."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | None = None,
+        *arguments: object,
+        loss_scaling: float | None = None,
+        max_grad_norm: float | None = None,
+        **named: object,
+    ) -> None:
+        if lr is None and self._usual_lr is None:
+            raise TypeError(f"{type(self).__name__} needs a learning rate: lr=0.01, say")
+        named.pop(self._variant, None)
+        own, dtypes = own_arguments(named)
+        of_pytorch: Callable[..., None] = super().__init__
+        of_pytorch(params, self._usual_lr if lr is None else lr, *arguments, **own)
+        self._take(loss_scaling, max_grad_norm, own, dtypes)
+
+
+class SGD(_OfPyTorch, torch.optim.SGD):
     """`torch.optim.SGD` with `loss_scaling`, `max_grad_norm` and dtypes of its state; see `Optimizer`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        *arguments: Any,
-        loss_scaling: float | None = None,
-        max_grad_norm: float | None = None,
-        **named: Any,
-    ) -> None:
-        own, dtypes = own_arguments(named)
-        super().__init__(params, lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
-
-class Adam(Optimizer, torch.optim.Adam):
+class Adam(_OfPyTorch, torch.optim.Adam):
     """`torch.optim.Adam` with `loss_scaling` and `max_grad_norm`; see `SGD`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | None = 1e-3,
-        *arguments: Any,
-        loss_scaling: float | None = None,
-        max_grad_norm: float | None = None,
-        **named: Any,
-    ) -> None:
-        own, dtypes = own_arguments(named)
-        super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own, dtypes)
+    _usual_lr = 1e-3
 
 
-class AdamW(Optimizer, torch.optim.AdamW):
+class AdamW(_OfPyTorch, torch.optim.AdamW):
     """`torch.optim.AdamW` with `loss_scaling` and `max_grad_norm`; see `SGD`.
 
     With `bias_correction=False` the moments are taken as they are.
     """
 
-    def __new__(cls, *arguments: Any, bias_correction: bool | None = None, **named: Any) -> AdamW:
+    _usual_lr, _variant = 1e-3, "bias_correction"
+
+    def __new__(cls, *arguments: object, bias_correction: bool | None = None, **named: object) -> AdamW:
         """Make an `AdamWWithoutCorrection` if `bias_correction` is False."""
         require_switches_or_none(bias_correction=bias_correction)
         made: AdamW = super().__new__(AdamWWithoutCorrection if bias_correction is False else cls)
         return made
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | None = 1e-3,
-        *arguments: Any,
-        bias_correction: bool | None = None,
-        loss_scaling: float | None = None,
-        max_grad_norm: float | None = None,
-        **named: Any,
-    ) -> None:
-        own, dtypes = own_arguments(named)
-        super().__init__(params, 1e-3 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own, dtypes)
 
 
 class AdamWWithoutCorrection(OneByOne, AdamW):
@@ -81,50 +77,39 @@ class AdamWWithoutCorrection(OneByOne, AdamW):
     Source: Devlin et al., BERT, 2018, whose optimizer is Adam with decoupled weight decay and uncorrected moments.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        AdamW.__init__(self, *arguments, **named)
+    def __init__(self, params: Parameters, *arguments: float | None, **named: object) -> None:
+        made: Callable[..., None] = super().__init__
+        made(params, *arguments, **named)
         if any(group["amsgrad"] for group in self.param_groups):
             raise StrategyError("amsgrad keeps the largest of corrected moments; use it with bias_correction=True")
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         gradient = -gradient if group["maximize"] else gradient
         first, second = _moments(self.state[parameter], parameter, gradient, group["betas"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(_OfPyTorch, torch.optim.RMSprop):
     """`torch.optim.RMSprop` with `loss_scaling` and `max_grad_norm`; see `SGD`.
 
     With `use_tf_variant` it is TensorFlow's: the mean of squares begins with ones, `eps` is added before the root is
     taken, and the momentum adds up changes of the parameters, each with the learning rate of its step.
     """
 
-    def __new__(cls, *arguments: Any, use_tf_variant: bool = False, **named: Any) -> RMSprop:
-        """Of a class of its own where it is TensorFlow's."""
+    _usual_lr, _variant = 1e-2, "use_tf_variant"
+
+    def __new__(cls, *arguments: object, use_tf_variant: bool = False, **named: object) -> RMSprop:
+        """Make an `RMSpropOfTensorFlow` if `use_tf_variant` is True."""
         require_switches(use_tf_variant=use_tf_variant)
         made: RMSprop = super().__new__(RMSpropOfTensorFlow if use_tf_variant else cls)
         return made
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | None = 1e-2,
-        *arguments: Any,
-        use_tf_variant: bool = False,
-        loss_scaling: float | None = None,
-        max_grad_norm: float | None = None,
-        **named: Any,
-    ) -> None:
-        own, dtypes = own_arguments(named)
-        super().__init__(params, 1e-2 if lr is None else lr, *arguments, **own)
-        self._take(loss_scaling, max_grad_norm, own, dtypes)
-
 
 class RMSpropOfTensorFlow(OneByOne, RMSprop):
-    """What `RMSprop(..., use_tf_variant=True)` is."""
+    """The optimizer that `RMSprop(..., use_tf_variant=True)` makes."""
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         gradient = -gradient if group["maximize"] else gradient
         if group["weight_decay"]:
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
@@ -145,7 +130,7 @@ class RMSpropOfTensorFlow(OneByOne, RMSprop):
         parameter.sub_(change)
 
 
-LAMB_DEFAULTS: dict[str, Any] = {
+LAMB_DEFAULTS: Group = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -175,7 +160,7 @@ class LAMB(OneByOne):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Parameters,
         lr: float | None = None,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
@@ -184,30 +169,23 @@ class LAMB(OneByOne):
         loss_scaling: float | None = None,
         max_weight_norm: float | None = None,
         max_grad_norm: float | None = None,
-        **named: Any,
+        **named: object,
     ) -> None:
         require_switches_or_none(bias_correction=bias_correction)
         unknown, dtypes = own_arguments(named)
         if unknown:
             raise TypeError(f"LAMB has no argument {', '.join(unknown)}; it has {', '.join(LAMB_DEFAULTS)}")
-        given = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_weight_norm": max_weight_norm,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
+        numbers = (lr, betas, eps, weight_decay, bias_correction, max_weight_norm)
+        given = {name: value for name, value in zip(LAMB_DEFAULTS, numbers, strict=True) if value is not None}
         super().__init__(params, {**LAMB_DEFAULTS, **given})
         self._take(loss_scaling, max_grad_norm, given, dtypes)
 
     @property
     def is_elementwise(self) -> bool:
-        """No: it looks at norms of parameters."""
+        """Whether its state may be sharded: False, as it looks at norms of parameters."""
         return False
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         first, second = _moments(state, parameter, gradient, group["betas"])
         if group["bias_correction"]:
@@ -222,7 +200,7 @@ class LAMB(OneByOne):
 
 
 def _moments(
-    state: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, betas: tuple[float, float]
+    state: Group, parameter: torch.Tensor, gradient: torch.Tensor, betas: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move on the two moments of Adam in the state of a parameter, and return them without correction."""
     if not state:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import torch
 
-logger = logging.getLogger(__name__)
+from strategies.torch.poptorch.without_effect import tell_once
+
+Group: TypeAlias = dict[str, Any]
+"""Parameters of an optimizer with their numbers, or the state of one parameter, by PyTorch's names."""
+Parameters: TypeAlias = "Iterable[torch.nn.Parameter] | Iterable[Group]"
+"""The parameters of a module, or groups of them."""
 
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes of parameters whose optimizers compute in float32."""
@@ -26,7 +30,6 @@ WITHOUT_EFFECT = {
     "use_combined_accum": "gradients and velocities have arrays of their own, whose numbers are the same",
 }
 """Arguments of PopTorch that change no number."""
-_told: set[str] = set()
 
 
 class VariableAttributes:
@@ -67,7 +70,7 @@ class VariableAttributes:
         return attr
 
 
-def own_arguments(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[str, torch.dtype]]:
     """Return the arguments of PyTorch's optimizer, and the dtypes of accumulators and states; None is left out.
 
     Raises:
@@ -75,13 +78,14 @@ def own_arguments(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, t
     """
     given = {name: value for name, value in named.items() if value is not None}
     for name, why in WITHOUT_EFFECT.items():
-        if given.pop(name, None) is not None and name not in _told:
-            _told.add(name)
-            logger.info("%s of an optimizer changes nothing here: %s", name, why)
-    dtypes = {name: given.pop(name) for name in ("accum_type", *STATE_TYPES) if name in given}
-    for name, dtype in dtypes.items():
-        if dtype not in (torch.float16, torch.float32):
+        if given.pop(name, None) is not None:
+            tell_once(f"{name} of an optimizer", why)
+    dtypes: dict[str, torch.dtype] = {}
+    for name in [name for name in ("accum_type", *STATE_TYPES) if name in given]:
+        dtype = given.pop(name)
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32):
             raise ValueError(f"{name} is {dtype}; it is torch.float16 or torch.float32")
+        dtypes[name] = dtype
     return given, dtypes
 
 
@@ -123,13 +127,20 @@ class Optimizer(torch.optim.Optimizer):
         """Whether its state may be sharded."""
         return self.max_grad_norm is None
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one update."""
         with self._in_float32():
             return self._made(closure)
 
     def _made(self, closure: Callable[[], float] | None) -> float | None:
-        step: Any = super().step.__func__
+        step: Any = super().step
+        step = step.__func__
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # who called `step` has run the hooks
         found: float | None = step(self, closure)
@@ -138,10 +149,12 @@ class Optimizer(torch.optim.Optimizer):
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
         """Give the step float32 copies of parameters, gradients and states of 16 bits, and round them after."""
-        copies: list[tuple[dict[str, Any], int, torch.nn.Parameter, torch.nn.Parameter]] = []
+        copies: list[tuple[Group, int, torch.nn.Parameter, torch.nn.Parameter]] = []
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and (parameter.dtype in NARROW or torch.float16 in self._types):
+                if parameter.grad is not None and (
+                    parameter.dtype in NARROW or torch.float16 in self._state_types.values()
+                ):
                     copies.append((group, number, parameter, self._widened(parameter)))
         for group, number, _, copy in copies:
             group["params"][number] = copy
@@ -152,34 +165,27 @@ class Optimizer(torch.optim.Optimizer):
                 group["params"][number] = parameter
                 self._narrow(parameter, copy)
 
-    @property
-    def _types(self) -> set[torch.dtype]:
-        return set(self._state_types.values())
-
     def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         assert parameter.grad is not None
         copy = torch.nn.Parameter(parameter.detach().float())
         copy.grad = parameter.grad.float()
-        state = self.state.pop(parameter, {})
-        if state:
-            self.state[copy] = {
-                name: value.float() if name in _KEPT and value is not None else value for name, value in state.items()
-            }
+        self._move_state(parameter, copy, {})
         return copy
 
     def _narrow(self, parameter: torch.nn.Parameter, copy: torch.nn.Parameter) -> None:
         with torch.no_grad():
             parameter.copy_(copy)
-        state = self.state.pop(copy, {})
-        if state:
-            self.state[parameter] = {
-                name: value.to(self._state_types.get(name, torch.float32))
-                if name in _KEPT and value is not None
-                else value
-                for name, value in state.items()
-            }
+        self._move_state(copy, parameter, self._state_types)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _move_state(
+        self, before: torch.nn.Parameter, after: torch.nn.Parameter, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Give the state of one parameter to another, in float32 where `dtypes` has no other."""
+        for name, value in self.state.pop(before, {}).items():
+            is_kept = name in _KEPT and value is not None
+            self.state[after][name] = value.to(dtypes.get(name, torch.float32)) if is_kept else value
+
+    def load_state_dict(self, state_dict: Group) -> None:
         """Take over a state; PyTorch's would cast it to the dtypes of the parameters."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -189,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
                 if name in _KEPT and value is not None:
                     self.state[parameter][name] = value.detach().clone()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         own = {name: value for name, value in vars(self).items() if name in _PICKLED}
         return {**super().__getstate__(), **own}
 
@@ -211,5 +217,5 @@ class OneByOne(Optimizer, ABC):
         return loss
 
     @abstractmethod
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         """Put the new value of a parameter of any shape in its place."""

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, TypeVar
-
-import torch
+from typing import Any, ClassVar, TypeVar
 
 from strategies.errors import StrategyError
 from strategies.numbers import positive
 from strategies.switches import require_switches
 from strategies.torch.poptorch.autocasting import Policy
 from strategies.torch.poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
-
-logger = logging.getLogger(__name__)
+from strategies.torch.poptorch.without_effect import (
+    NO_COMPILER,
+    NO_IPU,
+    ONE_MEMORY,
+    Accepted,
+    Accepting,
+    methods_of,
+    tell_once,
+)
 
 Self = TypeVar("Self", bound="OptionGroup")
 
-_told: set[str] = set()
 _CLOSE = 0.8
 """Similarity, from 0 to 1, from which one name may be meant by another."""
 
 
-class OptionGroup:
+class OptionGroup(Accepting):
     """Options that can be set until a model, or a data loader, has been made with them."""
 
     _title = "Options"
+    _groups: ClassVar[Mapping[str, type[OptionGroup]]] = {}
+    """Groups of options inside of this one, which are attributes of these names."""
 
     def __init__(self) -> None:
         self._values: dict[str, object] = {}
         self._is_frozen = False
+        vars(self).update({name: group() for name, group in self._groups.items()})
+
+    def _copied(self: Self) -> Self:
+        """Return the same options, not frozen."""
+        copied = type(self).__new__(type(self))
+        groups = {name: getattr(self, name)._copied() for name in self._groups}
+        vars(copied).update(vars(self), _values=dict(self._values), _is_frozen=False, **groups)
+        return copied
 
     def _set(self: Self, name: str, value: object, **attributes: object) -> Self:
         """Take the value that a method was given, and keep attributes that follow from it."""
@@ -43,11 +56,11 @@ class OptionGroup:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse to replace options: nothing would check the value. Names of the program's own are its own."""
-        if callable(getattr(type(self), name, None)):
+        if name in self._methods or callable(getattr(type(self), name, None)):
             raise AttributeError(
                 f"{self._title}.{name} is a method, which would be overwritten; write .{name}({value!r}) instead"
             )
-        if hasattr(type(self), name) and not name.startswith("_"):
+        if name in self._groups or (hasattr(type(self), name) and not name.startswith("_")):
             raise AttributeError(
                 f"{self._title}.{name} follows from what its methods were given; options are set by methods, as in "
                 "options.deviceIterations(4)"
@@ -60,9 +73,11 @@ class OptionGroup:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a name that is not there, with the one that was meant."""
-        groups = get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")], 1, _CLOSE)
-        meant = next(iter(groups), None) or self._meant(name)
+        """Return a method of the table, or refuse a name that is not there with the one that was meant."""
+        if name in self._methods:
+            return super().__getattr__(name)
+        known = [each for each in (*dir(type(self)), *self._methods, *self._groups) if not each.startswith("_")]
+        meant = next(iter(get_close_matches(name, known, 1, _CLOSE)), None) or self._meant(name)
         way_out = f"did you mean {meant}?" if meant else "docs/torch.md has those that are there"
         raise AttributeError(f"{self._title}.{name} is no option; {way_out}")
 
@@ -80,6 +95,10 @@ class OptionGroup:
         for name in dir(cls):
             if not name.startswith("_") and callable(getattr(cls, name)):
                 yield name
+        yield from cls._methods
+        for name, group in cls._groups.items():
+            if not name.startswith("_"):
+                yield from (f"{name}.{option}" for option in group._options_known() if option != "toDict")
 
     def _refuse_frozen(self, name: str) -> None:
         if self._is_frozen:
@@ -90,9 +109,7 @@ class OptionGroup:
 
     def _accept(self: Self, name: str, value: object, why: str) -> Self:
         """Take an option that changes nothing here, and say so once."""
-        if name not in _told:
-            _told.add(name)
-            logger.info("%s.%s changes nothing here: %s", self._title, name, why)
+        tell_once(f"{self._title}.{name}", why)
         return self._set(name, value)
 
     def _set_switch(self: Self, name: str, value: bool, **attributes: object) -> Self:
@@ -100,24 +117,20 @@ class OptionGroup:
         require_switches(**{name: value})
         return self._set(name, value, **attributes)
 
-    def _accept_switch(self: Self, name: str, value: bool, why: str) -> Self:
-        """See `_accept` and `_set_switch`."""
-        require_switches(**{name: value})
-        return self._accept(name, value, why)
-
     def _freeze(self) -> None:
+        for name in self._groups:
+            getattr(self, name)._freeze()
         self._is_frozen = True
 
     def toDict(self) -> Mapping[str, object]:
-        """What has been set, by name."""
-        return dict(self._values)
+        """Return what has been set, by name; groups as dictionaries of their own."""
+        groups = {name: getattr(self, name).toDict() for name in self._groups}
+        return {**self._values, **{name: inner for name, inner in groups.items() if inner}}
 
     def __repr__(self) -> str:
-        return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+        return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self.toDict().items())})"
 
 
-NO_IPU = "replicas run on the cores of this machine"
-NO_COMPILER = "nothing is compiled"
 _REDUCTION = "Options.Training.accumulationAndReplicationReductionType"
 _OF_NUMBERS = {
     "accumulationAndReplicationReductionType": _REDUCTION,
@@ -135,13 +148,16 @@ _OF_NUMBERS = {
 }
 """Options of the compiler that change what is trained, and what to use."""
 BUFFERING = ("defaultPrefetchBufferingDepth", "defaultBufferingDepth")
-ONE_MEMORY = "all tensors lie in the memory of the host"
 
 
 class TrainingOptions(OptionGroup):
     """Options of training, `Options.Training`."""
 
     _title = "Options.Training"
+    _methods = methods_of(
+        _title,
+        setConvolutionDithering=Accepted(lambda enabled: enabled, "convolutions are not spread over tiles", True),
+    )
 
     gradient_accumulation = 1
     reduction = ReductionType.Mean
@@ -149,12 +165,12 @@ class TrainingOptions(OptionGroup):
     automatic_loss_scaling = False
 
     def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
-        """Micro-batches of each replica for one update."""
+        """Set the micro-batches of each replica for one update."""
         count = positive("gradientAccumulation", gradient_accumulation)
         return self._set("gradientAccumulation", count, gradient_accumulation=count)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
-        """Mean or sum of gradients, over micro-batches and replicas.
+        """Reduce gradients over micro-batches and replicas to their mean or sum.
 
         Raises:
             ValueError: for another type.
@@ -164,14 +180,12 @@ class TrainingOptions(OptionGroup):
         kind = ReductionType(reduction_type)
         return self._set("accumulationAndReplicationReductionType", kind, reduction=kind)
 
-    def accumulationReductionType(self, reduction_type: ReductionType) -> TrainingOptions:
-        """Take the name that `accumulationAndReplicationReductionType` had before PopTorch 2.3."""
-        return self.accumulationAndReplicationReductionType(reduction_type)
+    accumulationReductionType = accumulationAndReplicationReductionType  # its name before PopTorch 2.3
 
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> TrainingOptions:
-        """How a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number.
+        """Set how a mean over micro-batches is computed: Running, or Post, where each loss is divided by their number.
 
         A running mean is changed before each micro-batch, so blocks run one after another then, and not in a pipeline.
         """
@@ -182,21 +196,20 @@ class TrainingOptions(OptionGroup):
         """Scale losses dynamically, see `LossScaling`; an optimizer's own `loss_scaling` is the first scale."""
         return self._set_switch("setAutomaticLossScaling", enabled, automatic_loss_scaling=enabled)
 
-    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
-        """Changes nothing."""
-        return self._accept_switch("setConvolutionDithering", enabled, "convolutions are not spread over tiles")
-
 
 class PrecisionOptions(OptionGroup):
     """Options of precision, `Options.Precision`."""
 
     _title = "Options.Precision"
+    _methods = methods_of(
+        _title,
+        enableStochasticRounding=Accepted(lambda enabled: enabled, "PyTorch rounds to nearest, in float32", True),
+        runningStatisticsAlwaysFloat=Accepted(lambda value: value, "buffers keep their dtypes", True),
+        setPartialsType=Accepted(lambda dtype: dtype, "PyTorch chooses in what it adds up"),
+    )
 
     autocasts = True
-
-    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """Change nothing: updates are computed in float32, and rounded to nearest where parameters have 16 bits."""
-        return self._accept_switch("enableStochasticRounding", enabled, "PyTorch rounds to nearest, in float32")
+    checks_numerics = False
 
     def autocastEnabled(self, autocast_enabled: bool) -> PrecisionOptions:
         """Heed `poptorch.autocast` in models, or not."""
@@ -217,12 +230,8 @@ class PrecisionOptions(OptionGroup):
             )
         return self._set("autocastPolicy", autocast_policy)
 
-    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
-        """Changes nothing."""
-        return self._accept("setPartialsType", dtype, "PyTorch chooses in what it adds up")
-
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> PrecisionOptions:
-        """Changes nothing: dtypes are promoted as PyTorch promotes them, that is `HalfUpcastToFloat`.
+        """Accept dtypes that are promoted as PyTorch promotes them, that is `HalfUpcastToFloat`.
 
         Raises:
             StrategyError: if parameters are to be cast to half precision.
@@ -234,57 +243,39 @@ class PrecisionOptions(OptionGroup):
             )
         return self._accept("halfFloatCasting", half_float_casting, "PyTorch promotes float16 to float32")
 
-    def runningStatisticsAlwaysFloat(self, value: bool) -> PrecisionOptions:
-        """Changes nothing."""
-        return self._accept_switch("runningStatisticsAlwaysFloat", value, "buffers keep their dtypes")
-
     def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
         """Raise `NonFiniteGradientError` for the first gradient that is not finite."""
-        return self._set_switch("enableFloatingPointExceptions", enabled)
+        return self._set_switch("enableFloatingPointExceptions", enabled, checks_numerics=enabled)
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether an IPU would round at random."""
         return bool(self._values.get("enableStochasticRounding"))
 
-    @property
-    def checks_numerics(self) -> bool:
-        """Whether gradients are looked at."""
-        return bool(self._values.get("enableFloatingPointExceptions"))
-
 
 class TensorLocationSettings(OptionGroup):
     """Where tensors lie."""
 
     _title = "TensorLocationSettings"
-
-    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
-        """Change nothing: all tensors are where `use=False` puts them, in the memory of the host."""
-        return self._accept_switch("useOnChipStorage", use, f"{ONE_MEMORY}, where useOnChipStorage(False) puts them")
+    _methods = methods_of(
+        _title,
+        minElementsForOffChip=Accepted(lambda min_elements: min_elements, ONE_MEMORY),
+        useIOTilesToLoad=Accepted(lambda use=True: use, NO_IPU, True),
+        useIOTilesToStore=Accepted(lambda use=True: use, NO_IPU, True),
+        useOnChipStorage=Accepted(lambda use=True: use, f"{ONE_MEMORY}, where useOnChipStorage(False) puts them", True),
+    )
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Of optimizer state: every replica keeps a part of it."""
+        """Have every replica keep a part of the optimizer state."""
         return self._set_switch("useReplicatedTensorSharding", use)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Smaller tensors are not sharded."""
+        """Set the size below which tensors are not sharded."""
         return self._set("minElementsForReplicatedTensorSharding", positive("min_elements", min_elements))
-
-    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept("minElementsForOffChip", min_elements, ONE_MEMORY)
-
-    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept_switch("useIOTilesToLoad", use, NO_IPU)
-
-    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
-        """Changes nothing."""
-        return self._accept_switch("useIOTilesToStore", use, NO_IPU)
 
 
 def settings_of(location: object) -> TensorLocationSettings:
-    """What was given as settings.
+    """Return a location, if it is of settings.
 
     Raises:
         TypeError: if it is something else.
@@ -300,30 +291,21 @@ class TensorLocationOptions(OptionGroup):
     """Where tensors lie, `Options.TensorLocations`."""
 
     _title = "Options.TensorLocations"
-
-    def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setActivationLocation", settings_of(location), ONE_MEMORY)
-
-    def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setWeightLocation", settings_of(location), ONE_MEMORY)
+    _methods = methods_of(
+        _title,
+        numIOTiles=Accepted(lambda num_tiles: num_tiles, NO_IPU),
+        setAccumulatorLocation=Accepted(lambda location: settings_of(location), ONE_MEMORY),
+        setActivationLocation=Accepted(lambda location: settings_of(location), ONE_MEMORY),
+        setWeightLocation=Accepted(lambda location: settings_of(location), ONE_MEMORY),
+    )
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Its `useReplicatedTensorSharding` is heeded; results do not change."""
+        """Set whether optimizer state is sharded, by `useReplicatedTensorSharding`; results do not change."""
         return self._set("setOptimizerLocation", settings_of(location))
-
-    def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("setAccumulatorLocation", settings_of(location), ONE_MEMORY)
-
-    def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
-        """Changes nothing."""
-        return self._accept("numIOTiles", num_tiles, NO_IPU)
 
     @property
     def of_optimizer(self) -> Mapping[str, object]:
-        """What was said of optimizer state."""
+        """The settings of optimizer state."""
         location = self._values.get("setOptimizerLocation")
         return location.toDict() if isinstance(location, TensorLocationSettings) else {}
 
@@ -337,16 +319,19 @@ class JitOptions(OptionGroup):
     """Options of how PopTorch reads a model, `Options.Jit`."""
 
     _title = "Options.Jit"
-
-    def traceModel(self, trace_model: bool) -> JitOptions:
-        """Changes nothing."""
-        return self._accept_switch("traceModel", trace_model, "no model is traced: its forward runs as it is written")
+    _methods = methods_of(
+        _title,
+        traceModel=Accepted(
+            lambda trace_model: trace_model, "no model is traced: its forward runs as it is written", True
+        ),
+    )
 
 
 class PopartOptions(OptionGroup):
     """Options of PopTorch's compiler, `Options._Popart`: all are taken, and most change nothing."""
 
     _title = "Options._Popart"
+    _methods = methods_of(_title, setPatterns=Accepted(lambda patterns, level=2: dict(patterns), NO_COMPILER))
 
     buffers: int | None = None
     engine_options: Mapping[str, str] = MappingProxyType({})
@@ -371,7 +356,3 @@ class PopartOptions(OptionGroup):
         if any(name.startswith("autoReport.") for name in given):
             return self._set("setEngineOptions", given, engine_options=MappingProxyType(given))
         return self._accept("setEngineOptions", given, NO_COMPILER)
-
-    def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> PopartOptions:
-        """Changes nothing."""
-        return self._accept("setPatterns", dict(patterns), NO_COMPILER)

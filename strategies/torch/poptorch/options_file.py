@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -43,14 +42,14 @@ def set_from_value(options: OptionGroup, name: str, value: object) -> None:
         AttributeError: if there is none of that name.
     """
     *groups, method = name.split(".")
-    owner: Any = options
+    owner: object = options
     for group in groups:
         owner = _option_of(owner, group)
     arguments = value if isinstance(value, list) else [value]
     _option_of(owner, method)(*(_enum_named(each) for each in arguments))
 
 
-def _called(call: ast.Call, options: OptionGroup | None = None) -> Any:
+def _called(call: ast.Call, options: OptionGroup | None = None) -> object:
     function = _function(call.func, options)
     named = {each.arg: _value(each.value) for each in call.keywords if each.arg}
     if len(named) != len(call.keywords) or any(isinstance(each, ast.Starred) for each in call.args):
@@ -58,35 +57,32 @@ def _called(call: ast.Call, options: OptionGroup | None = None) -> Any:
     return function(*map(_value, call.args), **named)
 
 
-def _function(node: ast.expr, options: OptionGroup | None) -> Any:
+def _function(node: ast.expr, options: OptionGroup | None) -> Callable[..., object]:
     """Return what a call calls: an option, a class of `_MADE_OF`, or a method that says more of its object."""
-    if options is not None and isinstance(node, ast.Name):
-        return _option_of(options, node.id)
-    if isinstance(node, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id == "poptorch":
-            if node.attr not in _MADE_OF:
-                raise NameError(f"poptorch.{node.attr} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
-            return _MADE_OF[node.attr]
-        owner = _called(node.value, options) if isinstance(node.value, ast.Call) else _group(node.value, options)
-        return _option_of(owner, node.attr)
-    raise SyntaxError("it calls no option")
+    match node:
+        case ast.Name(name) if options is not None:
+            return _option_of(options, name)
+        case ast.Attribute(ast.Name("poptorch"), name):
+            if name not in _MADE_OF:
+                raise NameError(f"poptorch.{name} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
+            return _MADE_OF[name]
+        case ast.Attribute(ast.Name(group), name) if options is not None:
+            return _option_of(_option_of(options, group), name)
+        case ast.Attribute(ast.Call() as call, name):
+            return _option_of(_called(call, options), name)
+    raise SyntaxError("it calls no option: an option, or a group and an option, stands before the parenthesis")
 
 
-def _group(node: ast.expr, options: OptionGroup | None) -> Any:
-    if options is not None and isinstance(node, ast.Name):
-        return _option_of(options, node.id)
-    raise SyntaxError("an option, or a group and an option, is expected before the parenthesis")
-
-
-def _option_of(owner: Any, name: str) -> Any:
+def _option_of(owner: object, name: str) -> Callable[..., object]:
     known = _METHODS.get(type(owner), ())
     is_option = isinstance(owner, OptionGroup) and (name == "_Popart" or not name.startswith("_"))
     if not (is_option or name in known) or name in _OF_A_FILE:
         raise AttributeError(f"{name} is no option that a file sets")
-    return getattr(owner, name)
+    option: Callable[..., object] = getattr(owner, name)
+    return option
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr) -> object:
     if isinstance(node, ast.Call):
         return _called(node)
     if isinstance(node, ast.Attribute):
@@ -100,7 +96,7 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _named(words: str) -> Any:
+def _named(words: str) -> object:
     """Return the member of an enumeration of `poptorch`, or the dtype of `torch`, of this name."""
     match words.split("."):
         case ["poptorch", kind, name]:
@@ -110,7 +106,7 @@ def _named(words: str) -> Any:
     raise NameError(f"{words} is no name that a file may use; write poptorch.OutputMode.All, or torch.float16, say")
 
 
-def _member(kind: str, name: str, words: str) -> Any:
+def _member(kind: str, name: str, words: str) -> Enum:
     found = getattr(enums, kind, None)
     if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
         raise NameError(f"{words} is no member of an enumeration of poptorch")

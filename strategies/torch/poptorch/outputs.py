@@ -1,22 +1,130 @@
-"""Which outputs of a call come back, and how those of micro-batches and replicas are put together."""
+"""The outputs of a module on a replica: the loss among them, and what a call returns of all micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import reduce
+from typing import TypeAlias
 
 import jax
+import numpy as np
 import torch
 
-from strategies.roles import Tree
+from strategies.errors import StrategyError
+from strategies.roles import Batch, Tree
+from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.enums import OutputMode
+from strategies.torch.poptorch.operations import losses_marked_by
+
+LossAndOutputs: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor], Tree]
+"""A loss, further metrics, and the outputs of the module."""
+
+
+def calling(autocasts: bool) -> Callable[[torch.nn.Module, Batch], Tree]:
+    """Return a function that calls a module and returns its outputs; the program is told that an executor calls.
+
+    Args:
+        autocasts: whether `poptorch.autocast` is heeded inside of it.
+    """
+
+    def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
+        outputs, _ = outputs_and_losses(module, batch)
+        return outputs
+
+    return heeded_by(call_in_model, autocasts)
+
+
+def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
+    """Call the module, and return its outputs and the losses that it has marked.
+
+    Raises:
+        TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
+    """
+    args, kwargs = batch
+    outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
+    for leaf in jax.tree.leaves(outputs):
+        if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
+            raise TypeError(
+                f"the model returns a {type(leaf).__name__}, of which replicas' rows are not put together; return "
+                "tensors, in tuples, lists or dictionaries"
+            )
+    return outputs, marked
+
+
+def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Batch], LossAndOutputs]:
+    """Return a loss function of `Trainer`: the module's loss with its gradient times `factor`, and all outputs.
+
+    Args:
+        factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
+        autocasts: see `calling`.
+    """
+
+    def loss_fn(module: torch.nn.Module, batch: Batch) -> LossAndOutputs:
+        outputs, marked = outputs_and_losses(module, batch)
+        loss = loss_of(outputs, marked)
+        return (loss if factor == 1 else with_gradient_of(loss, factor)), {}, outputs
+
+    return heeded_by(loss_fn, autocasts)
+
+
+def with_gradient_of(loss: torch.Tensor, factor: int) -> torch.Tensor:
+    """Return the loss with so many times its gradient, so that what is told of the loss is the loss."""
+    return loss.detach() + factor * (loss - loss.detach())
+
+
+def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the loss among the outputs of a training model.
+
+    Raises:
+        StrategyError: if there is none, or it is not known which of several is meant.
+    """
+    if marked:
+        return last_of(marked)
+    tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
+    if not scalars:
+        raise StrategyError(
+            "the model returns no scalar that depends on its parameters; return the loss, or mark it with "
+            "poptorch.identity_loss"
+        )
+    if len({id(one) for one in scalars}) > 1:
+        raise StrategyError(
+            f"the model returns {len(scalars)} scalars that depend on its parameters, and each could be the loss; mark "
+            "the loss with poptorch.identity_loss(loss, 'none'), and detach() the others"
+        )
+    return scalars[0]
+
+
+def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the marked loss of which all other ones are parts.
+
+    Raises:
+        StrategyError: if one of them is no part of the last.
+    """
+    *parts, last = marked
+    wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
+    seen: set[object] = set()
+    ahead = [last.grad_fn] if wanted else []
+    while ahead and not wanted <= seen:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [each for each, _ in node.next_functions]
+    if not wanted <= seen:
+        raise StrategyError(
+            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
+        )
+    return last
+
 
 Rounds = Sequence[Sequence[Tree]]
 """For each micro-batch of a call, one after another, the outputs of the local replicas in their order."""
 
 
 def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
-    """What a call returns.
+    """Return the outputs of a call.
 
     Tensors are joined along their first axis: one micro-batch after another, in each the replicas in their order, as
     the rows of the batch were dealt out. Scalars become one axis, if there are several.
@@ -47,17 +155,11 @@ def _joined(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: _join(leaves), *trees) if len(trees) > 1 else trees[0]
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Tree]) -> Tree:
     if not isinstance(leaves[0], torch.Tensor):
         return leaves[-1]
     return torch.cat(tuple(leaves)) if leaves[0].ndim else torch.stack(tuple(leaves))
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
-    def add(*leaves: Any) -> Any:
-        total = leaves[0]
-        for leaf in leaves[1:]:
-            total = total + leaf
-        return total
-
-    return jax.tree.map(add, *trees)
+    return jax.tree.map(lambda *leaves: reduce(operator.add, leaves), *trees)

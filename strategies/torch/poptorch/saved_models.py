@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -21,6 +21,8 @@ from strategies.torch.poptorch.optimizer_base import VariableAttributes
 from strategies.torch.poptorch.option_groups import OptionGroup
 from strategies.torch.replica_groups import ReplicaGroups
 
+Content: TypeAlias = Mapping[str, Any]
+"""The parts of a file by their names."""
 _KINDS = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, OptionGroup, ExecutionStrategy, Stage, Phase)
 _CLASSES = (
     *(Anchor, VariableAttributes, ReplicaGroups, _Begin),
@@ -30,7 +32,7 @@ _FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
 """Modules whose functions compute, and do nothing else."""
 
 
-def read_model(filename: str | Path, is_trusted: bool) -> Mapping[str, Any]:
+def read_model(filename: str | Path, is_trusted: bool) -> Content:
     """Return what `PoplarExecutor.save` has written.
 
     Args:
@@ -58,7 +60,7 @@ def read_model(filename: str | Path, is_trusted: bool) -> Mapping[str, Any]:
     return content
 
 
-def packed(optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any] | None:
+def packed(optimizer: torch.optim.Optimizer | None) -> Content | None:
     """Return what an optimizer is made of, without the defaultdict of its state, which only trusted files may have."""
     if optimizer is None:
         return None
@@ -66,9 +68,9 @@ def packed(optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any] | None:
     return {"class": type(optimizer), "made_of": {**made_of, "state": dict(made_of["state"])}}
 
 
-def unpacked(found: Any) -> torch.optim.Optimizer | None:
+def unpacked(found: Content | torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """Return the optimizer that `packed` has taken apart; others, of older files, stay what they are."""
-    if not isinstance(found, Mapping):
+    if found is None or isinstance(found, torch.optim.Optimizer):
         return found
     kind = found["class"]
     optimizer: torch.optim.Optimizer = kind.__new__(kind)
@@ -101,7 +103,7 @@ def _found(name: str, filename: str | Path) -> Any:
     return value
 
 
-def _is_harmless(value: Any) -> bool:
+def _is_harmless(value: object) -> bool:
     if isinstance(value, type):
         return value in _CLASSES or issubclass(value, (*_KINDS, Enum))
     is_function = isinstance(value, FunctionType | BuiltinFunctionType)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from collectives.plans.plan import Plan
 from collectives.plans.spread import Spread
-from collectives.tree import Node, halves, steps
+from collectives.tree import TreeNode, halves, steps
 
 Expression = int | tuple["Expression", "Expression"]
 
@@ -25,7 +25,7 @@ def canonical(first: int, stop: int) -> Expression:
     return canonical(first, first + half), canonical(first + half, stop)
 
 
-def added(expressions: list[Expression], nodes: tuple[Node, ...]) -> Expression:
+def added(expressions: list[Expression], nodes: tuple[TreeNode, ...]) -> Expression:
     """What executors do, with their own steps."""
     values = list(expressions)
     for left, right, _ in steps(nodes):
@@ -33,7 +33,7 @@ def added(expressions: list[Expression], nodes: tuple[Node, ...]) -> Expression:
     return values[-1]
 
 
-Holdings = list[list[dict[Node, Expression]]]  # by rank and slice
+Holdings = list[list[dict[TreeNode, Expression]]]  # by rank and slice
 
 
 def outcome(plan: Plan) -> Holdings:
@@ -46,7 +46,7 @@ def outcome(plan: Plan) -> Holdings:
     held: Holdings = [
         [{leaf: leaf.first for leaf in plan.spread.leaves(rank)} for _ in range(plan.slices)] for rank in ranks
     ]
-    root = Node(0, plan.spread.replicas)
+    root = TreeNode(0, plan.spread.replicas)
     met: set[tuple[int, int, bool]] = set()
     for each in plan.rounds:
         for rank, first, stop, nodes, into in each.additions:
@@ -74,7 +74,7 @@ def outcome(plan: Plan) -> Holdings:
 
 def assert_right(plan: Plan) -> None:
     """Every rank has the sum in the order of the tree, and nothing was moved or added in vain."""
-    root = Node(0, plan.spread.replicas)
+    root = TreeNode(0, plan.spread.replicas)
     held = outcome(plan)
     for of_rank in held:
         for mine in of_rank:
@@ -86,7 +86,7 @@ def assert_right(plan: Plan) -> None:
 
 
 def assert_scatters(plan: Plan) -> None:
-    root = Node(0, plan.spread.replicas)
+    root = TreeNode(0, plan.spread.replicas)
     held = outcome(plan.scattering)
     for number, owner in enumerate(plan.owners):
         assert [rank for rank, of_rank in enumerate(held) if root in of_rank[number]] == [owner]
@@ -101,7 +101,7 @@ def fewest_sums(spread: Spread, owner: int) -> int:
     """
     ranks = range(spread.size)
 
-    def costs(node: Node) -> list[int]:
+    def costs(node: TreeNode) -> list[int]:
         """For each rank the fewest messages by which it has the sum of a node."""
         if node.is_leaf:
             return [int(node not in spread.leaves(rank)) for rank in ranks]
@@ -109,7 +109,7 @@ def fewest_sums(spread: Spread, owner: int) -> int:
         added = [left + right for left, right in zip(one, other, strict=True)]
         return [min(cost, min(added) + 1) for cost in added]
 
-    return costs(Node(0, spread.replicas))[owner]
+    return costs(TreeNode(0, spread.replicas))[owner]
 
 
 def compositions(replicas: int, ranks: int) -> Iterator[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from tiers import first_of
 from collectives.plans.plan import Message, Plan, Round
 from collectives.plans.planning import plan_for, possible_ways
 from collectives.plans.spread import Spread
-from collectives.tree import Node
+from collectives.tree import TreeNode
 
 
 def check(spread: Spread) -> None:
@@ -78,7 +78,7 @@ def sums_of(plan: Plan) -> Counter[int]:
     """How many messages with sums each owner's slice takes."""
     sums: Counter[int] = Counter()
     for _, _, first, stop, node in plan.messages():
-        if node != Node(0, plan.spread.replicas):
+        if node != TreeNode(0, plan.spread.replicas):
             sums.update(plan.owners[first:stop])
     return sums
 
@@ -137,7 +137,7 @@ def test_rounds_of_halving_and_doubling_grow_with_the_logarithm_and_those_of_dir
 def test_what_is_left_after_a_loss_adds_in_the_order_of_the_tree() -> None:
     spread = Spread.apart([3, 3, 2])
     assert possible_ways(spread) == ("direct",)
-    assert spread.sums[1] == (Node(3, 4), Node(4, 6))
+    assert spread.sums[1] == (TreeNode(3, 4), TreeNode(4, 6))
     check(spread)
 
 
@@ -155,7 +155,7 @@ def test_an_evaluation_finds_what_is_wrong() -> None:
     with pytest.raises(KeyError):
         outcome(early)
     swapped = [
-        Message(each.source, each.to, each.first, each.stop, Node(2, 3) if each.source == 1 else each.node)
+        Message(each.source, each.to, each.first, each.stop, TreeNode(2, 3) if each.source == 1 else each.node)
         for each in first.messages
     ]
     with pytest.raises(KeyError):

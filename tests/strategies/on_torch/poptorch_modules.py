@@ -17,6 +17,32 @@ def data(rows, dtype=torch.float32):
     return x, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
+def rows(count, outputs=1):
+    """Inputs and targets of a `Line`."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, outputs, generator=generator)
+
+
+def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=None):
+    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
+    options.Training.gradientAccumulation(accumulation)
+    if strategy is not None:
+        options._strategy = strategy
+    return options if mode is None else options.outputMode(mode)
+
+
+class Line(nn.Module):
+    """Returns its mean squared error."""
+
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.layer = nn.Linear(3, outputs)
+
+    def forward(self, x, y):
+        with poptorch.Block("B1", ipu_id=0):
+            return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
+
+
 class Net(nn.Module):
     """Two layers, and `middle` between them; `loss` and `returned` are other ways of the same."""
 
@@ -161,15 +187,6 @@ class Words(Net):
         return super().forward(self.table((x.abs() * 2).long().clamp(max=6)).mean(1), labels)
 
 
-class Grouped(Net):
-    """Each replica has a row of a table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(4, 8))
-        self.middle = lambda hidden: hidden + (self.table if self.table.ndim == 1 else self.table[0])
-
-
 class Cube(torch.autograd.Function):
     """An operator of the program's own."""
 
@@ -184,31 +201,8 @@ class Cube(torch.autograd.Function):
         return 3 * x**2 * gradient
 
 
-def plain_lamb(bias_correction=True):
-    """PopTorch's LAMB as its own `step` writes it (MIT)."""
-
-    class Lamb(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.05})
-
-        @torch.no_grad()
-        def step(self):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    state["step"] = state.get("step", 0) + 1
-                    first = state["first"] = 0.9 * state.get("first", 0) + 0.1 * p.grad
-                    second = state["second"] = 0.999 * state.get("second", 0) + 0.001 * p.grad**2
-                    corrections = [1 - beta ** state["step"] if bias_correction else 1 for beta in (0.9, 0.999)]
-                    denominator = second.sqrt() / corrections[1] ** 0.5 + 1e-6
-                    update = first / corrections[0] / denominator + 0.01 * p
-                    p.sub_(group["lr"] * p.norm().clamp(max=2.0) / update.norm() * update)
-
-    return Lamb
-
-
-class PlainAdamW(torch.optim.Optimizer):
-    """BERT's: moments without correction."""
+class ByParameter(torch.optim.Optimizer):
+    """Calls `update` with each parameter and its two moments."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05})
@@ -218,6 +212,26 @@ class PlainAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
                 first = state["first"] = 0.9 * state.get("first", 0) + 0.1 * p.grad
                 second = state["second"] = 0.999 * state.get("second", 0) + 0.001 * p.grad**2
-                p.mul_(1 - group["lr"] * 0.01).sub_(group["lr"] * first / (second.sqrt() + 1e-6))
+                self.update(p, first, second, group["lr"], state["step"])
+
+
+def plain_lamb(bias_correction=True):
+    """PopTorch's LAMB as its own `step` writes it (MIT)."""
+
+    class Lamb(ByParameter):
+        def update(self, p, first, second, lr, step):
+            corrections = [1 - beta**step if bias_correction else 1 for beta in (0.9, 0.999)]
+            change = first / corrections[0] / (second.sqrt() / corrections[1] ** 0.5 + 1e-6) + 0.01 * p
+            p.sub_(lr * p.norm().clamp(max=2.0) / change.norm() * change)
+
+    return Lamb
+
+
+class PlainAdamW(ByParameter):
+    """BERT's: moments without correction."""
+
+    def update(self, p, first, second, lr, step):
+        p.mul_(1 - lr * 0.01).sub_(lr * first / (second.sqrt() + 1e-6))

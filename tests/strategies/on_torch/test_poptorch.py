@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from poptorch_modules import new_options
 from torch import nn
 from torch_modules import data
 
@@ -70,17 +70,6 @@ class Noise(nn.Module):
 def model():
     torch.manual_seed(1)
     return Classifier()
-
-
-def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=None, **others):
-    options = Options()
-    options.deviceIterations(iterations).Training.gradientAccumulation(accumulation)
-    options.replicationFactor(replicas)
-    if strategy is not None:
-        options._strategy = strategy
-    if mode is not None:
-        options.outputMode(mode)
-    return options
 
 
 def dataset():
@@ -172,34 +161,7 @@ class TestTraining:
         assert output.shape == (ROWS, 5)
         assert loss.shape == ()
 
-    def test_a_loss_may_be_marked(self, model):
-        class Marked(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = copy.deepcopy(model)
-
-            def forward(self, x, labels):
-                output, loss = self.inner(x, labels)
-                return poptorch.identity_loss(loss * 2, "none"), output, output.mean()
-
-        marked, plain = Marked(), copy.deepcopy(model)
-        batch = data()["x"][:4], data()["y"][:4]
-        poptorch.trainingModel(marked, optimizer=torch.optim.SGD(marked.parameters(), 0.1))(*batch)
-        plainly(plain, torch.optim.SGD(plain.parameters(), 0.2), batch, 1, 1)
-        torch.testing.assert_close(marked.inner.first.weight, plain.first.weight)
-
-    def test_what_is_no_loss_is_refused(self, model):
-        class Two(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = copy.deepcopy(model)
-
-            def forward(self, x, labels):
-                _, loss = self.inner(x, labels)
-                return poptorch.identity_loss(loss, "sum"), poptorch.identity_loss(loss, "mean")
-
-        with pytest.raises(StrategyError, match="2 losses are marked; add them up"):
-            poptorch.trainingModel(Two())(data()["x"], data()["y"])
+    def test_outputs_without_a_loss_are_refused(self, model):
         with pytest.raises(StrategyError, match="returns no scalar that depends on its parameters"):
             poptorch.trainingModel(copy.deepcopy(model))(data()["x"])
 
@@ -208,76 +170,10 @@ class TestTraining:
         with pytest.raises(ValueError, match=r"deviceIterations 5 x gradientAccumulation 2 x 1 replicas .*DataLoader"):
             training(data()["x"], data()["y"])
 
-    def test_an_optimizer_may_be_replaced_by_one_with_other_numbers(self, model):
-        own = copy.deepcopy(model)
-        training = poptorch.trainingModel(own, optimizer=poptorch.optim.Adam(own.parameters(), lr=0.1))
-        training(data()["x"], data()["y"])
-        training.setOptimizer(poptorch.optim.Adam(own.parameters(), lr=0.0))
-        before = own.first.weight.clone()
-        training(data()["x"], data()["y"])
-        assert torch.equal(own.first.weight, before)
+    def test_an_optimizer_of_another_kind_takes_no_place(self, model):
+        training = poptorch.trainingModel(model, optimizer=poptorch.optim.Adam(model.parameters(), lr=0.1))
         with pytest.raises(StrategyError, match="made with Adam of 1 groups, and this is SGD"):
-            training.setOptimizer(poptorch.optim.SGD(own.parameters(), lr=0.0))
-
-
-OPTIMIZERS = {
-    "SGD": (
-        lambda p: poptorch.optim.SGD(p, lr=0.1, momentum=0.9, loss_scaling=8.0, use_combined_accum=True),
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9},
-    ),
-    "Adam": (lambda p: poptorch.optim.Adam(p, lr=0.1, accum_type=torch.float16), torch.optim.Adam, {"lr": 0.1}),
-    "AdamW": (lambda p: poptorch.optim.AdamW(p, lr=0.1, loss_scaling=1024.0), torch.optim.AdamW, {"lr": 0.1}),
-    "RMSprop": (
-        lambda p: poptorch.optim.RMSprop(p, lr=0.1, centered=True),
-        torch.optim.RMSprop,
-        {"lr": 0.1, "centered": True},
-    ),
-}
-
-
-class TestOptimizers:
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_are_those_of_pytorch(self, name, model):
-        make, kind, numbers = OPTIMIZERS[name]
-        own, plain = copy.deepcopy(model), copy.deepcopy(model)
-        batch = data()["x"][:8], data()["y"][:8]
-        training = poptorch.trainingModel(own, new_options(iterations=2, accumulation=2), make(own.parameters()))
-        training(*batch)
-        plainly(plain, kind(plain.parameters(), **numbers), batch, 2, 2)
-        assert all(map(torch.equal, own.state_dict().values(), plain.state_dict().values()))
-
-    def test_lamb_scales_the_change_of_adam_to_the_norm_of_the_parameter(self, model):
-        own = copy.deepcopy(model)
-        before = own.first.weight.clone()
-        optimizer = poptorch.optim.LAMB(own.parameters(), lr=0.1, weight_decay=0.0, eps=0.0)
-        poptorch.trainingModel(own, optimizer=optimizer)(data()["x"], data()["y"])
-        change = own.first.weight - before
-        assert change.norm().item() == pytest.approx(0.1 * before.norm().item(), rel=1e-5)
-        assert change.abs().std() < 1e-6, "the first step of Adam is as large for every element"
-
-    def test_may_clip_the_norm_of_all_gradients(self, model):
-        own = copy.deepcopy(model)
-        poptorch.trainingModel(own, optimizer=poptorch.optim.SGD(own.parameters(), lr=1.0, max_grad_norm=1e-3))(
-            data()["x"], data()["y"]
-        )
-        norm = torch.stack([p.grad.norm() for p in own.parameters()]).norm()
-        assert norm.item() == pytest.approx(1e-3, rel=1e-3)
-
-    def test_state_may_be_sharded(self, model, on_instances):
-        def train(strategy, shards):
-            own = copy.deepcopy(model)
-            options = new_options(strategy, 2)
-            if shards:
-                location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
-                options.TensorLocations.setOptimizerLocation(location)
-            training = poptorch.trainingModel(own, options, poptorch.optim.Adam(own.parameters()))
-            training(data()["x"][:4], data()["y"][:4])
-            assert training.trainer.is_sharded is shards
-            return own.first.weight.detach().numpy().tobytes()
-
-        found = on_instances(2, 2, lambda strategy: [train(strategy, shards) for shards in (False, True)])
-        assert len({each for of_instance in found for each in of_instance}) == 1
+            training.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.0))
 
 
 class TestOutputs:
@@ -444,10 +340,6 @@ class TestDataLoader:
         assert on_instances(1, 2, read) == [[[0, 1, 2, 3, 4, 5, 6, 7]]]
         assert on_instances(2, 2, read) == [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
 
-    def test_a_data_set_that_is_too_small_is_refused(self):
-        with pytest.raises(ValueError, match="has 3 elements, and a batch of all replicas takes 4"):
-            poptorch.DataLoader(new_options(), torch.arange(3), batch_size=4)
-
 
 class TestOptions:
     def test_are_readable_values(self):
@@ -489,39 +381,6 @@ class TestOptions:
             Options().deviceIterations = 3
         with pytest.raises(TypeError, match="the options are a str"):
             poptorch.inferenceModel(Classifier(), "options")
-
-    def test_may_stand_in_a_file(self, tmp_path):
-        file = tmp_path / "options"
-        file.write_text(
-            "# of a training\ndeviceIterations(4)\n\nTraining.gradientAccumulation(2)\n"
-            "setExecutionStrategy(poptorch.ShardedExecution())\noutputMode(poptorch.OutputMode.All)\n"
-        )
-        options = Options().loadFromFile(file)
-        assert (options.device_iterations, options.Training.gradient_accumulation) == (4, 2)
-        assert options.output_mode is poptorch.OutputMode.All
-        file.write_text("deviceIterations(4)\ndeviceIteration(4)\n")
-        with pytest.raises(ValueError, match=r"line 2 of .* is 'deviceIteration\(4\)': .* without 'options.'"):
-            Options().loadFromFile(file)
-
-    def test_of_a_compiler_are_taken(self, caplog):
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
-        Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}).setEngineOptions({})
-        Options().updatableNamedBuffers(["mean"]).appendToLocationExcludes("models")
-        assert "Options._Popart.autoRecomputation changes nothing here: nothing is compiled" in caplog.text
-
-    def test_without_a_meaning_here_are_said_once(self, caplog):
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch.option_groups")
-        for _ in range(2):
-            Options().useIpuModel(True).enableStableNorm(True)
-        messages = [record.message for record in caplog.records]
-        assert len([one for one in messages if "useIpuModel changes nothing" in one]) <= 1
-        assert len([one for one in messages if "enableStableNorm changes nothing" in one]) == 1
-
-    def test_that_cannot_be_heeded_are_refused(self):
-        with pytest.raises(StrategyError, match=r"popdist\.poptorch\.Options\(\)"):
-            Options().Distributed.configureProcessId(1, 2)
-        with pytest.raises(ValueError, match=r"ReductionType\.Sum or \.Mean"):
-            Options().Training.accumulationAndReplicationReductionType(poptorch.ReductionType.NoReduction)
 
     def test_of_a_job_are_decided_by_poprun(self, in_new_process):
         said = in_new_process(REFUSED_BY_A_JOB).splitlines()
@@ -674,30 +533,6 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
         assert poptorch.CPU(lambda y: y + 1, "one more")(x)[0] == 1
     assert not poptorch.isRunningOnIpu()
     assert not poptorch.ipuHardwareIsAvailable()
-    with pytest.raises(StrategyError, match=r"torch\.autograd\.Function"):
-        poptorch.custom_op([x], "name", "domain", 1)
-
-
-def test_weights_are_where_the_program_sees_them_without_a_copy(model):
-    own = copy.deepcopy(model)
-    training = poptorch.trainingModel(own, optimizer=torch.optim.SGD(own.parameters(), 0.5))
-    training(data()["x"], data()["y"])
-    trained = own.first.weight.clone()
-    assert not torch.equal(trained, model.first.weight)
-    training.copyWeightsToHost()
-    assert torch.equal(training.state_dict()["first.weight"], trained)
-    own.load_state_dict(model.state_dict())
-    training.copyWeightsToDevice()
-    assert torch.equal(poptorch.inferenceModel(own)(data()["x"]), model(data()["x"]).detach())
-
-
-def test_a_module_knows_when_an_executor_calls_it():
-    class Knows(nn.Module):
-        def forward(self, x):
-            return x + float(poptorch.isRunningOnIpu())
-
-    assert poptorch.inferenceModel(Knows())(torch.zeros(1)) == 1
-    assert Knows()(torch.zeros(1)) == 0
 
 
 def test_public_names_are_described():

@@ -8,25 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from poptorch_modules import Line, new_options, rows
 from torch import nn
 
-import strategies
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 
 Running, Post = poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post
-
-
-class Line(nn.Module):
-    """Returns its mean squared error."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x, y):
-        with poptorch.Block("B1", ipu_id=0):
-            return poptorch.identity_loss((self.layer(x) - y).square(), "mean")
 
 
 @pytest.fixture
@@ -38,19 +26,6 @@ def model():
 @dataclass
 class Packed:
     inside: torch.Tensor
-
-
-def rows(count):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)
-
-
-def new_options(strategy=None, replicas=1, iterations=1, accumulation=1):
-    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
-    options.Training.gradientAccumulation(accumulation)
-    if strategy is not None:
-        options._strategy = strategy
-    return options
 
 
 def trained(model, options, optimizer=None):
@@ -149,27 +124,6 @@ class TestOptimizers:
             value = value - moved
             np.testing.assert_allclose(parameter.detach(), value, rtol=1e-12)
 
-    def test_rmsprop_of_tensorflow_has_its_own_bits_for_every_spread(self, model, on_instances):
-        def train(strategy, shards):
-            options = new_options(strategy, iterations=2)
-            options.TensorLocations.setOptimizerLocation(
-                poptorch.TensorLocationSettings()
-                .useReplicatedTensorSharding(shards)
-                .minElementsForReplicatedTensorSharding(1)
-            )
-            own = copy.deepcopy(model)
-            optimizer = poptorch.optim.RMSprop(own.parameters(), momentum=0.5, use_tf_variant=True)
-            training = poptorch.trainingModel(own, options, optimizer)
-            count = len(strategy.local_replicas)
-            own_rows = slice(4 * strategy.local_replicas.start, 4 * strategy.local_replicas.start + 4 * count)
-            training(*(torch.cat([part[own_rows] for part in each.chunk(2)]) for each in rows(16)))
-            found = strategies.fingerprint(dict(training.trainer.state.variables))
-            training.destroy()
-            return found
-
-        whole = on_instances(1, 2, lambda strategy: train(strategy, shards=False))
-        assert on_instances(2, 2, lambda strategy: train(strategy, shards=True)) == whole * 2
-
     def test_take_no_others(self, model):
         with pytest.raises(TypeError, match="LAMB has no argument lrr; it has lr, betas"):
             poptorch.optim.LAMB(model.parameters(), lrr=0.1)
@@ -225,9 +179,14 @@ class TestOptions:
 
     def test_about_how_a_graph_is_compiled_are_taken(self):
         options = poptorch.Options().sourceLocationExcludes(["a"]).disableModuleNamescope().maxRepeatLogs(None)
+        options.updatableNamedBuffers(["mean"]).appendToLocationExcludes("models")._Popart.setEngineOptions({})
         options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat)
         options.inputReplicaGrouping(1, poptorch.CommGroupType.Consecutive)
         assert "disableModuleNamescope" in repr(options)
+
+    def test_have_their_older_names_too(self):
+        reduction = new_options().Training.accumulationReductionType(poptorch.ReductionType.Sum).reduction
+        assert reduction is poptorch.ReductionType.Sum
 
     def test_that_would_change_what_is_computed_are_refused(self):
         with pytest.raises(StrategyError, match="FloatDowncastToHalf would do the opposite"):
@@ -245,11 +204,6 @@ class TestOptions:
     def test_come_first(self):
         with pytest.raises(TypeError, match=r"the options are a list; poptorch\.DataLoader\(options, dataset"):
             poptorch.DataLoader([1], poptorch.Options())
-
-    def test_in_a_file_that_are_none_are_an_error_of_the_file(self, tmp_path):
-        (tmp_path / "options").write_text("deviceIteration(4)\n")
-        with pytest.raises(poptorch.ConfigFileError, match="line 1"):
-            poptorch.Options().loadFromFile(tmp_path / "options")
 
 
 class TestAnchors:

@@ -56,7 +56,7 @@ class TestOptionsInAFile:
     def test_may_be_all_that_a_program_writes(self, tmp_path):
         options = loaded(
             tmp_path,
-            "replicationFactor(2)\n"
+            "# of a training\n\nreplicationFactor(2)\n"
             "outputMode(poptorch.OutputMode.EveryN, 2)\n"
             "setAvailableMemoryProportion({'IPU0': 0.5, 'IPU1': -0.25})\n"
             "Precision.setPartialsType(torch.float16)\n"
@@ -70,6 +70,12 @@ class TestOptionsInAFile:
         assert options.TensorLocations.shards_optimizer
         assert repr(options.execution_strategy) == "PipelinedExecution(Stage('B1').ipu(0), Stage('B2', 'B3'))"
         assert (options.Training.gradient_accumulation, options.Training.automatic_loss_scaling) == (4, True)
+
+    def test_are_named_by_their_line_where_they_are_none(self, tmp_path):
+        with pytest.raises(
+            poptorch.ConfigFileError, match=r"line 2 of .* is 'deviceIteration\(4\)': .* without 'options"
+        ):
+            loaded(tmp_path, "deviceIterations(4)\ndeviceIteration(4)\n")
 
 
 class TestOptionsInJson:

@@ -13,8 +13,8 @@ from torch import nn
 import strategies.torch.poptorch as poptorch
 from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
-from strategies.torch.poptorch import option_groups
-from strategies.torch.poptorch.recording import close_recordings, tell_too_late
+from strategies.torch.poptorch import without_effect
+from strategies.torch.poptorch.profiling import close_recordings, tell_too_late
 
 
 class Line(nn.Module):
@@ -103,14 +103,6 @@ class TestModes:
         training(torch.ones(4, 3))
         assert not model.training
         assert not model.first.training
-
-
-class TestOldNames:
-    def test_are_those_of_today(self):
-        options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
-        assert (options.output_mode, options.output_every) == (poptorch.OutputMode.EveryN, 2)
-        options.Training.accumulationReductionType(poptorch.ReductionType.Sum)
-        assert options.Training.reduction is poptorch.ReductionType.Sum
 
 
 class TestAutocast:
@@ -235,18 +227,38 @@ class TestCompilers:
     def test_nothing_takes_time_to_compile(self, model):
         assert poptorch.inferenceModel(model).compilationTime().total_seconds() == 0
 
-    @pytest.mark.parametrize("use", [True, False])
-    def test_storage_is_where_it_is_and_that_is_said(self, use, caplog):
-        option_groups._told.clear()
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
-        poptorch.TensorLocationSettings().useOnChipStorage(use)
-        assert "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them" in caplog.text
 
-    def test_stochastic_rounding_is_taken_and_said(self, caplog):
-        option_groups._told.clear()
-        caplog.set_level(logging.INFO, "strategies.torch.poptorch")
-        poptorch.Options().Precision.enableStochasticRounding(True)
-        assert "enableStochasticRounding changes nothing here: PyTorch rounds to nearest" in caplog.text
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: poptorch.Options().enableStableNorm(True),
+            r"Options.enableStableNorm changes nothing here: PyTorch's",
+        ),
+        (
+            lambda: poptorch.TensorLocationSettings().useOnChipStorage(True),
+            "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them",
+        ),
+        (
+            lambda: poptorch.Options().Precision.enableStochasticRounding(True),
+            "enableStochasticRounding changes nothing here: PyTorch rounds to nearest",
+        ),
+        (
+            lambda: poptorch.Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}),
+            "Options._Popart.autoRecomputation changes nothing here: nothing is compiled",
+        ),
+        (
+            lambda: poptorch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1, velocity_scaling=4.0),
+            "velocity_scaling of an optimizer changes nothing here: velocities are not scaled",
+        ),
+    ],
+)
+def test_what_changes_nothing_is_said_once(call, said, caplog, monkeypatch):
+    monkeypatch.setattr(without_effect, "_told", set())
+    caplog.set_level(logging.INFO, "strategies.torch.poptorch")
+    call()
+    call()
+    assert caplog.text.count(said) == 1
 
 
 class TestHardware:
@@ -271,6 +283,32 @@ class TestNames:
     def test_that_are_not_there_are_refused_with_the_way_out(self, name, way_out):
         with pytest.raises(AttributeError, match=f"poptorch has no {name}: .*{way_out}"):
             getattr(poptorch, name)
+
+    @pytest.mark.parametrize(
+        ("name", "library"),
+        [
+            ("custom_op", "torch.autograd.Function"),
+            ("ctc_beam_search_decoder", "torchaudio.models.decoder.ctc_decoder"),
+            ("fps", "torch_cluster.fps"),
+            ("nearest", "torch_cluster.nearest"),
+        ],
+    )
+    def test_of_what_is_not_here_name_a_library(self, name, library):
+        with pytest.raises(StrategyError, match=library):
+            getattr(poptorch, name)(torch.ones(1), 2, named=3)
+
+    def test_without_an_effect_are_listed(self):
+        options, model = poptorch.Options(), poptorch.inferenceModel(nn.Linear(1, 1))
+        assert {"useIpuModel", "deviceIterations"} <= set(dir(options))
+        assert {"copyWeightsToHost", "save"} <= set(dir(model))
+
+    def test_without_an_effect_take_the_arguments_of_poptorch(self):
+        options = poptorch.Options()
+        assert options.useOfflineIpuTarget(ipu_version=21).useIpuModel(True) is options
+        with pytest.raises(TypeError, match=r"Options\.useIpuModel\(\) missing .* argument: 'use_model'"):
+            options.useIpuModel()
+        with pytest.raises(AttributeError, match="MultiConv has no planTypes; it has availableMemoryProp"):
+            poptorch.MultiConv().planTypes(1)
 
     def test_say_which_version_of_poptorch_they_are_of(self):
         assert poptorch.__version__.split(".")[0] == "3"

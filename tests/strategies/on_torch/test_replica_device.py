@@ -192,3 +192,15 @@ class TestRandomNumbers:
             torch.empty(3, device=META).uniform_()
             drawn = torch.rand(5)
         assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(7)))
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of CUDA")
+    def test_of_two_replicas_come_from_the_generator_of_cuda_where_its_kernels_name_it(self):
+        """A GRU's dropout does; the generator is seeded for each replica, so both may draw from it."""
+        layers = nn.GRU(3, 3, num_layers=2, dropout=0.5).cuda()
+        rows = torch.ones(4, 2, 3, device="cuda")
+
+        def drawn(replica):
+            with drawing_from(7, rows.device, replica):
+                return layers(rows)[0]
+
+        assert torch.equal(drawn(0), drawn(1))

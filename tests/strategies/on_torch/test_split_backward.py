@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from strategies import StrategyError
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Action, Kind, placed
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, StageAction, placed
 from strategies.torch.split_backward import SplitBackward
 from strategies.torch.weights_behind import weights_behind
 
@@ -171,14 +171,18 @@ MAPPINGS = [*(tuple(range(stages)) for stages in range(2, 7)), *SEVERAL_ON_A_DEV
 def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
     """Forward, back, and then stage by stage for weights: the timetable waits for nothing that comes later there."""
     stages = len(mapping)
-    ways = [(Kind.FORWARD, range(stages)), (Kind.BACKWARD_INPUTS, range(stages)[::-1])]
-    ways += [(Kind.BACKWARD_WEIGHTS, range(stages))]
+    ways = [(ActionKind.FORWARD, range(stages)), (ActionKind.BACKWARD_INPUTS, range(stages)[::-1])]
+    ways += [(ActionKind.BACKWARD_WEIGHTS, range(stages))]
     for count in range(stages, 3 * stages + 2):
         timetable = schedule_named("zero_bubble").timetable(placed(mapping), count, True)
         if mapping in SEVERAL_ON_A_DEVICE:
             timetable = weights_behind(timetable)
-        queues = [[Action(kind, stage, number) for kind, order in ways for stage in order] for number in range(count)]
-        queues += [[action for action in actions if action.kind is not Kind.UPDATE] for actions in timetable.devices]
+        queues = [
+            [StageAction(kind, stage, number) for kind, order in ways for stage in order] for number in range(count)
+        ]
+        queues += [
+            [action for action in actions if action.kind is not ActionKind.UPDATE] for actions in timetable.devices
+        ]
         while heads := Counter(queue[0] for queue in queues if queue):
             done = {action for action, number in heads.items() if number == 2}  # of its thread and its device
             assert done, f"{stages} stages and {count} micro-batches wait for ever: {heads}"

@@ -14,8 +14,8 @@ import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
-from strategies.pipelines.schedules.registry import schedule_named
-from strategies.pipelines.timetable import Kind, placed
+from strategies.pipelines.schedules import schedule_named
+from strategies.pipelines.timetable import ActionKind, placed
 from strategies.torch.poptorch.options import Options
 
 
@@ -223,15 +223,15 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
     for _ in range(2):
         training(*(each[: COUNT * ROWS] for each in batch()))
     spans = training.trace.replicas[0]
-    assert len([span for span in spans if span.action.kind is not Kind.UPDATE]) == 2 * 4 * COUNT
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    assert len([span for span in spans if span.action.kind is not ActionKind.UPDATE]) == 2 * 4 * COUNT
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
         for stage in range(4):
             own_spans = [span for span in spans if span.action.kind is kind and span.action.stage == stage]
             assert [span.action.micro_batch for span in own_spans] == list(range(COUNT))
             assert all(one.end_s <= other.begin_s for one, other in zip(own_spans, own_spans[1:], strict=False))
     kept = most = 0
-    for span in [span for span in spans if span.action.stage == 0 and span.action.kind is not Kind.UPDATE]:
-        kept += 1 if span.action.kind is Kind.FORWARD else -1
+    for span in [span for span in spans if span.action.stage == 0 and span.action.kind is not ActionKind.UPDATE]:
+        kept += 1 if span.action.kind is ActionKind.FORWARD else -1
         most = max(most, kept)
     assert most == 4, "one forward pass, one backward pass: as many as there are stages behind"
     assert "stage" in str(training.trace)
@@ -297,7 +297,7 @@ def test_inference_goes_through_the_stages_too(schedule, network):
     spans = inference.trace.replicas
     assert sorted(spans) == [0, 1]
     assert all(len(each) == 4 * 5 for each in spans.values())
-    assert {span.action.kind for span in spans[0]} == {Kind.FORWARD}
+    assert {span.action.kind for span in spans[0]} == {ActionKind.FORWARD}
     inference.destroy()
 
 

@@ -82,5 +82,3 @@ def test_of_products():
     square, mode = torch.ones(1, 1), poptorch.MatMulSerializationMode.Disabled
     with pytest.raises(TypeError, match="^keep_precision is 'no'; it is True or False"):
         poptorch.serializedMatMul(square, square, mode, keep_precision="no")
-    with pytest.raises(TypeError, match="^random_start is 'no'; it is True or False"):
-        poptorch.fps(square, [0, 1], random_start="no")

@@ -12,8 +12,8 @@ from surviving_instances import run_instances
 
 import strategies
 from collectives import ThreadHub
-from strategies.pipelines import automatic
-from strategies.pipelines.choice import MIB
+from strategies.pipelines import advice
+from strategies.pipelines.advice import MIB
 
 REPLICAS, COUNT, ROWS, WIDTH = 4, 4, 2, 8
 START = {"first": np.full((3, WIDTH), 0.1, np.float32), "last": np.ones(WIDTH, np.float32)}
@@ -137,7 +137,7 @@ def test_times_and_bytes_are_those_of_the_stages():
     )
     trainer.step(trainer.init(START), np.ones((REPLICAS * COUNT * ROWS, 3), np.float32))
     [plan] = [plan.gradients.stages for plan in trainer._single._engine._plans.values()]
-    times, stash = automatic.measured(plan, [column.device_of(0) for column in strategy.replicas.grid.columns])
+    times, stash = advice.measured(plan, [column.device_of(0) for column in strategy.replicas.grid.columns])
     assert times.num_stages == 2
     assert min(times.forward) > 0
     assert stash.inputs == (0, ROWS * WIDTH * 4)

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from strategies.pipelines.choice import MIB, StashBytes, choose
-from strategies.pipelines.schedules.registry import schedule_named, schedules_by_name
-from strategies.pipelines.times import StageTimes
+from strategies.pipelines.advice import MIB, choose
+from strategies.pipelines.schedules import SCHEDULES, schedule_named
+from strategies.pipelines.times import StageTimes, StashBytes
 from strategies.pipelines.timetable import placed
 
 TIMES = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)
@@ -106,14 +106,14 @@ def test_recomputation_that_costs_no_time_is_chosen_where_it_keeps_less():
 def test_schedules_that_do_not_take_the_number_or_the_mapping_are_left_out():
     of_seven = choose(TIMES, STASH, FOUR, 7)
     names = {one.schedule for one in (of_seven.chosen, *of_seven.others)}
-    assert names == set(schedules_by_name()) - {"grouped", "interleaved"}
+    assert names == set(SCHEDULES) - {"grouped", "interleaved"}
     repeated = choose(TIMES, STASH, placed([0, 1, 1, 0]), 8)
-    assert {one.schedule for one in (repeated.chosen, *repeated.others)} == set(schedules_by_name()) - {"interleaved"}
+    assert {one.schedule for one in (repeated.chosen, *repeated.others)} == set(SCHEDULES) - {"interleaved"}
 
 
 def test_there_are_two_ways_for_each_schedule_and_the_best_comes_first():
     found = choose(TIMES, STASH, FOUR, 24)
-    assert len(found.others) == 2 * len(schedules_by_name()) - 1
+    assert len(found.others) == 2 * len(SCHEDULES) - 1
     lengths = [one.length_s for one in (found.chosen, *found.others)]
     assert all(before <= after * (1 + 1e-5) for before, after in itertools.pairwise(lengths))
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from strategies.pipelines.cuts import Move, better_cut, even_length, evenest, loads, moves, slowest
-from strategies.pipelines.schedules.registry import schedule_named
+from strategies.pipelines.advice import Move, better_cut, even_length, evenest, loads, moves, slowest
+from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.timetable import placed
 

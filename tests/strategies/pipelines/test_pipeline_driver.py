@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.schedules.registry import schedules_by_name
-from strategies.pipelines.timetable import Action, Kind, placed
+from strategies.pipelines.schedules import SCHEDULES
+from strategies.pipelines.timetable import ActionKind, StageAction, placed
 
 MAPPINGS = {
     "chain": [0, 1, 2, 3],
@@ -18,7 +18,7 @@ MAPPINGS = {
 
 
 def timetables():
-    for (name, schedule), (word, mapping) in itertools.product(sorted(schedules_by_name().items()), MAPPINGS.items()):
+    for (name, schedule), (word, mapping) in itertools.product(sorted(SCHEDULES.items()), MAPPINGS.items()):
         if name != "interleaved" or word == "chain":
             yield pytest.param(schedule.timetable(placed(mapping), 8, True), id=f"{name}, {word}")
 
@@ -60,12 +60,12 @@ def test_an_action_begins_when_all_is_done_that_it_depends_on(timetable):
 
 
 def test_a_single_device_waits_for_nobody():
-    course = Course.of(schedules_by_name()["grouped"].timetable(placed([0, 0]), 4, True))
+    course = Course.of(SCHEDULES["grouped"].timetable(placed([0, 0]), 4, True))
     assert course.signals == 0
 
 
 def test_times_are_those_of_the_clock_since_the_begin():
-    timetable = schedules_by_name()["sequential"].timetable(placed([0, 0]), 1, False)
+    timetable = SCHEDULES["sequential"].timetable(placed([0, 0]), 1, False)
     drive = Drive(Course.of(timetable), lambda device, action: None, 10.0, itertools.count(11).__next__)
     drive.follow(0)
     assert [(span.begin_s, span.end_s) for span in drive.spans] == [(1, 2), (3, 4)]
@@ -73,7 +73,7 @@ def test_times_are_those_of_the_clock_since_the_begin():
 
 @pytest.mark.parametrize("timetable", list(timetables()))
 def test_all_end_when_one_of_them_fails(timetable):
-    bad = Action(Kind.FORWARD, 1, 3)
+    bad = StageAction(ActionKind.FORWARD, 1, 3)
 
     def perform(device, action):
         if action == bad:
@@ -85,7 +85,7 @@ def test_all_end_when_one_of_them_fails(timetable):
 
 
 def test_those_who_wait_are_told_to_give_up():
-    timetable = schedules_by_name()["grouped"].timetable(placed([0, 1]), 4, False)
+    timetable = SCHEDULES["grouped"].timetable(placed([0, 1]), 4, False)
     begun = threading.Event()
 
     def perform(device, action):
@@ -122,7 +122,7 @@ class Gate:
 
 
 def test_actions_are_carried_out_and_timed_within_what_limits_their_number():
-    timetable = schedules_by_name()["grouped"].timetable(placed(MAPPINGS["chain"]), 8, True)
+    timetable = SCHEDULES["grouped"].timetable(placed(MAPPINGS["chain"]), 8, True)
     gate, done = Gate(), []
 
     def clock():

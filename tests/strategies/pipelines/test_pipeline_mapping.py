@@ -5,7 +5,7 @@ import pytest
 
 import strategies
 from strategies.pipelines.mapping import checked_count, places_of, refuse_idle_devices, schedule_for
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named
+from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 
 
@@ -50,34 +50,26 @@ def test_a_stage_on_all_devices_has_each_of_them():
     assert places([-1, 0, 1], ipus=3) == ((0, 1, 2), (0,), (1,))
 
 
-@pytest.mark.parametrize("stages", [[], [stage]], ids=["none", "one"])
-def test_a_pipeline_has_two_stages(stages):
-    with pytest.raises(ValueError, match="Pipeline requires at least two computational stages, and has"):
-        places(None, stages)
+WHOLE = "stage 1 is mapped to"
+FEW = "Each stage must be mapped to an IPU: there are 3 stages"
 
 
-@pytest.mark.parametrize("mapping", [1, "012", {0: 1}, 0.5, np.arange(3)])
-def test_a_mapping_is_a_list(mapping):
-    with pytest.raises(TypeError, match="device_mapping is"):
+@pytest.mark.parametrize(
+    ("mapping", "error", "words"),
+    [
+        *((each, TypeError, "device_mapping is") for each in (1, "012", {0: 1}, 0.5, np.arange(3))),
+        *((each, ValueError, FEW) for each in (range(4), (0,), [], [0, 1])),
+        *(([0, device, 2], TypeError, WHOLE) for device in ("1", 1.0, None, True)),
+        *(
+            ([0, device, 2], ValueError, f"{WHOLE} device {device}, and a replica spans 4 devices: use")
+            for device in (-2, 4, 100)
+        ),
+    ],
+    ids=str,
+)
+def test_a_mapping_is_a_list_with_one_of_the_replicas_devices_for_each_stage(mapping, error, words):
+    with pytest.raises(error, match=words):
         places(mapping)
-
-
-@pytest.mark.parametrize("mapping", [range(4), (0,), [], [0, 1]], ids=str)
-def test_a_mapping_has_a_device_for_each_stage(mapping):
-    with pytest.raises(ValueError, match="Each stage must be mapped to an IPU: there are 3 stages"):
-        places(mapping)
-
-
-@pytest.mark.parametrize("device", ["1", 1.0, None, True])
-def test_a_device_is_a_whole_number(device):
-    with pytest.raises(TypeError, match="stage 1 is mapped to"):
-        places([0, device, 2])
-
-
-@pytest.mark.parametrize("device", [-2, 4, 100])
-def test_a_device_is_one_of_those_of_a_replica(device):
-    with pytest.raises(ValueError, match=f"stage 1 is mapped to device {device}, and a replica spans 4 devices: use"):
-        places([0, device, 2])
 
 
 def test_by_default_too_a_replica_needs_enough_devices():
@@ -98,6 +90,8 @@ def test_by_default_too_a_replica_needs_enough_devices():
         ([stage, [stage, 3]], [0, [1, 2]], TypeError, "stage 1 has 3 among its functions"),
         ([stage, "stage"], [0, 1], TypeError, "stage 1 is 'stage'"),
         ([stage, stage], [0, [1]], ValueError, "stage 1 is one function"),
+        ([stage], None, ValueError, "Pipeline requires at least two computational stages, and has 1"),
+        ([], None, ValueError, "Pipeline requires at least two computational stages, and has 0"),
     ],
 )
 def test_lists_of_functions_and_of_devices_belong_together(stages, mapping, error, words):
@@ -159,9 +153,3 @@ def test_the_other_schedules_take_any_number(count):
 def test_the_number_of_micro_batches_is_a_number(count, error, words):
     with pytest.raises(error, match=f"gradient_accumulation_count.*{words}"):
         checked_count(count, schedule_named("sequential"), placed([0, 1]))
-
-
-@pytest.mark.parametrize("mapping", [[0, 1, [2, 3], 0], [0, 1, 2, 0]], ids=str)
-def test_interleaved_training_has_no_device_twice(mapping):
-    with pytest.raises(NotImplementedError, match="^The pipelining schedule 'Interleaved' .* device 0 has several"):
-        schedule_named("interleaved").timetable(placed(mapping), 4, True)

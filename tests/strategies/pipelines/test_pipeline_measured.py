@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import strategies
-from strategies.pipelines.pipelining_ops import Trace, plan
+from strategies.pipelines.plan import plan
+from strategies.pipelines.trace import Trace
 
 COUNT = 8
 START = {"first": np.ones((3, 5), np.float32), "second": np.ones((5, 5), np.float32), "last": np.ones(5, np.float32)}
@@ -75,7 +76,7 @@ def test_it_makes_pictures_numbers_and_a_plan(traces):
     trace = traces("zero_bubble", [0, 1, 2])
     assert min(trace.times.forward) > 0
     assert 0 < trace.bubble_share < 1
-    assert trace.text().count("replica") == trace.svg().count('class="title"') == 2
+    assert trace.text().count("replica") == 2
     events = json.loads(trace.perfetto())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 3 * (3 * COUNT + 1)
     assert plan(3, COUNT, "zero_bubble", times=trace.times).length > 0

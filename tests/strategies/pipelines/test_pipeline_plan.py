@@ -5,23 +5,9 @@ import re
 import pytest
 
 from strategies import FailedPreconditionError, pipelining_ops
-from strategies.pipelines.pipelining_ops import PipelineSchedule, StageTimes, plan
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stash"),
-    [
-        ("grouped", (7, 5, 3, 1)),
-        ("interleaved", (4, 3, 2, 1)),
-        ("sequential", (1, 1, 1, 1)),
-        ("one_forward_one_backward", (4, 3, 2, 1)),
-        ("zero_bubble", (4, 4, 4, 4)),
-    ],
-)
-def test_what_four_stages_keep(schedule, stash):
-    made = plan(4, 24, schedule)
-    assert made.stash == stash
-    assert plan(4, 24, schedule, training=False).stash == (0, 0, 0, 0)
+from strategies.pipelines.plan import plan
+from strategies.pipelines.schedules import PipelineSchedule
+from strategies.pipelines.times import StageTimes
 
 
 def test_length_and_bubbles_of_equal_stages():
@@ -29,6 +15,7 @@ def test_length_and_bubbles_of_equal_stages():
     assert made.schedule == "grouped"
     assert made.length == (24 + 3) * 3 + 1
     assert made.bubble_share == pytest.approx(1 - 73 / 82)
+    assert (made.stash, plan(4, 24, training=False).stash) == ((7, 5, 3, 1), (0, 0, 0, 0))
     assert plan(4, 24, "zero_bubble").bubble_share < made.bubble_share / 2.5
     assert plan(4, 24, "sequential").length == 24 * 4 * 3 + 1
 
@@ -71,11 +58,10 @@ def test_a_table_of_times_has_their_unit():
     assert lines[3].split() == ["1", "1", "20", "50", "1"]
 
 
-def test_pictures_show_the_same_timetable():
+def test_the_picture_shows_the_same_timetable():
     made = plan(2, 4, PipelineSchedule.Interleaved)
     assert made.text().splitlines()[0] == str(made).splitlines()[0]
-    assert len(re.findall("forward of stage", made.svg())) == 8
-    assert 'width="700"' in made.svg(700)
+    assert len(re.findall(r"\bF\d", made.text())) == 2 * 4
 
 
 def test_stages_may_be_functions():
@@ -102,11 +88,8 @@ def test_batch_serialization_keeps_as_many_micro_batches():
         (ValueError, "at least two", (1, 8), {}),
         (TypeError, "computational_stages is 2.5", (2.5, 8), {}),
         (FailedPreconditionError, "must be a multiple of 3", (3, 10, "interleaved"), {"training": False}),
-        (FailedPreconditionError, "must be a multiple of 6", (3, 9), {}),
         (ValueError, "gradient_accumulation_count is needed", (3, None), {}),
-        (TypeError, "must be a list of devices", (3, 6), {"device_mapping": 1}),
         (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": range(4)}),
-        (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": (0,)}),
         (ValueError, "a replica spans 2 devices", (3, 6), {"ipus_per_replica": 2}),
         (ValueError, "ipus_per_replica is 0", (3, 6), {"ipus_per_replica": 0}),
         (ValueError, "no pipeline schedule 'fast'", (3, 6, "fast"), {}),

@@ -2,14 +2,11 @@
 
 import pytest
 
-from strategies.pipelines.schedules.interleaved import offsets
-from strategies.pipelines.schedules.registry import PipelineSchedule, schedule_named, schedules_by_name
-from strategies.pipelines.schedules.schedule import visits
-from strategies.pipelines.schedules.sequential import serialized
-from strategies.pipelines.timetable import Kind, placed
+from strategies.pipelines.schedules import SCHEDULES, PipelineSchedule, offsets, schedule_named, serialized, visits
+from strategies.pipelines.timetable import ActionKind, placed
 
 COUNTS = range(1, 25)
-EVERY = sorted(schedules_by_name())
+EVERY = sorted(SCHEDULES)
 REPEATED = [[0, 0], [0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 2, 0], [0, 1, 2, 3, 0], [0, 0, 2, 1, 0]]
 CONCURRENT = [[0, [0, 1], 1], [[0, 1], 0, 1], [0, 1, [2, 3], 0], [0, [1, 1], 2]]
 
@@ -72,13 +69,6 @@ def test_what_is_kept_depends_on_the_stages_behind_and_not_on_their_devices(mapp
     assert all(one <= number + 1 for one, number in zip(kept, behind, strict=True))
 
 
-def test_the_four_stages_of_the_original():
-    assert stashes(timetable("grouped", range(4), 24)) == [7, 5, 3, 1]
-    assert stashes(timetable("interleaved", range(4), 24)) == [4, 3, 2, 1]
-    assert stashes(timetable("sequential", range(4), 24)) == [1, 1, 1, 1]
-    assert stashes(timetable("grouped", range(4), 24, training=False)) == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("name", ["grouped", "interleaved", "one_forward_one_backward"])
 @pytest.mark.parametrize("stages", range(2, 6))
 def test_bubbles_are_those_of_filling_and_emptying_the_pipeline(name, stages):
@@ -102,7 +92,7 @@ def test_no_two_micro_batches_are_in_a_sequential_pipeline(mapping, training):
     made = timetable("sequential", mapping, 5, training)
     whole = {}
     for span in made.timed():
-        if span.action.kind is not Kind.UPDATE:
+        if span.action.kind is not ActionKind.UPDATE:
             begin, end = whole.get(span.action.micro_batch, (span.begin_s, span.end_s))
             whole[span.action.micro_batch] = (min(begin, span.begin_s), max(end, span.end_s))
     assert all(whole[number][1] <= whole[number + 1][0] for number in range(4))
@@ -176,7 +166,7 @@ def test_the_enum_is_the_originals_and_goes_on():
 
 @pytest.mark.parametrize("name", ["ZeroBubble", "zero_bubble", PipelineSchedule.ZeroBubble])
 def test_a_schedule_has_one_name_however_it_is_written(name):
-    assert schedule_named(name) is schedules_by_name()["zero_bubble"]
+    assert schedule_named(name) is SCHEDULES["zero_bubble"]
 
 
 def test_unknown_schedules_are_refused_with_the_known_ones():

@@ -11,11 +11,11 @@ import pytest
 import strategies
 from strategies.pipelines.marks import cut_in_stages, pipeline_stage
 from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.running.executables import Executables
-from strategies.pipelines.running.replica_run import Given, Keeping, ReplicaRun
-from strategies.pipelines.running.stages import Accumulators, Staged, StagePrograms
-from strategies.pipelines.schedules.registry import schedules_by_name
-from strategies.pipelines.timetable import Action, Kind, placed
+from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
+from strategies.pipelines.running.stage_programs import Executables, StagePrograms
+from strategies.pipelines.running.staged import Accumulators, Staged
+from strategies.pipelines.schedules import SCHEDULES
+from strategies.pipelines.timetable import ActionKind, StageAction, placed
 from strategies.programs.jaxpr import Graph
 
 WIDTH, ROWS, COUNT = 33, 5, 8
@@ -67,9 +67,9 @@ def begun(pipeline, timetable, recomputes=False, offloads_sums=False):
     """A replica that has computed nothing yet."""
     staged, programs = pipeline
     devices = [DEVICE] * len(timetable.devices)
-    keeping = Keeping(recomputes, offloads_sums=offloads_sums)
-    one = ReplicaRun(staged, programs, timetable.mapping, devices, keeping)
-    one.prepare(Given(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
+    keeping = StashPolicy(recomputes, offloads_sums=offloads_sums)
+    one = ReplicaStages(staged, programs, timetable.mapping, devices, keeping)
+    one.prepare(StepArguments(dict(enumerate(jax.tree.leaves(variables()))), {3: list(rows())}, {4: np.float32(0)}))
     return one
 
 
@@ -80,7 +80,7 @@ def run(pipeline, timetable, recomputes=False, perform=lambda action: None, offl
 
     def act(device, action):
         perform(action)
-        if action.kind is not Kind.UPDATE:
+        if action.kind is not ActionKind.UPDATE:
             one.perform(device, action)
 
     drive = Drive(Course.of(timetable), act)
@@ -116,7 +116,7 @@ def digest(one):
 
 
 def sequential(mapping=(0, 0, 0)):
-    return schedules_by_name()["sequential"].timetable(placed(mapping), COUNT, True)
+    return SCHEDULES["sequential"].timetable(placed(mapping), COUNT, True)
 
 
 def test_gradients_are_those_of_the_whole_function(pipeline):
@@ -139,7 +139,7 @@ MAPPINGS = ((0, 1, 2), (0, 1, 0), (0, 0, 0))
 def test_no_schedule_mapping_or_recomputation_changes_a_bit(pipeline):
     expected = digest(run(pipeline, sequential()))
     seen = []
-    for name, schedule in sorted(schedules_by_name().items()):
+    for name, schedule in sorted(SCHEDULES.items()):
         for mapping in MAPPINGS if name != "interleaved" else MAPPINGS[:1]:
             timetable = schedule.timetable(placed(mapping), COUNT, True)
             for recomputes in (False, True):
@@ -160,10 +160,12 @@ def test_weights_stay_where_they_are_when_what_is_kept_is_offloaded(pipeline):
     """A copy for each micro-batch would take more memory than is saved."""
     staged, programs = pipeline
     weights = [jax.device_put(value, DEVICE) for value in jax.tree.leaves(variables())]
-    one = ReplicaRun(staged, programs, placed((0, 0, 0)), [DEVICE], Keeping(offloads=True))
-    one.prepare(Given(dict(enumerate(weights)), {3: [jax.device_put(each) for each in rows()]}, {4: np.float32(0)}))
+    one = ReplicaStages(staged, programs, placed((0, 0, 0)), [DEVICE], StashPolicy(offloads=True))
+    one.prepare(
+        StepArguments(dict(enumerate(weights)), {3: [jax.device_put(each) for each in rows()]}, {4: np.float32(0)})
+    )
     for stage in range(3):
-        one.perform(0, Action(Kind.FORWARD, stage, 0))
+        one.perform(0, StageAction(ActionKind.FORWARD, stage, 0))
     values = jax.tree.leaves([(kept.values, kept.residuals) for kept in one._kept.values()])
     stayed = [value for value in values if any(value is weight for weight in weights)]
     assert stayed
@@ -198,7 +200,7 @@ def kept_by_all(pipeline, recomputes):
     """How many bytes each stage keeps of a micro-batch that has been through all of them."""
     one = begun(pipeline, sequential(), recomputes)
     for stage in range(3):
-        one.perform(0, Action(Kind.FORWARD, stage, 0))
+        one.perform(0, StageAction(ActionKind.FORWARD, stage, 0))
     return [one.kept_bytes(stage, 0) for stage in range(3)]
 
 
@@ -207,7 +209,7 @@ def test_a_stage_that_fails_ends_all_devices(pipeline):
         if action.stage == 1 and action.micro_batch == 2:
             raise ArithmeticError("stage 1 cannot")
 
-    timetable = schedules_by_name()["grouped"].timetable(placed((0, 1, 2)), COUNT, True)
+    timetable = SCHEDULES["grouped"].timetable(placed((0, 1, 2)), COUNT, True)
     with pytest.raises(ArithmeticError, match="stage 1 cannot"):
         run(pipeline, timetable, perform=perform)
 

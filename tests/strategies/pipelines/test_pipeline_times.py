@@ -5,9 +5,9 @@ from statistics import fmean
 import pytest
 
 from strategies.pipelines.times import StageTimes, equal_times, measured_times
-from strategies.pipelines.timetable import Action, Kind, Timed
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 
-F, B, BI, BW, U = Kind
+F, B, BI, BW, U = ActionKind
 
 
 def test_half_of_a_backward_pass_is_for_the_weights_unless_it_is_said():
@@ -50,7 +50,7 @@ def test_scaled_times_leave_updates():
 
 
 def of(device, kind, stage, number, begin, end):
-    return Timed(device, Action(kind, stage, number), begin, end)
+    return Timed(device, StageAction(kind, stage, number), begin, end)
 
 
 def test_averages_are_over_micro_batches_and_replicas():

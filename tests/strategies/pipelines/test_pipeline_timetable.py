@@ -2,17 +2,19 @@
 
 import pytest
 
-from strategies.pipelines.timetable import Action, Kind, Timed, Timetable, bubble_share, placed
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, bubble_share, placed
 
-F, B, BI, BW, U = Kind
-ONE_STAGE = ((Action(F, 0, 0), Action(B, 0, 0), Action(U, 0, None)),)
+F, B, BI, BW, U = ActionKind
+ONE_STAGE = ((StageAction(F, 0, 0), StageAction(B, 0, 0), StageAction(U, 0, None)),)
 
 
 def actions(text):
     """Letters for kinds: "F0.1" is the forward pass of stage 0 for micro-batch 1, "U0" an update."""
     kinds = {"F": F, "B": B, "I": BI, "W": BW, "U": U}
     split = [(word[0], *word[1:].split(".")) for word in text.split()]
-    return tuple(Action(kinds[kind], int(stage), int(number[0]) if number else None) for kind, stage, *number in split)
+    return tuple(
+        StageAction(kinds[kind], int(stage), int(number[0]) if number else None) for kind, stage, *number in split
+    )
 
 
 def table(*devices, mapping=None, micro_batches=1, training=True, **more):
@@ -21,9 +23,9 @@ def table(*devices, mapping=None, micro_batches=1, training=True, **more):
 
 
 def test_actions_are_said_in_words():
-    assert str(Action(F, 2, 3)) == "forward of stage 2 for micro-batch 3"
-    assert str(Action(BW, 0, 1)) == "backward of weights of stage 0 for micro-batch 1"
-    assert str(Action(U, 1, None)) == "update of stage 1"
+    assert str(StageAction(F, 2, 3)) == "forward of stage 2 for micro-batch 3"
+    assert str(StageAction(BW, 0, 1)) == "backward of weights of stage 0 for micro-batch 1"
+    assert str(StageAction(U, 1, None)) == "update of stage 1"
 
 
 def test_a_mapping_has_lists_for_stages_that_are_lists():
@@ -68,12 +70,12 @@ def test_devices_that_wait_for_each_other_are_refused():
 
 def test_dependencies_are_the_neighbours_and_ones_own_forward_pass():
     made = table("F0.0 I0.0 W0.0 U0", "F1.0 I1.0 W1.0 U1")
-    assert made.dependencies(Action(F, 0, 0)) == ()
-    assert made.dependencies(Action(F, 1, 0)) == (Action(F, 0, 0),)
-    assert made.dependencies(Action(BI, 1, 0)) == (Action(F, 1, 0),)
-    assert made.dependencies(Action(BI, 0, 0)) == (Action(F, 0, 0), Action(BI, 1, 0))
-    assert made.dependencies(Action(BW, 0, 0)) == (Action(BI, 0, 0),)
-    assert made.dependencies(Action(U, 0, None)) == (Action(BW, 0, 0),)
+    assert made.dependencies(StageAction(F, 0, 0)) == ()
+    assert made.dependencies(StageAction(F, 1, 0)) == (StageAction(F, 0, 0),)
+    assert made.dependencies(StageAction(BI, 1, 0)) == (StageAction(F, 1, 0),)
+    assert made.dependencies(StageAction(BI, 0, 0)) == (StageAction(F, 0, 0), StageAction(BI, 1, 0))
+    assert made.dependencies(StageAction(BW, 0, 0)) == (StageAction(BI, 0, 0),)
+    assert made.dependencies(StageAction(U, 0, None)) == (StageAction(BW, 0, 0),)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def test_dependencies_are_the_neighbours_and_ones_own_forward_pass():
 )
 def test_in_turn_a_micro_batch_waits_for_the_one_before(devices, last):
     made = table(*devices, micro_batches=2, training=len(last) > 1 or last[0][0] == "B", in_turn=True)
-    assert made.dependencies(Action(F, 0, 1)) == actions(" ".join(last))
+    assert made.dependencies(StageAction(F, 0, 1)) == actions(" ".join(last))
     free = table(*devices, micro_batches=2, training=made.training)
-    assert free.dependencies(Action(F, 0, 1)) == ()
+    assert free.dependencies(StageAction(F, 0, 1)) == ()
 
 
 def test_a_stage_on_several_devices_is_done_when_all_have_done_their_part():
@@ -104,12 +106,12 @@ def test_a_stage_on_several_devices_is_done_when_all_have_done_their_part():
 def test_times_follow_the_durations():
     made = table("F0.0 B0.0 U0", "F1.0 B1.0 U1")
     assert made.timed({(F, 0): 0.5, (F, 1): 2.0, (B, 1): 3.0, (B, 0): 1.0, (U, 0): 0.25, (U, 1): 0.5}) == (
-        Timed(0, Action(F, 0, 0), 0.0, 0.5),
-        Timed(1, Action(F, 1, 0), 0.5, 2.5),
-        Timed(1, Action(B, 1, 0), 2.5, 5.5),
-        Timed(0, Action(B, 0, 0), 5.5, 6.5),
-        Timed(1, Action(U, 1, None), 5.5, 6.0),
-        Timed(0, Action(U, 0, None), 6.5, 6.75),
+        Timed(0, StageAction(F, 0, 0), 0.0, 0.5),
+        Timed(1, StageAction(F, 1, 0), 0.5, 2.5),
+        Timed(1, StageAction(B, 1, 0), 2.5, 5.5),
+        Timed(0, StageAction(B, 0, 0), 5.5, 6.5),
+        Timed(1, StageAction(U, 1, None), 5.5, 6.0),
+        Timed(0, StageAction(U, 0, None), 6.5, 6.75),
     )
     assert made.length() == 1 + 1 + 2 + 2 + 1
     assert made.bubble_share({(F, 0): 0.5, (F, 1): 2.0, (B, 1): 3.0, (B, 0): 1.0}) == pytest.approx(
@@ -118,7 +120,7 @@ def test_times_follow_the_durations():
 
 
 def test_the_share_of_bubbles_counts_from_the_first_begin():
-    spans = [Timed(0, Action(F, 0, 0), 5.0, 6.0), Timed(1, Action(F, 1, 0), 6.0, 7.0)]
+    spans = [Timed(0, StageAction(F, 0, 0), 5.0, 6.0), Timed(1, StageAction(F, 1, 0), 6.0, 7.0)]
     assert bubble_share(spans, 2) == 0.5
     assert bubble_share([], 2) == 0
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from strategies.pipelines.plan import plan
-from strategies.pipelines.schedules.registry import schedules_by_name
+from strategies.pipelines.schedules import SCHEDULES
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.timetable import Timed
 from strategies.pipelines.trace import Trace, observed
@@ -25,7 +25,7 @@ REPEATED = [[0, 1, 0], [0, [0, 1], 1], [0, 0, 0]]
 @pytest.mark.parametrize(
     ("schedule", "mapping"),
     [
-        *((schedule, [0, 1, 2]) for schedule in sorted(schedules_by_name())),
+        *((schedule, [0, 1, 2]) for schedule in sorted(SCHEDULES)),
         *((schedule, mapping) for schedule in ("grouped", "sequential", "zero_bubble") for mapping in REPEATED),
     ],
 )
@@ -115,8 +115,6 @@ def test_a_trace_is_a_table_with_its_advice():
 def test_pictures_have_a_panel_for_each_replica():
     seen = trace(replicas=(0, 3))
     assert seen.text().count("measured: 541 ms") == 2
-    assert seen.svg().count('class="title"') == 2
-    assert 'width="640"' in seen.svg(640)
     assert {one["pid"] for one in json.loads(seen.perfetto())["traceEvents"]} == {0, 3}
 
 

@@ -11,7 +11,8 @@ from tiers import first_of
 
 import strategies
 from strategies import InfeedQueue, OutfeedQueue, pipelining_ops
-from strategies.pipelines.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
+from strategies.pipelines.schedules import PipelineSchedule
 
 SUM = strategies.GradientAccumulationReductionMethod.SUM
 
@@ -62,11 +63,6 @@ def run(stages, count, variables=None, executions=1, **options):
         for _ in range(executions):
             state = net(state)
         return outfeed.dequeue(), state
-
-
-def refused(error, words, stages, count, variables=None, **options):
-    with pytest.raises(error, match=words):
-        run(stages, count, variables, **options)
 
 
 def outputs_of(stage, variables, values):
@@ -361,16 +357,6 @@ class TestTraining:
             pipeline_schedule=schedule, rtol=1e-4,
         )  # fmt: skip
 
-    @pytest.mark.complete
-    def test_pl_46_batch_serialization(self):
-        """PL-46: each stage takes four micro-batches one after another, all stages on one device."""
-        stages, variables = stages_of_pl_20(jnp.float32)
-        elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]))
-        self.compare(
-            stages, variables, elements, 20, inputs=[np.float32(10.01)], optimizer=optax.sgd(1e-6), rtol=1e-6,
-            batch_serialization_iterations=4,
-        )  # fmt: skip
-
     def compare_small(self, second, count=24, labels=lambda v: (v.mean(1) / 10).astype(np.int32), **options):
         def product(variables, x, label):
             return x.astype(jnp.float32) @ variables["w"] / 10, label
@@ -480,12 +466,6 @@ class TestGradients:
         )  # fmt: skip
         jax.effects_barrier()
         assert [(one.dtype, float(one)) for one in seen] == [(np.float32, float(greatest))]
-
-
-class TestRefusals:
-    def test_a_variable_on_two_devices(self):
-        stages = [times_w, lambda variables, x: variables["w"] + x]
-        refused(ValueError, ".", stages, 4, ONE, inputs=[1.0], optimizer_function=sgd())
 
 
 def test_an_infeed_goes_on_where_it_was():

@@ -19,7 +19,7 @@ from zoo.pipelines import MODELS, trained
 
 import strategies
 from strategies import pipelining_ops
-from strategies.pipelines.schedules.registry import schedules_by_name
+from strategies.pipelines.schedules import SCHEDULES
 from strategies.step.engine import control_of
 
 REPLICAS = 4
@@ -58,7 +58,7 @@ def test_nothing_changes_a_bit(name, schedule, mapping, recomputes, instances, r
 
 def every_case():
     """Each model with each schedule, and in turn with one of the mappings that this schedule can have."""
-    for number, ((name, model), schedule) in enumerate(itertools.product(MODELS.items(), schedules_by_name())):
+    for number, ((name, model), schedule) in enumerate(itertools.product(MODELS.items(), SCHEDULES)):
         possible = [each for each in model.mappings if schedule != "interleaved" or len(set(each)) == len(each)]
         if possible:
             yield name, schedule, possible[number % len(possible)]

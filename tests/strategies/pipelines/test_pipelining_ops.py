@@ -12,13 +12,10 @@ from tiers import first_of
 import strategies
 from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.pipelines.pipelining_ops import (
-    OptimizerFunctionOutput,
-    PipelineSchedule,
-    PipelineStageOptions,
-    RecomputationMode,
-    pipeline,
-)
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.pipelines.pipelining import RecomputationMode
+from strategies.pipelines.pipelining_ops import pipeline
+from strategies.pipelines.schedules import PipelineSchedule
 
 SUM, MEAN, RUNNING_MEAN = METHODS = tuple(GradientAccumulationReductionMethod)
 START = {"w": np.float32(2), "b": np.float32(1)}
@@ -301,23 +298,6 @@ def test_other_ways_to_run_it_are_the_same(stages, count, options):
     check(stages, count, SUM if "batch_serialization_iterations" in options else MEAN, **options)
 
 
-@pytest.mark.complete
-def test_pl_48_blocks_between_checkpoints_are_computed_again():
-    def before(variables, x):
-        return pipelining_ops.recomputation_checkpoint(jnp.tanh(x @ variables["w0"]))
-
-    def last(variables, x):
-        x = pipelining_ops.recomputation_checkpoint(jnp.tanh(x @ variables["w1"]))
-        return jnp.mean(jnp.tanh(x @ variables["w2"]) ** 2)
-
-    found = [
-        trained([before, last], optax.sgd(0.1), 4, recomputation_mode=mode)
-        for mode in (None, RecomputationMode.RecomputeThenBackpropagate, RecomputationMode(3))
-    ]
-    fingerprints = {strategies.fingerprint(variables) for variables, _ in found}
-    assert len(fingerprints) == 1
-
-
 def dropping(variables, x):
     kept = jax.random.bernoulli(pipelining_ops.get_random_key(), 0.7, x.shape)
     return jnp.where(kept, jnp.tanh(x @ variables["w0"]), 0)
@@ -382,24 +362,6 @@ def test_pl_40_concurrent_stages(stages, mapping):
     assert losses[-1] != losses[0]
 
 
-@pytest.mark.complete
-def test_pl_37_loops_and_gradients_of_ones_own():
-    @jax.custom_vjp
-    def halved(x):
-        return x
-
-    halved.defvjp(lambda x: (x, None), lambda _, slope: (slope / 2,))
-
-    def looped(variables, x):
-        return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y @ variables["w1"]), x)
-
-    check(
-        [lambda v, x: halved(jnp.tanh(x @ v["w0"])), looped, closing("w2")],
-        24,
-        pipeline_schedule="one_forward_one_backward",
-    )
-
-
 # ---- what is refused
 
 
@@ -430,145 +392,79 @@ def test_pl_01_to_07_and_39_optimizer_functions(options, error, words):
 
 LEARNS = {"optimizer_function": sgd(), "outfeed_queue": OutfeedQueue(), "outfeed_loss": True, "infeed_queue": numbers()}
 ONLY_RUN = {"outfeed_queue": OutfeedQueue(), "infeed_queue": numbers()}
-NESTED = [first, [[first], second]]
 LAST = OutfeedQueue(OutfeedMode.LAST)
+
+
+def learns(stages=TWO, count=4, **options):
+    return stages, count, LEARNS | options
+
+
+def runs(stages=(same,) * 3, count=6, **options):
+    return stages, count, ONLY_RUN | options
+
+
+SERIAL = {"count": 8, "batch_serialization_iterations": 4}
+CONCURRENT = {"stages": [same, same, [same, same], same], "count": 8, "device_mapping": [0, 1, [2, 3], 0]}
+NESTED = {"stages": [first, [[first], second]], "device_mapping": [0, [0, 1]]}
+LIST_LAST = {"stages": [first, [second, second]], "device_mapping": [0, [0, 0]]}
+UNSHARDED = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": False}
+OPTIONS = [PipelineStageOptions()]
 
 REFUSED = {
     "PL-09 interleaved": (
-        [same] * 3,
-        10,
-        ONLY_RUN | {"pipeline_schedule": "interleaved"},
-        FailedPreconditionError,
-        "must be a multiple of 3",
+        runs(count=10, pipeline_schedule="interleaved"), FailedPreconditionError, "must be a multiple of 3"
     ),
-    "PL-09 grouped": ([same] * 3, 10, ONLY_RUN, FailedPreconditionError, "must be a multiple of 3"),
-    "PL-10": (
-        TWO,
-        4,
-        LEARNS | {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": False},
-        ValueError,
-        "optimizer state must be offloaded",
-    ),
-    "PL-11 type": ([same] * 3, 6, ONLY_RUN | {"device_mapping": 1}, TypeError, "device_mapping"),
-    "PL-11 long": ([same] * 3, 6, ONLY_RUN | {"device_mapping": range(4)}, ValueError, "Each stage must be mapped"),
-    "PL-11 short": ([same] * 3, 6, ONLY_RUN | {"device_mapping": (0,)}, ValueError, "Each stage must be mapped"),
-    "no list of stages": (same, 2, ONLY_RUN, TypeError, "computational_stages is .* must be a list of functions"),
-    "PL-16": ([same], 2, ONLY_RUN, ValueError, "at least two"),
-    "PL-22": (
-        [same, same, [same, same], same],
-        8,
-        LEARNS | {"device_mapping": [0, 1, [2, 3], 0], "pipeline_schedule": "interleaved"},
-        NotImplementedError,
-        "The pipelining schedule",
-    ),
-    "PL-23 few": (
-        TWO,
-        4,
-        LEARNS | {"forward_propagation_stages_poplar_options": [PipelineStageOptions()]},
-        ValueError,
-        "2 stages",
-    ),
-    "PL-23 kind": (
-        TWO,
-        4,
-        LEARNS | {"weight_update_poplar_options": [PipelineStageOptions()]},
-        TypeError,
-        "must be one",
-    ),
-    "PL-24 loss alone": (
-        TWO,
-        4,
-        ONLY_RUN | {"outfeed_loss": True},
-        ValueError,
-        "An optimizer_function must be provided",
-    ),
-    "PL-24 mask alone": (
-        TWO,
-        4,
-        ONLY_RUN | {"outfeed_mask": [True]},
-        ValueError,
-        "An optimizer_function must be provided",
-    ),
-    "PL-24 no outfeed": (TWO, 4, LEARNS | {"outfeed_queue": None}, ValueError, "An outfeed_queue must be provided"),
+    "PL-09 grouped": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
+    "PL-10": (learns(**UNSHARDED), ValueError, "optimizer state must be offloaded"),
+    "PL-11 type": (runs(device_mapping=1), TypeError, "device_mapping"),
+    "PL-11 long": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
+    "PL-11 short": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
+    "no list of stages": (runs(same, 2), TypeError, "computational_stages is .* must be a list of functions"),
+    "PL-16": (runs([same], 2), ValueError, "at least two"),
+    "PL-22": (learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"),
+    "PL-23 few": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
+    "PL-23 kind": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
+    "PL-24 loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
+    "PL-24 mask alone": (runs(TWO, outfeed_mask=[True]), ValueError, "An optimizer_function must be provided"),
+    "PL-24 no outfeed": (learns(outfeed_queue=None), ValueError, "An outfeed_queue must be provided"),
     "PL-24 no outfeed for a mask": (
-        TWO,
-        4,
-        {"optimizer_function": sgd(), "outfeed_mask": [False]},
+        learns(outfeed_queue=None, outfeed_loss=False, outfeed_mask=[False]),
         ValueError,
         "no outfeed_queue has been provided",
     ),
-    "PL-24 both": (TWO, 4, LEARNS | {"outfeed_mask": [True]}, ValueError, "only one of them"),
-    "a mask that is no list": (
-        TWO,
-        4,
-        LEARNS | {"outfeed_loss": False, "outfeed_mask": True},
-        TypeError,
-        "list of bools",
-    ),
-    "a mask of numbers": (TWO, 4, LEARNS | {"outfeed_loss": False, "outfeed_mask": [1]}, TypeError, "list of bools"),
-    "a negative device": (TWO, 4, LEARNS | {"device_mapping": [0, -2]}, ValueError, "stage 1 is mapped to device -2"),
-    "PL-33": (TWO, 4, LEARNS | {"outfeed_queue": LAST, "accumulate_outfeed": True}, ValueError, "use OutfeedMode.ALL"),
-    "PL-41 None": (TWO, 4, LEARNS | {"reduction_method": None}, ValueError, "Cannot parse None"),
-    "PL-41 a number": (TWO, 4, LEARNS | {"reduction_method": 10}, ValueError, "Cannot parse 10"),
-    "PL-41": (TWO, 4, LEARNS | {"reduction_method": "Exp"}, ValueError, "Cannot parse 'Exp'"),
-    "PL-45 mapping": (
-        [same] * 3,
-        8,
-        LEARNS | {"batch_serialization_iterations": 4, "device_mapping": [0, 1, 0]},
-        NotImplementedError,
-        "one",
-    ),
-    "PL-45 schedule": (
-        TWO,
-        8,
-        LEARNS | {"batch_serialization_iterations": 4, "pipeline_schedule": "grouped"},
-        NotImplementedError,
-        "Sequential",
-    ),
-    "batch serialization with means": (
-        TWO,
-        8,
-        LEARNS | {"batch_serialization_iterations": 4, "reduction_method": "mean"},
-        ValueError,
-        "use SUM",
-    ),
+    "PL-24 both": (learns(outfeed_mask=[True]), ValueError, "only one of them"),
+    "a mask that is no list": (learns(outfeed_loss=False, outfeed_mask=True), TypeError, "list of bools"),
+    "a mask of numbers": (learns(outfeed_loss=False, outfeed_mask=[1]), TypeError, "list of bools"),
+    "PL-33": (learns(outfeed_queue=LAST, accumulate_outfeed=True), ValueError, "use OutfeedMode.ALL"),
+    "PL-41 None": (learns(reduction_method=None), ValueError, "Cannot parse None"),
+    "PL-41 a number": (learns(reduction_method=10), ValueError, "Cannot parse 10"),
+    "PL-41": (learns(reduction_method="Exp"), ValueError, "Cannot parse 'Exp'"),
+    "PL-45 mapping": (learns([same] * 3, **SERIAL, device_mapping=[0, 1, 0]), NotImplementedError, "one"),
+    "PL-45 schedule": (learns(**SERIAL, pipeline_schedule="grouped"), NotImplementedError, "Sequential"),
+    "batch serialization with means": (learns(**SERIAL, reduction_method="mean"), ValueError, "use SUM"),
     "PL-50": (
-        [same] * 4,
-        8,
-        LEARNS | {"pipeline_schedule": "interleaved", "device_mapping": [0, 1, 2, 0]},
+        learns([same] * 4, 8, pipeline_schedule="interleaved", device_mapping=[0, 1, 2, 0]),
         NotImplementedError,
         "The pipelining",
     ),
-    "no count": (TWO, None, LEARNS, ValueError, "gradient_accumulation_count is needed"),
-    "a count of zero": (TWO, 0, LEARNS, ValueError, "gradient_accumulation_count is 0"),
-    "a count below one": (TWO, -1, LEARNS, ValueError, "gradient_accumulation_count"),
-    "a count in between": (TWO, jnp.float32(4.5), LEARNS, TypeError, "an integer of at least 1 is needed"),
-    "a huge count": (TWO, 2**31, LEARNS, ValueError, "at most"),
-    "nested": (NESTED, 4, LEARNS | {"device_mapping": [0, [0, 1]]}, ValueError, "cannot be nested"),
-    "a list at the end": (
-        [first, [second, second]],
-        4,
-        LEARNS | {"device_mapping": [0, [0, 0]]},
-        ValueError,
-        "add a stage",
-    ),
-    "continuous": (TWO, 4, LEARNS | {"continuous_weight_updates": True}, NotImplementedError, "leave it out"),
-    "a queue": (TWO, 4, LEARNS | {"infeed_queue": [1]}, TypeError, "use an InfeedQueue"),
-    "an outfeed": (TWO, 4, LEARNS | {"outfeed_queue": [1]}, TypeError, "use an OutfeedQueue"),
-    "a schedule": (TWO, 4, LEARNS | {"pipeline_schedule": 1}, TypeError, "PipelineSchedule"),
-    "a mode": (TWO, 4, LEARNS | {"recomputation_mode": 1}, TypeError, "RecomputationMode"),
+    "no count": (learns(count=None), ValueError, "gradient_accumulation_count is needed"),
+    "a count in between": (learns(count=jnp.float32(4.5)), TypeError, "an integer of at least 1 is needed"),
+    "nested": (learns(**NESTED), ValueError, "cannot be nested"),
+    "a list at the end": (learns(**LIST_LAST), ValueError, "add a stage"),
+    "continuous": (learns(continuous_weight_updates=True), NotImplementedError, "leave it out"),
+    "a queue": (learns(infeed_queue=[1]), TypeError, "use an InfeedQueue"),
+    "an outfeed": (learns(outfeed_queue=[1]), TypeError, "use an OutfeedQueue"),
+    "a schedule": (learns(pipeline_schedule=1), TypeError, "PipelineSchedule"),
+    "a mode": (learns(recomputation_mode=1), TypeError, "RecomputationMode"),
     "blocks in turns": (
-        TWO,
-        4,
-        LEARNS | {"recomputation_mode": RecomputationMode(3), "pipeline_schedule": "interleaved"},
-        NotImplementedError,
-        "Then",
+        learns(recomputation_mode=RecomputationMode(3), pipeline_schedule="interleaved"), NotImplementedError, "Then"
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("stages", "count", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_at_once(stages, count, options, error, words):
+@pytest.mark.parametrize(("arguments", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_at_once(arguments, error, words):
+    stages, count, options = arguments
     with pytest.raises(error, match=words):
         pipeline(stages, count, **options)
 

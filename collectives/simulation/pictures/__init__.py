@@ -1,1 +1,0 @@
-"""Curves as pictures, without any library for it."""

@@ -1,0 +1,45 @@
+"""Curves over numbers of hosts, drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Points = Sequence[tuple[float, float]]
+"""Numbers of hosts, and milliseconds."""
+
+
+def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
+    """Write curves as SVG and as PNG, with both axes logarithmic.
+
+    Args:
+        title: stands above the curves.
+        curves: by the names in the legend.
+        output: the file's name; its suffix is replaced.
+
+    Returns:
+        The two files.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("curves need matplotlib: pip install 'popdist-everywhere[plot]'") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="ms")
+    for number, (name, points) in enumerate(curves.items()):
+        hosts, times = zip(*points, strict=True)
+        axes.plot(hosts, times, label=name, linewidth=2 * (len(curves) - number))  # none hides an earlier one
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    files = [output.with_suffix(suffix) for suffix in (".svg", ".png")]
+    for file in files:
+        figure.savefig(file)
+    return files

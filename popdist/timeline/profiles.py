@@ -1,0 +1,244 @@
+"""Profiles of some steps by the profiler of JAX or PyTorch, to be drawn into the timeline of the job.
+
+The library of a profiler is loaded when the profiler is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import final
+
+from popdist.errors import EnvironmentMismatchError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "popdist marker"
+_AT_ENDS = 3  # the first one takes long
+
+JAX, TORCH = "jax", "torch"
+PROFILERS = (JAX, TORCH)
+FORM = "jax or torch, then :STEPS or :all, then @FIRST, as in jax:20@100"
+USUAL_STEPS, USUAL_FIRST = 5, 2
+_ALL = "all"
+_FORM = re.compile(r"(?P<profiler>\w+)(:(?P<steps>\w+))?(@(?P<first>\d+))?")
+
+
+@dataclass(frozen=True)
+class WantedProfile:
+    """A profile.
+
+    Attributes:
+        profiler: one of `PROFILERS`.
+        first: so many steps are made before it begins.
+        steps: of which it is; None: of all that follow.
+    """
+
+    profiler: str
+    first: int = USUAL_FIRST
+    steps: int | None = USUAL_STEPS
+
+    @classmethod
+    def parse(cls, text: str) -> WantedProfile:
+        """What is written as `FORM` says; the first two steps compile, and are left out unless all are asked for.
+
+        Raises:
+            ValueError: it is not.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None or found["profiler"] not in PROFILERS:
+            raise ValueError(f"{text!r} names no profile; write {FORM}")
+        steps = found["steps"] or str(USUAL_STEPS)
+        if steps != _ALL and (not steps.isdecimal() or not int(steps)):
+            raise ValueError(f"{text!r} asks for {steps} steps, a profile has at least one; write a number or {_ALL}")
+        first = found["first"] or (0 if steps == _ALL else USUAL_FIRST)
+        return cls(found["profiler"], int(first), None if steps == _ALL else int(steps))
+
+    def begins_before(self, steps_made: int) -> bool:
+        """Whether the step that begins behind so many is among them, or later."""
+        return steps_made >= self.first
+
+    def ends_before(self, steps_made: int) -> bool:
+        """Whether the step that begins behind so many is later."""
+        return self.steps is not None and steps_made >= self.first + self.steps
+
+
+class Profiler(ABC):
+    """Starts and stops once. Errors of the library come as RuntimeError, those of files as OSError.
+
+    Args:
+        folder: of what is written; it does not exist, and is made.
+    """
+
+    @abstractmethod
+    def __init__(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to see what this process does."""
+
+    @abstractmethod
+    def marker(self, name: str) -> AbstractContextManager[object]:
+        """What lasts in the profile, under this name, as long as it is entered."""
+
+    @abstractmethod
+    def stop(self) -> Path:
+        """End, and write what was seen.
+
+        Returns:
+            The profile, in the format of chrome://tracing, compressed by gzip.
+        """
+
+
+_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"
+
+
+@final
+class JaxProfiler(Profiler):
+    """See https://docs.jax.dev/en/latest/profiling.html; calls of Python functions, which cost much, are not recorded.
+
+    XLA's own file, which TensorBoard and XProf read, lies beside the one that is returned.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import jax
+
+        self._folder = folder
+        self._jax = jax.profiler
+
+    def start(self) -> None:
+        """See `Profiler`."""
+        options = self._jax.ProfileOptions()
+        options.python_tracer_level = 0
+        self._jax.start_trace(self._folder, profiler_options=options)
+
+    def marker(self, name: str) -> AbstractContextManager[object]:
+        """See `Profiler`."""
+        return self._jax.TraceAnnotation(name)
+
+    def stop(self) -> Path:
+        """See `Profiler`."""
+        self._jax.stop_trace()
+        for file in self._folder.rglob(f"*{_OF_JAX}"):
+            return file
+        raise FileNotFoundError(f"JAX has written no *{_OF_JAX} into {self._folder}")
+
+
+@final
+class TorchProfiler(Profiler):
+    """See https://docs.pytorch.org/docs/stable/profiler.html; threads of replicas are seen too."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        self._folder = folder
+        self._torch = torch.profiler
+        of_all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profile = self._torch.profile(experimental_config=of_all_threads)
+
+    def start(self) -> None:
+        """See `Profiler`."""
+        self._profile.start()
+
+    def marker(self, name: str) -> AbstractContextManager[object]:
+        """See `Profiler`."""
+        annotation: AbstractContextManager[object] = self._torch.record_function(name)
+        return annotation
+
+    def stop(self) -> Path:
+        """See `Profiler`."""
+        self._profile.stop()
+        self._folder.mkdir(parents=True)
+        self._profile.export_chrome_trace(str(self._folder / _OF_TORCH))
+        return self._folder / _OF_TORCH
+
+
+@final
+class Profiling:
+    """The instrument that starts a profiler and stops it. What goes wrong with it never disturbs the program.
+
+    A marker is a span of the profile. Between which two times of the recording's clock it was made is noted, in ns:
+    so it bounds the difference of both clocks, as an exchange of messages does; see `popdist.timeline.clocks`.
+
+    Args:
+        wanted: which profiler, and when.
+        folder: of its files; an older one is replaced.
+        now_ns: the clock of the recording.
+        add: gets what is to be known of a profile when it is merged: first that it has begun, without a file.
+
+    Raises:
+        EnvironmentMismatchError: the library of the profiler is not there.
+    """
+
+    def __init__(
+        self, wanted: WantedProfile, folder: Path, now_ns: Callable[[], int], add: Callable[[dict[str, object]], None]
+    ) -> None:
+        if find_spec(wanted.profiler) is None:
+            raise EnvironmentMismatchError(
+                f"a profile by {wanted.profiler} is asked for, which this instance cannot import; "
+                "install it, or leave the profile out"
+            )
+        self._wanted = wanted
+        self._folder = folder
+        self._now_ns = now_ns
+        self._add = add
+        self._first_step: int | None = None
+        self._profiler: Profiler | None = None
+        self._is_over = False
+        self._markers: list[tuple[int, int]] = []
+
+    def step_begins(self, step: int) -> None:
+        """See `collectives.instruments`."""
+        if self._is_over:
+            return
+        if self._first_step is None:
+            self._first_step = step
+        made = step - self._first_step
+        if self._profiler is None and self._wanted.begins_before(made):
+            self._try(self._start)
+        elif self._profiler is not None and self._wanted.ends_before(made):
+            self.close()
+        elif self._profiler is not None:
+            self._mark(self._profiler)
+
+    def close(self) -> None:
+        """Stop the profiler, if it runs, and write what it saw; may be called again."""
+        if self._profiler is not None and not self._is_over:
+            self._try(self._stop)
+        self._is_over = True
+
+    def _start(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        profiler = (JaxProfiler if self._wanted.profiler == JAX else TorchProfiler)(self._folder)
+        profiler.start()
+        self._profiler = profiler
+        self._add({"profiler": self._wanted.profiler, "file": "", "markers": []})
+        for _ in range(_AT_ENDS):
+            self._mark(profiler)
+
+    def _mark(self, profiler: Profiler) -> None:
+        before = self._now_ns()
+        with profiler.marker(f"{MARKER} {len(self._markers)}"):
+            pass
+        self._markers.append((before, self._now_ns()))
+
+    def _stop(self) -> None:
+        assert self._profiler is not None
+        for _ in range(_AT_ENDS):
+            self._mark(self._profiler)
+        file = self._profiler.stop().relative_to(self._folder.parent)
+        self._add({"profiler": self._wanted.profiler, "file": file.as_posix(), "markers": self._markers})
+
+    def _try(self, doing: Callable[[], None]) -> None:
+        try:
+            doing()
+        except (RuntimeError, OSError, ImportError) as error:
+            self._is_over = True
+            logger.warning("the profiler of %s failed: %s; the program goes on without", self._wanted.profiler, error)

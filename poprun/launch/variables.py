@@ -1,0 +1,172 @@
+"""The environment variables that instances get."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
+from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
+from popdist.records.metric_words import RUN_VARIABLE, parse_words
+from popdist.records.metric_words import VARIABLE as METRICS_VARIABLE
+from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
+from popdist.timeline.profiles import TORCH, WantedProfile
+from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
+from poprun.hosts.hosts import Host
+from poprun.launch.placement import InstancePlace
+
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+_LOOPBACK = "127.0.0.1"
+_BELOW_EPHEMERAL = range(20_000, 32_768)  # ip_local_port_range of Linux begins behind it
+_SILENT = "6"
+
+
+@dataclass(frozen=True)
+class InstanceVariables:
+    """The environment variables of one instance.
+
+    Attributes:
+        own: those that poprun sets and the user's `-x` cannot change.
+        every: all that the instance finds, those of the user's `-x` included; None: the value in poprun's environment.
+    """
+
+    own: dict[str, str]
+    every: dict[str, str | None]
+
+
+def instance_variables(
+    settings: LaunchSettings, places: Sequence[InstancePlace], extra: Mapping[str, str], forwarded: Sequence[str]
+) -> tuple[InstanceVariables, ...]:
+    """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all."""
+    common, arguments = job_variables(settings), settings.mpi
+    found = []
+    for place, of_instance in zip(places, arguments.instances, strict=True):
+        ranks = rank_variables(place, places) if settings.torch_distributed_env else {}
+        unset = {name: value for name, value in extra.items() if name not in of_instance.exports}
+        own = popdist_variables(settings, place) | ranks | unset | common
+        of_user = {**arguments.everywhere.exports, **of_instance.exports}
+        exported = {name: value for name, value in of_user.items() if name not in own}
+        found.append(InstanceVariables(own, {**own, **dict.fromkeys(forwarded), **exported}))
+    return tuple(found)
+
+
+def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[str, str]:
+    """The variables that describe one instance to its program, in the original's order; what is unset is left out."""
+    variables = {
+        TOTAL: str(settings.num_replicas),
+        IPUS: str(settings.ipus_per_replica),
+        LOCAL: str(len(place.replicas)),
+        UNIFORM: "1",
+        OFFSET: str(place.replicas.start),
+        LOCAL_INSTANCE: str(place.local_index),
+    }
+    if settings.executable_cache_path is not None:
+        variables["POPDIST_EXECUTABLE_CACHE_PATH"] = settings.executable_cache_path
+    if place.device is not None:
+        variables[DEVICE] = str(place.device)
+    if settings.vipu_partition is not None and settings.uses_partition:
+        variables[PARTITION_VARIABLE] = settings.vipu_partition
+    return variables
+
+
+def job_variables(settings: LaunchSettings) -> dict[str, str]:
+    """Return the variables that all instances share: faults on purpose, shrinking, recording and metrics."""
+    variables = {}
+    if settings.inject:
+        variables[FAULTS_VARIABLE] = ";".join(settings.inject)
+    if settings.on_failure == "shrink":
+        variables[SHRINKS_VARIABLE] = "1"
+    if settings.timeline is not None:
+        variables[FOLDER_VARIABLE] = str(folder_beside(settings.timeline))
+        if settings.timeline_limit is not None:
+            variables[LIMIT_VARIABLE] = str(settings.timeline_limit)
+        if settings.profile is not None:
+            variables[PROFILE_VARIABLE] = settings.profile
+    if settings.metrics:
+        variables[METRICS_VARIABLE] = ",".join(str(word.absolute) for word in parse_words(settings.metrics))
+        variables[RUN_VARIABLE] = settings.metrics_run
+    return variables
+
+
+def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are."""
+    # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
+    defaults = {**pool, "PYTHONUNBUFFERED": "1"}
+    if settings.profile is not None and WantedProfile.parse(settings.profile).profiler == TORCH:
+        defaults["KINETO_LOG_LEVEL"] = _SILENT  # it says on standard error that it begins, and that it ends
+    wanted = {name: value for name, value in defaults.items() if name not in environ}
+    if settings.offline_mode:
+        wanted["JAX_PLATFORMS"] = "cpu"
+    exported = {*settings.mpi.everywhere.exports, *settings.mpi.common.exports}
+    return {name: value for name, value in wanted.items() if name not in exported}
+
+
+def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep sums right in programs that use JAX without a strategy.
+
+    Nothing where the program is not of poprun's own Python environment, because XLA ends a process at flags that it
+    does not know, and where the user exports flags with `-x`.
+    """
+    program = shutil.which(settings.program[0], path=environ.get("PATH"))
+    is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
+    if not is_ours or FLAGS_VARIABLE in settings.mpi.exports:
+        return {}
+    version = find_jaxlib([*environ.get("PYTHONPATH", "").split(":"), *sys.path])
+    return right_sums_setting(version, environ) if is_measured(version) else {}
+
+
+def find_jaxlib(folders: list[str]) -> str:
+    """The version of the first jaxlib in these folders; "" where there is none. Faster than importing the library."""
+    names = (each.name for folder in folders if folder for each in Path(folder).glob("jaxlib-*.dist-info"))
+    return next((name.removesuffix(".dist-info").partition("-")[2] for name in names), "")
+
+
+def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return where instance 0 listens and the others call, unless the user's environment says it.
+
+    The port is free where instance 0 runs on this machine. On another host it is drawn by chance, from those that the
+    kernel gives to nobody.
+
+    Args:
+        hosts: of the job, that of instance 0 first.
+        here: the address of this machine for the other hosts; empty without them, or if a dry run cannot know it.
+        environ: the user's environment.
+    """
+    first = hosts[0]
+    if len(hosts) == 1 and first.is_this_machine:
+        address = _LOOPBACK
+    else:
+        address = here if first.is_this_machine and here else first.name
+    port = _free_port() if first.is_this_machine else _any_port()
+    return {ADDRESS: environ.get(ADDRESS) or address, PORT: environ.get(PORT) or str(port)}
+
+
+def rank_variables(place: InstancePlace, places: Sequence[InstancePlace]) -> dict[str, str]:
+    """Return what tells one instance its place among all of them, and among those of its host."""
+    hosts = list(dict.fromkeys(other.host for other in places))
+    node = str(hosts.index(place.host))
+    return {
+        "RANK": str(place.index),
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_RANK": str(place.local_index),
+        "LOCAL_WORLD_SIZE": str(sum(other.host == place.host for other in places)),
+        "GROUP_RANK": node,
+        "NODE_RANK": node,
+    }
+
+
+def _any_port() -> int:
+    return _BELOW_EPHEMERAL[int.from_bytes(os.urandom(4)) % len(_BELOW_EPHEMERAL)]
+
+
+def _free_port() -> int:
+    import socket  # costs some milliseconds, needed only by those who ask for it
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

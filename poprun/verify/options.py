@@ -1,0 +1,179 @@
+"""The options of `poprun verify`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from poprun.cli.command_line import CommandLine, Value, find_option, read_command_line
+from poprun.cli.config import import_config
+from poprun.cli.help import describe_section
+from poprun.cli.launch_options import OPTIONS
+from poprun.cli.options import Option, OptionKind, option, options_of
+from poprun.cli.wording import USUAL_COLUMNS, wrap
+from poprun.errors import UsageError
+
+VERIFY = "Verify"
+SOME_FAULT = "some"
+"""What `--inject` stands for without a fault."""
+
+TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
+MPI, RING, GRPC = "mpi", "ring", "grpc"
+TRANSPORTS = (MPI, RING, GRPC)
+
+_NOT_OF_VERIFY = {
+    "num-instances": "verify chooses the numbers of instances; name them with --spreads",
+    "on-failure": "a run that fails ends; give --inject for one with a failure under shrink",
+    "max-restarts": "nothing is started again; leave it out",
+    "restart-backoff-s": "nothing is started again; leave it out",
+    "min-instances": "nothing is started again; leave it out",
+    "dry-run": "verify has no dry run; leave it out",
+    "json": "verify writes JSON with --certificate FILE",
+    "export-config": "verify has no configuration; leave it out",
+    "overwrite-config": "verify has no configuration; leave it out",
+    "metrics": "every run would write them; start the program without verify",
+    "timeline": "a timeline is of one run; start the program without verify",
+    "timeline-limit": "a timeline is of one run; leave it out",
+    "profile": "a profile is of one run; leave it out",
+    "version": "write poprun --version",
+    "version-format": "write poprun --version",
+}
+
+USAGE = """\
+usage: poprun verify --num-replicas R [options] program ...
+       poprun verify --against FILE [options]"""
+
+
+_of_verify = partial(option, section=VERIFY)
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """The user's request to `poprun verify`; each option of its own is a field.
+
+    Attributes:
+        line: the options of poprun for every run, and the program.
+
+    Raises:
+        UsageError: two options exclude each other.
+    """
+
+    line: CommandLine
+    spreads: tuple[int, ...] = _of_verify((), TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit")
+    steps: int | None = _of_verify(None, OptionKind.NUMBER, "end each run after so many steps")
+    transports: tuple[str, ...] = _of_verify(
+        (MPI,), TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", shown=""
+    )
+    inject: tuple[str, ...] = _of_verify(
+        (),
+        OptionKind.FAULT,
+        "one more run, with this failure under shrink; without one: an instance is killed half-way",
+        if_bare=SOME_FAULT,
+    )
+    resume: bool = _of_verify(
+        False, OptionKind.FLAG, "one more run, stopped and resumed on another number of instances"
+    )
+    certificate: Path | None = _of_verify(None, PATH, "write what was verified to this file")
+    against: Path | None = _of_verify(None, PATH, "repeat what a certificate says, and compare")
+    record_dir: Path | None = _of_verify(None, PATH, "keep the records of the runs in this new directory")
+
+    def __post_init__(self) -> None:
+        if not self.line.program and self.against is None:
+            raise UsageError(f"no program given; {USAGE.splitlines()[0]}")
+        for spread in self.spreads:
+            if spread < 1 or (self.knows_replicas and self.replicas % spread):
+                fitting = ",".join(str(each) for each in divisors(self.replicas))
+                raise UsageError(
+                    f"--spreads names {spread} instances for {self.replicas} replicas, which must divide evenly: "
+                    f"use some of {fitting}, or another --num-replicas"
+                )
+        if set(self.transports) == {GRPC} and self.inject:
+            raise UsageError("--inject needs shrink, which works over MPI, and --transports names only grpc; add mpi")
+
+    @property
+    def knows_replicas(self) -> bool:
+        """Whether R is known, and not that of a certificate."""
+        return self.against is None or "num-replicas" in self.line.values
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return int(str(self.line.values.get("num-replicas", 1)))
+
+
+OPTIONS_OF_VERIFY: tuple[Option, ...] = options_of(VerifyRequest)
+_OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VERIFY)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def describe_verify(columns: int = USUAL_COLUMNS) -> str:
+    """Return the text of `poprun verify --help`, for a page of so many columns."""
+    return "\n\n".join(
+        [
+            USAGE,
+            describe_section(VERIFY, OPTIONS_OF_VERIFY, columns),
+            wrap("Other options are those of poprun, see poprun --help; every run gets them.", columns),
+        ]
+    )
+
+
+def read_words(words: Sequence[str]) -> VerifyRequest | None:
+    """Read the words after `poprun verify`; None for `--help`.
+
+    Raises:
+        UsageError: it cannot be understood, or is impossible.
+    """
+    line = read_command_line(words, _OPTIONS)
+    if line.values.get("help") or line.values.get("help-all"):
+        return None
+    own = {each.name: line.values[each.name] for each in OPTIONS_OF_VERIFY if each.name in line.values}
+    rest = import_config(
+        CommandLine({name: line.values[name] for name in line.values if name not in own}, line.program)
+    )
+    for name, way_out in _NOT_OF_VERIFY.items():
+        if name in rest.values and find_option(f"--{name}"):
+            raise UsageError(f"--{name} is not for poprun verify: {way_out}")
+    steps, paths = own.get("steps"), ("certificate", "against", "record-dir")
+    spreads = _numbers(str(own["spreads"])) if "spreads" in own else ()
+    return VerifyRequest(
+        line=_with_replicas(rest, spreads) if "against" not in own else rest,
+        spreads=spreads,
+        transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),
+        steps=None if steps is None else int(str(steps)),
+        inject=_faults(own.get("inject")),
+        resume=bool(own.get("resume")),
+        **{name.replace("-", "_"): Path(str(own[name])) for name in paths if name in own},
+    )
+
+
+def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
+    """Return the line, with one replica for each instance of the largest spread where it does not say how many."""
+    if not spreads or "num-replicas" in line.values:
+        return line
+    return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isascii() or not word.isdecimal() or len(word) > 9:
+            raise UsageError(f"--spreads is {text!r}; write numbers of instances such as 1,2,8")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _transports(text: str) -> tuple[str, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in TRANSPORTS:
+            raise UsageError(f"--transports names {word!r}; use some of {','.join(TRANSPORTS)}")
+    return tuple(dict.fromkeys(words))
+
+
+def _faults(value: Value | None) -> tuple[str, ...]:
+    return tuple(str(each) for each in value) if isinstance(value, tuple) else ()

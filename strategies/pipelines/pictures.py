@@ -1,0 +1,277 @@
+"""Pictures of a pipeline, planned or measured: in letters for a terminal, and as a file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+from strategies.pipelines.timetable import ActionKind, Timed
+
+LETTERS = {
+    ActionKind.FORWARD: "F",
+    ActionKind.BACKWARD: "B",
+    ActionKind.BACKWARD_INPUTS: "I",
+    ActionKind.BACKWARD_WEIGHTS: "W",
+    ActionKind.UPDATE: "U",
+}
+"""How actions are marked where there is no room for words."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """In what times are said.
+
+    Attributes:
+        name: as it is written behind a number.
+        size: by how much times are divided.
+    """
+
+    name: str
+    size: float
+
+    def said(self, time: float) -> str:
+        """Return a length of time with its unit, to three digits: "12.3 ms"."""
+        return f"{time / self.size:.3g} {self.name}"
+
+
+SECONDS = (Unit("s", 1.0), Unit("ms", 1e-3), Unit("us", 1e-6))
+FORWARDS = Unit("forward passes", 1.0)
+
+
+def unit_of(length: float, in_seconds: bool) -> Unit:
+    """Return the unit in which a length of time has a number that is not too small."""
+    if not in_seconds:
+        return FORWARDS
+    return next((unit for unit in SECONDS if length >= unit.size), SECONDS[-1])
+
+
+def said_s(seconds: float) -> str:
+    """Return a length of time in the unit that fits it."""
+    return unit_of(seconds, True).said(seconds)
+
+
+def round_step(at_least: float) -> float:
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... and their fractions that is at least a positive number."""
+    power = 10.0 ** math.floor(math.log10(at_least))
+    return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= at_least * (1 - 1e-9))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What the devices of one replica did, or would do.
+
+    Attributes:
+        title: a line that says what it is.
+        spans: who does what when.
+        in_seconds: whether times are seconds. Otherwise one is that of a forward pass.
+    """
+
+    title: str
+    spans: tuple[Timed, ...]
+    in_seconds: bool
+
+    @cached_property
+    def begin(self) -> float:
+        """When the first action begins."""
+        return min((span.begin_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def length(self) -> float:
+        """From the first begin to the last end."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.begin
+
+    @cached_property
+    def lanes(self) -> dict[int, list[int]]:
+        """For each device the stages that it has, both in their order."""
+        devices: dict[int, set[int]] = {}
+        for span in self.spans:
+            devices.setdefault(span.device, set()).add(span.action.stage)
+        return {device: sorted(devices[device]) for device in sorted(devices)}
+
+    def in_lane(self, device: int, stage: int) -> Iterator[Timed]:
+        """Yield what a device does with a stage; times begin at 0."""
+        for span in self.spans:
+            if (span.device, span.action.stage) == (device, stage):
+                yield span._replace(begin_s=span.begin_s - self.begin, end_s=span.end_s - self.begin)
+
+    @cached_property
+    def kinds(self) -> list[ActionKind]:
+        """The kinds of actions that there are, in the order of the enum."""
+        there = {span.action.kind for span in self.spans}
+        return [kind for kind in ActionKind if kind in there]
+
+
+def label_of(span: Timed) -> str:
+    """Return the letter and number of an action: "F3" is a forward pass for micro-batch 3, "U" an update."""
+    number = span.action.micro_batch
+    return LETTERS[span.action.kind] + ("" if number is None else str(number))
+
+
+# ---- in letters: a line for each device and stage, time from left to right
+
+COLUMNS = 100
+MOST_BANDS = 6
+"""Times that do not fit beside each other go below each other; the middle of more than so many is left out."""
+
+IDLE, ELSEWHERE, GOES_ON = ".", " ", "-"
+BETWEEN_TICKS = 15
+
+
+def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
+    """Draw lines of at most so many columns, each for a stage on a device.
+
+    "F3---" is a forward pass for micro-batch 3 that takes five columns; dots are time in which the device does nothing,
+    blanks are time in which it is busy with another stage.
+
+    Raises:
+        ValueError: if there are fewer columns.
+    """
+    if columns < 40:
+        raise ValueError(f"a picture of {columns} columns is asked for; it takes 40 or more")
+    names = _names(panel)
+    room = columns - max(map(len, [*names, FORWARDS.name])) - 2
+    scale, unit = _Scale.of(panel, room), unit_of(panel.length, panel.in_seconds)
+    rows = _rows(panel, scale)
+    lines = [panel.title]
+    for first in _bands(scale):
+        if first is None:
+            lines += ["", "(the middle is left out)"]
+            continue
+        end = first + scale.width
+        lines += ["", f"{unit.name:{columns - room}}{_ticks(scale, unit, first, end)}"]
+        lines += [f"{name:{columns - room}}{row[first:end]}" for name, row in zip(names, rows, strict=True)]
+    lines += ["", *textwrap.wrap(_legend(panel), columns)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How times become columns.
+
+    Attributes:
+        per_time: columns for each unit of time.
+        columns: in all.
+        width: into pieces of how many columns they are cut.
+    """
+
+    per_time: float
+    columns: int
+    width: int
+
+    @classmethod
+    def of(cls, panel: Panel, room: int) -> _Scale:
+        """Give a forward pass as many columns as its label and one more; more if all fits then."""
+        times = [span.end_s - span.begin_s for span in panel.spans if span.action.kind is ActionKind.FORWARD]
+        one = median([time for time in times if time > 0] or [panel.length or 1.0])
+        widest = 1 + max((len(label_of(span)) for span in panel.spans), default=1)
+        width = max(widest, min(int(room * one / panel.length) if panel.length else widest, 2 * widest))
+        all_columns = max(math.ceil(round(panel.length * width / one, 6)), 1)
+        return cls(width / one, all_columns, math.ceil(all_columns / math.ceil(all_columns / room)))
+
+
+def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
+    """Return round times above the columns at which they are."""
+    per_unit = scale.per_time * unit.size
+    step = round_step(BETWEEN_TICKS / per_unit)
+    line = ""
+    for number in range(math.ceil(first / per_unit / step), math.ceil(end / per_unit / step)):
+        longer = line.ljust(round(number * step * per_unit) - first) + f"|{number * step:g}"
+        line = longer if len(longer) <= end - first else line
+    return line
+
+
+def _names(panel: Panel) -> list[str]:
+    """Return the names before the lines: the device at the first of its stages, and the stage."""
+    return [
+        (f"device {device}" if stage == stages[0] else " " * len(f"device {device}")) + f" stage {stage}"
+        for device, stages in panel.lanes.items()
+        for stage in stages
+    ]
+
+
+def _rows(panel: Panel, scale: _Scale) -> list[str]:
+    """Return for each stage on a device its line, in one piece."""
+    rows = []
+    for device, stages in panel.lanes.items():
+        cells = {stage: [_placed(span, scale) for span in panel.in_lane(device, stage)] for stage in stages}
+        free = [IDLE] * scale.columns
+        for first, end, _ in (cell for placed in cells.values() for cell in placed):
+            free[first:end] = ELSEWHERE * (end - first)
+        for placed in cells.values():
+            row = free.copy()
+            for first, end, text in placed:
+                row[first:end] = text
+            rows.append("".join(row))
+    return rows
+
+
+def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
+    """Return the first column of an action, the one behind its last, and the label, or its letter if no more fits."""
+    first = min(round(span.begin_s * scale.per_time), scale.columns - 1)
+    end = min(max(round(span.end_s * scale.per_time), first + 1), scale.columns)
+    label = label_of(span)
+    fits = len(label) <= min(end - first, scale.width - first % scale.width)
+    return first, end, (label if fits else label[0]).ljust(end - first, GOES_ON)
+
+
+def _bands(scale: _Scale) -> Iterator[int | None]:
+    """Yield the first columns of the pieces into which the lines are cut; None where some are left out."""
+    firsts = list(range(0, scale.columns, scale.width))
+    if len(firsts) <= MOST_BANDS:
+        yield from firsts
+        return
+    half = MOST_BANDS // 2
+    yield from firsts[:half]
+    yield None
+    yield from firsts[-half:]
+
+
+def _legend(panel: Panel) -> str:
+    letters = [f"{LETTERS[kind]} {kind.value}" for kind in panel.kinds]
+    return f"{', '.join(letters)}, each with the number of its micro-batch; {IDLE} nothing to do"
+
+
+# ---- for Perfetto
+
+Event = Mapping[str, object]
+
+MICROSECONDS = 1e6
+
+
+def perfetto(replicas: Mapping[int, Sequence[Timed]]) -> str:
+    """Return JSON with an event for each action: microseconds, and a thread for each device.
+
+    Source: "Trace Event Format", Google, 2016: the object with `traceEvents`, complete events (X), metadata (M).
+    """
+    events = [event for replica, spans in sorted(replicas.items()) for event in _events(replica, spans)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _events(replica: int, spans: Sequence[Timed]) -> Iterator[Event]:
+    yield _named("process_name", replica, 0, f"replica {replica}")
+    for device in sorted({span.device for span in spans}):
+        yield _named("thread_name", replica, device, f"device {device}")
+    for span in sorted(spans, key=lambda span: (span.begin_s, span.device)):
+        yield {
+            "name": f"{label_of(span)} stage {span.action.stage}",
+            "cat": span.action.kind.value,
+            "ph": "X",
+            "ts": span.begin_s * MICROSECONDS,
+            "dur": (span.end_s - span.begin_s) * MICROSECONDS,
+            "pid": replica,
+            "tid": span.device,
+            "args": {
+                "kind": span.action.kind.value,
+                "stage": span.action.stage,
+                "micro_batch": span.action.micro_batch,
+            },
+        }
+
+
+def _named(what: str, replica: int, device: int, name: str) -> Event:
+    return {"name": what, "ph": "M", "pid": replica, "tid": device, "args": {"name": name}}

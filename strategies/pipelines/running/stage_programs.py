@@ -1,0 +1,380 @@
+"""The programs of a stage: its forward pass, its backward pass for the inputs, and that for the weights.
+
+A stage and its gradient are traced as one function, which is cut in three. All schedules run these three, so that none
+of them can change a bit: a whole backward pass is both parts, one after the other, and a stage that computes again what
+it has not kept runs its forward pass once more. What is kept of a micro-batch is what the backward passes read of the
+forward pass; weights are not, nor what depends on them alone, which is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from strategies.comparing.program_text import lines_of
+from strategies.gradients.accumulation import accumulated, mapped
+from strategies.pipelines.running.staged import Accumulators, Array, Staged
+from strategies.programs.buckets import MOVEMENTS
+from strategies.programs.jaxpr import Graph, Group, Variable, cut, every_equation, variables
+from strategies.programs.program import Program
+from strategies.programs.segments import Part, Segment
+from strategies.roles import Function, Tree
+
+Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
+
+Compile = Callable[[Function, Sequence[int]], Program]
+"""(Function, which arguments are donated) -> the program of it."""
+
+
+class CompiledStage(Protocol):
+    """A compiled program, as the part of `jax.stages.Compiled` that pipelines use."""
+
+    out_info: Tree
+
+    def __call__(self, *arguments: Array | None) -> Sequence[jax.Array]:
+        """Compute the results, which may not be ready yet."""
+
+
+class Executables:
+    """Compiles functions, and knows again what it has compiled."""
+
+    def __init__(self, compile_program: Compile) -> None:
+        self._compile = compile_program
+        self._programs: dict[Hashable, Program] = {}
+
+    def __len__(self) -> int:
+        """Return the number of programs."""
+        return len(self._programs)
+
+    def compiled(
+        self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
+    ) -> CompiledStage:
+        """The executable of a function for arguments of some shapes on a device."""
+        closed = jax.make_jaxpr(function)(*shapes)
+        key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
+        if key not in self._programs:
+            self._programs[key] = self._compile(function, donated)
+        return cast(CompiledStage, self._programs[key].compiled(device, *shapes))
+
+
+def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
+    """Return whether all that is computed is in the text, and nothing is called in Python."""
+    return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
+
+
+FORWARD, INPUTS, WEIGHTS = range(3)
+"""The passes of a stage, in the order of their programs."""
+
+
+class StagePrograms:
+    """The compiled programs of one segment of a stage, and how values flow through them.
+
+    Its values are its arguments and what it takes of earlier segments, in this order, and behind them the cotangents.
+
+    Attributes:
+        segment: see there.
+        weights: the numbers of the arguments whose gradients it computes.
+        slopes: for each of the values that it gives, and that has gradients, the segments that take it.
+        steep: which of the values that it takes have gradients.
+        sum_shapes: of the accumulators of its weights.
+        has_loss: whether the last cotangent is that of the loss.
+    """
+
+    def __init__(self, staged: Staged, number: int, accumulators: Accumulators, executables: Executables) -> None:
+        self.segment = segment = staged.segments[number]
+        self._staged = staged
+        self.weights = tuple(place for place in segment.inputs if place in staged.weights and staged.loss is not None)
+        learning = staged.learning
+        self.steep = tuple(value for value in segment.takes if value in learning)
+        self.slopes = tuple((value, tuple(staged.takers(value))) for value in segment.gives if value in learning)
+        self.has_loss = any(part.result == staged.loss for part in segment.parts)
+        if not self.has_backward:
+            self.slopes, self.has_loss = (), False
+        self._accumulators = accumulators
+        self.closed = self._traced()
+        self._forward, self._inputs, self._weights, outputs = self._cut()
+        self._outputs = outputs
+        self._handed = outputs.function(*map(_Handed, range(len(outputs.inputs) + len(outputs.takes))))
+        self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
+        self._executables = executables
+        self._compiled: dict[jax.Device, list[CompiledStage | None]] = {}
+
+    @cached_property
+    def seed(self) -> np.ndarray:
+        """The cotangent of the loss."""
+        return np.ones((), self.closed.in_avals[-1].dtype)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there are gradients to compute."""
+        return bool(self.weights or self.steep)
+
+    @property
+    def _first(self) -> int:
+        """Where the accumulators begin among the arguments of the backward pass for the weights."""
+        return len(self._weights.inputs) + len(self._weights.takes)
+
+    # ---- tracing
+
+    def _traced(self) -> core.ClosedJaxpr:
+        """Trace `(*values, *cotangents) -> (*parts, *gives, *gradients of takes, *gradients of the weights)`."""
+        segment, staged = self.segment, self._staged
+        given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
+        cotangents = [staged.shapes[value] for value, takers in self.slopes for _ in takers]
+        if self.has_loss:
+            cotangents.append(self._loss_shape(given))
+        count = len(given)
+        steep = [count - len(segment.takes) + segment.takes.index(value) for value in self.steep]
+        weights = [segment.inputs.index(place) for place in self.weights]
+        places = [*steep, *weights]
+
+        def whole(*values: jax.Array) -> Sequence[jax.Array]:
+            every, behind = list(values[:count]), list(values[count:])
+
+            def of_those(*some: jax.Array) -> tuple[list[jax.Array], Sequence[jax.Array]]:
+                for place, value in zip(places, some, strict=True):
+                    every[place] = value
+                results = segment.function(*every)
+                return self._differentiated(results), list(results)
+
+            if not self.has_backward:
+                return segment.function(*every)
+            _, backward, results = jax.vjp(of_those, *(values[place] for place in places), has_aux=True)
+            sums = []
+            for _, takers in self.slopes:
+                parts, behind = behind[: len(takers)], behind[len(takers) :]
+                sums.append(sum(parts[1:], start=parts[0]))
+            slopes = backward([*sums, *behind])
+            of_weights = slopes[len(steep) :]
+            rules, own = self._accumulators, [values[place] for place in weights]
+            return (*results, *slopes[: len(steep)], *mapped(rules.map_gradient, of_weights, own, rules.keeps_bad))
+
+        return jax.make_jaxpr(whole)(*given, *cotangents)
+
+    def _loss_shape(self, given: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+        place = [part.result for part in self.segment.parts].index(self._staged.loss or 0)
+        shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda *values: tuple(self.segment.function(*values)), *given)[
+            place
+        ]
+        return shape
+
+    def _differentiated(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the results of the segment that have cotangents."""
+        parts = self.segment.parts
+        given = dict(zip(self.segment.gives, results[len(parts) :], strict=True))
+        found = [given[value] for value, _ in self.slopes]
+        if self.has_loss:
+            found.append(results[[part.result for part in parts].index(self._staged.loss or 0)])
+        return found
+
+    def _cut(self) -> list[Segment]:
+        """Cut the three passes, and a segment that hands over the results of the forward pass."""
+        graph = Graph.of(self.closed)
+        segment = self.segment
+        results = len(segment.parts) + len(segment.gives)
+        behind = graph.arguments[len(segment.inputs) + len(segment.takes) :]
+        backward = _reading(graph, behind)
+        steep = graph.results[results : results + len(self.steep)]
+        of_inputs = graph.ancestors(steep) & backward
+        outputs = {Part(number): atom for number, atom in enumerate(graph.results[:results])}
+        handed = {graph.place(atom) for atom in outputs.values()}
+        again = _movements(graph) | self._lasting(graph)
+        repeated = {id(graph.equations[number]) for number in again - handed}
+        groups = [
+            Group(set(range(len(graph.equations))) - backward),
+            Group(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
+            Group(
+                backward - of_inputs,
+                {Part(number): atom for number, atom in enumerate(graph.results[results + len(self.steep) :])},
+            ),
+            Group((), outputs),
+        ]
+        return cut(graph, groups, lambda equation: id(equation) in repeated)
+
+    def _lasting(self, graph: Graph) -> set[int]:
+        """Return the numbers of the equations whose results are the same for all micro-batches."""
+        varying = {
+            graph.arguments[place] for place, number in enumerate(self.segment.inputs) if number in self._staged.varying
+        }
+        known = set(graph.arguments[: len(self.segment.inputs)]) - varying | set(graph.constants)
+        found = set()
+        for number, equation in enumerate(graph.equations):
+            if not equation.effects and known.issuperset(variables(equation.invars)):
+                known |= set(equation.outvars)
+                found.add(number)
+        return found
+
+    def _accumulated(self, *values: jax.Array) -> Sequence[jax.Array]:
+        first, own = self._first, len(self.weights)
+        new = self._weights.function(*values[:first])
+        number, rules = values[first + own], self._accumulators
+        sums = []
+        for sum_, gradient in zip(values[first : first + own], new, strict=True):
+            before = jnp.where(number == 0, jnp.zeros_like(sum_), sum_)
+            sums.append(accumulated(rules.method, before, gradient, number, rules.count))
+        return sums
+
+    # ---- compiling
+
+    def compiled(self, device: jax.Device) -> list[CompiledStage | None]:
+        """The executables of the three passes on a device, None for those that have nothing to compute.
+
+        They are compiled when they are asked for first.
+        """
+        if device not in self._compiled:
+            self._compiled[device] = self._compile(device)
+        return self._compiled[device]
+
+    def _compile(self, device: jax.Device) -> list[CompiledStage | None]:
+        values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.closed.in_avals]
+        kept: dict[int, jax.ShapeDtypeStruct] = {}
+        found: list[CompiledStage | None] = []
+        for one in self._passes[:2]:
+            if one is self._inputs and not self.steep:
+                found.append(None)
+                continue
+            given = [values[place] for place in one.inputs] + [kept[number] for number in one.takes]
+            program = self._executables.compiled(device, one.function, given)
+            found.append(program)
+            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.out_info)]
+            kept.update(zip(one.gives, made[len(one.parts) :], strict=True))
+        given = [values[place] for place in self._weights.inputs] + [kept[number] for number in self._weights.takes]
+        if not self.weights:
+            return [*found, None]
+        given += [*self.sum_shapes, jax.ShapeDtypeStruct((), jnp.int32)]
+        donated = range(self._first, self._first + len(self.weights))
+        found.append(self._executables.compiled(device, self._accumulated, given, donated))
+        return found
+
+    @property
+    def _passes(self) -> tuple[Segment, Segment, Segment]:
+        return self._forward, self._inputs, self._weights
+
+    # ---- running
+
+    def needed(self, forward_again: bool) -> frozenset[int]:
+        """Return the places of the values that backward passes read, and the forward pass if it runs again."""
+        count = len(self.segment.inputs) + len(self.segment.takes)
+        passes = self._passes if forward_again else self._passes[1:]
+        return frozenset(place for one in passes for place in one.inputs if place < count)
+
+    def kept_bytes(self, device: jax.Device, forward_again: bool) -> int:
+        """Return the bytes kept of a micro-batch for the backward passes, besides the arguments of the step."""
+        if not self.has_backward:
+            return 0
+        taken = range(len(self.segment.inputs), len(self.segment.inputs) + len(self.segment.takes))
+        kept = [self.closed.in_avals[place] for place in taken if place in self.needed(forward_again)]
+        if not forward_again:
+            forward = self.compiled(device)[0]
+            assert forward is not None
+            made = dict(zip(self._forward.gives, jax.tree.leaves(forward.out_info), strict=True))
+            kept += [made[number] for number in self._kept]
+        return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in kept)
+
+    def zeros(self, device: jax.Device) -> list[jax.Array]:
+        """Return new accumulators."""
+        return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
+
+    def forward(self, device: jax.Device, values: Sequence[Array]) -> tuple[list[Array], dict[int, jax.Array]]:
+        """Return the parts and what is given; and what the backward passes read of it, by numbers."""
+        found = self._run_forward(device, values)
+        given = [values[place] for place in self._outputs.inputs] + [found[one] for one in self._outputs.takes]
+        handed = [given[one] if isinstance(one, _Handed) else one for one in self._handed]
+        return handed, {number: found[number] for number in self._kept}
+
+    def forward_again(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        """Return what the backward passes read, made once more of the values that `needed` names."""
+        found = self._run_forward(device, values)
+        return {number: found[number] for number in self._kept}
+
+    def _run_forward(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+        made = self._run(device, FORWARD, [values[place] for place in self._forward.inputs])
+        return dict(zip(self._forward.gives, made, strict=True))
+
+    def _run(self, device: jax.Device, number: int, given: Sequence[Array | None]) -> Sequence[jax.Array]:
+        """Run one of the three passes; all of its results are ready when one is."""
+        program = self.compiled(device)[number]
+        assert program is not None
+        results = program(*given)
+        if results:
+            results[-1].block_until_ready()
+        return results
+
+    @cached_property
+    def _kept(self) -> list[int]:
+        """The numbers of what the forward pass makes for the backward passes."""
+        read = {*self._inputs.takes, *self._weights.takes}
+        return [number for number in self._forward.gives if number in read]
+
+    @cached_property
+    def _last_read(self) -> frozenset[int]:
+        """What the backward pass for the inputs reads last."""
+        return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
+
+    def backward_inputs(
+        self, device: jax.Device, values: Sequence[Array | None], kept: dict[int, jax.Array]
+    ) -> list[jax.Array]:
+        """Return the gradients of `steep`.
+
+        Args:
+            device: where.
+            values: of the segment, with the cotangents.
+            kept: what `forward` has returned; what the other backward pass reads besides is added.
+        """
+        inputs = self._inputs
+        if not self.steep:
+            return []
+        given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
+        made = self._run(device, INPUTS, given)
+        kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
+        for number in self._last_read:
+            del kept[number]
+        return list(made[: len(inputs.parts)])
+
+    def backward_weights(
+        self,
+        device: jax.Device,
+        values: Sequence[Array | None],
+        kept: Mapping[int, jax.Array],
+        sums: Sequence[jax.Array],
+        number: np.int32,
+    ) -> list[jax.Array]:
+        """Return the new accumulators; the old ones are used up.
+
+        Args:
+            device: where.
+            values: of the segment, with the cotangents.
+            kept: as `backward_inputs` has left it.
+            sums: the accumulators, in the order of `weights`.
+            number: of the micro-batch, an int32 scalar.
+        """
+        weights = self._weights
+        if not self.weights:
+            return []
+        given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
+        return list(self._run(device, WEIGHTS, [*given, *sums, number]))
+
+
+class _Handed(int):
+    """The number of a value, in its place where a segment without equations is evaluated."""
+
+
+def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
+    """Return the numbers of the equations that read some arguments, or what is made of them."""
+    known, found = set(atoms), set()
+    for number, equation in enumerate(graph.equations):
+        if known & set(variables(equation.invars)):
+            known |= set(equation.outvars)
+            found.add(number)
+    return found
+
+
+def _movements(graph: Graph) -> set[int]:
+    return {number for number, equation in enumerate(graph.equations) if equation.primitive.name in MOVEMENTS}

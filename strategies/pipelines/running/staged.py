@@ -1,0 +1,98 @@
+"""What a replica computes of one micro-batch, cut into stages, before programs are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient
+from strategies.programs.segments import Segment
+
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+"""A flat argument or result of a stage: on a device, or of NumPy."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a replica computes of one micro-batch, cut into stages.
+
+    Attributes:
+        stages: for each stage its segments, one for each of its functions.
+        arguments: the shapes and dtypes of the flat arguments.
+        weights: the numbers of the arguments that are differentiated.
+        varying: the numbers of the arguments that are others for each micro-batch.
+        carried: for arguments among them the results that are the arguments of the next micro-batch.
+        loss: the number of the result that is differentiated; None where nothing is learned.
+    """
+
+    stages: tuple[tuple[Segment, ...], ...]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    weights: tuple[int, ...] = ()
+    varying: frozenset[int] = frozenset()
+    carried: Mapping[int, int] = field(default_factory=dict)
+    loss: int | None = None
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of all stages, in their order."""
+        return tuple(segment for stage in self.stages for segment in stage)
+
+    @cached_property
+    def numbers(self) -> tuple[range, ...]:
+        """For each stage the numbers of its segments."""
+        ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
+        return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
+
+    @cached_property
+    def shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of what stages hand on."""
+        found: dict[int, jax.ShapeDtypeStruct] = {}
+        for segment in self.segments:
+            given = [self.arguments[place] for place in segment.inputs] + [found[number] for number in segment.takes]
+            made = jax.eval_shape(lambda *values, one=segment: tuple(one.function(*values)), *given)
+            found.update(zip(segment.gives, made[len(segment.parts) :], strict=True))
+        return found
+
+    @cached_property
+    def learning(self) -> frozenset[int]:
+        """The numbers of what stages hand on that have gradients: floating-point numbers that weights decide."""
+        if self.loss is None:
+            return frozenset()
+        found: set[int] = set()
+        for segment in self.segments:
+            if set(segment.inputs) & set(self.weights) or found & set(segment.takes):
+                found |= {number for number in segment.gives if jnp.issubdtype(self.shapes[number].dtype, jnp.inexact)}
+        return frozenset(found)
+
+    def takers(self, value: int) -> list[int]:
+        """Return the numbers of the segments that take what another one gives."""
+        return [number for number, segment in enumerate(self.segments) if value in segment.takes]
+
+    def readers(self, argument: int) -> list[int]:
+        """Return the numbers of the segments that read an argument."""
+        return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
+
+
+@dataclass(frozen=True)
+class Accumulators:
+    """How the gradients of a stage's weights are added up over the micro-batches.
+
+    Attributes:
+        shapes: of the accumulators, by the numbers of the arguments.
+        method: how.
+        count: of micro-batches.
+        map_gradient: of each micro-batch, before; None for none.
+        keeps_bad: see `mapped`.
+    """
+
+    shapes: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    count: int = 1
+    map_gradient: MapGradient | None = None
+    keeps_bad: bool = False

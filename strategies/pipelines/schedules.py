@@ -1,0 +1,285 @@
+"""What runs when in a pipeline: the schedules by their names, and the pieces of which they are made."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, zip_longest
+
+from strategies.pipelines.timetable import PARTS, ActionKind, Places, StageAction, Timetable
+
+
+class PipelineSchedule(Enum):
+    """In which order the stages of a pipeline run.
+
+    Semantics: the original's `PipelineSchedule`; it has the first three.
+    """
+
+    Grouped = 0
+    Interleaved = 1
+    Sequential = 2
+    OneForwardOneBackward = 3
+    ZeroBubble = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to order the actions of a pipeline.
+
+    Attributes:
+        name: by which it is found.
+        timetable: (mapping, number of micro-batches, training) -> the timetable, always the same one; raises ValueError
+            or NotImplementedError for what the schedule cannot do.
+        overlap: (mapping, training) -> of what number of micro-batches the original takes multiples only.
+    """
+
+    name: str
+    timetable: Callable[[Places, int, bool], Timetable]
+    overlap: Callable[[Places, bool], int] = lambda mapping, training: 1
+
+
+def schedule_named(name: PipelineSchedule | str) -> Schedule:
+    """Return the schedule with a name, "one_forward_one_backward" or "OneForwardOneBackward", or of the enum.
+
+    Raises:
+        TypeError: if it is neither a member of the enum nor a word.
+        ValueError: if there is no such schedule; it lists those that there are.
+    """
+    if not isinstance(name, PipelineSchedule | str):
+        raise TypeError(
+            f"the pipeline schedule is {name!r}, a {type(name).__name__}; use a member of PipelineSchedule, or its name"
+        )
+    word = name.name if isinstance(name, PipelineSchedule) else name
+    found = SCHEDULES.get(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word).lower())
+    if found is None:
+        raise ValueError(f"there is no pipeline schedule {word!r}; use one of {', '.join(sorted(SCHEDULES))}")
+    return found
+
+
+# ---- in lock-step: a micro-batch makes one visit in each slot
+
+
+def _grouped(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+    """Have all stages work in every slot, each on another micro-batch: backward passes first, then forward passes.
+
+    The shortest time for the most memory: a stage with N stages behind it keeps 2N + 1 micro-batches. Semantics: the
+    original's `PipelineSchedule.Grouped`.
+    """
+    return _in_slots(mapping, num_micro_batches, training, range(num_micro_batches))
+
+
+def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+    """Have a device work in every slot on one micro-batch: on a forward pass, in the next slot on a backward pass.
+
+    Less memory than grouped: a stage with N stages behind it keeps N + 1 micro-batches. Semantics: the original's
+    `PipelineSchedule.Interleaved`.
+
+    Raises:
+        NotImplementedError: in training, if a device is that of several stages.
+    """
+    repeated = [device for device, count in Counter(one for each in mapping for one in each).items() if count > 1]
+    if training and repeated:
+        raise NotImplementedError(
+            f"The pipelining schedule 'Interleaved' trains with one stage on each device, and device {repeated[0]} "
+            "has several; use 'Grouped', 'Sequential' or 'OneForwardOneBackward', or a device for each stage"
+        )
+    begins, round_length = offsets(mapping, training), len(visits(mapping, training))
+    turns = [divmod(number, len(begins)) for number in range(num_micro_batches)]
+    slots = [whole * round_length + begins[place] for whole, place in turns]
+    return _in_slots(mapping, num_micro_batches, training, slots)
+
+
+def offsets(mapping: Places, training: bool) -> list[int]:
+    """Return the slots of a round in which a micro-batch begins.
+
+    An offset is taken if its visits, and those of the offsets before it, are never on one device at once.
+    """
+    there = visits(mapping, training)
+    taken: list[int] = []
+    for offset in range(len(there)):
+        distances = [(offset - other) % len(there) for other in taken]
+        if not any(devices & there[place - one] for one in distances for place, devices in enumerate(there)):
+            taken.append(offset)
+    return taken
+
+
+def visits(mapping: Places, training: bool) -> list[frozenset[int]]:
+    """Return the devices that a micro-batch visits, one place after another: forward, and in training back again."""
+    there = [frozenset(devices) for devices in mapping]
+    return [*there, *reversed(there)] if training else there
+
+
+def _in_slots(mapping: Places, num_micro_batches: int, training: bool, begins: Sequence[int]) -> Timetable:
+    """Make a timetable in lock-step of the slots in which the micro-batches begin.
+
+    A device that is visited several times in a slot takes the older micro-batch first: what it has kept for the
+    backward pass is freed before more is kept.
+    """
+    last = 2 * len(mapping) - 1
+    slots: list[tuple[int, int, StageAction]] = []
+    for micro_batch, begin in enumerate(begins):
+        for stage in range(len(mapping)):
+            slots.append((begin + stage, micro_batch, StageAction(ActionKind.FORWARD, stage, micro_batch)))
+            if training:
+                action = StageAction(ActionKind.BACKWARD, stage, micro_batch)
+                slots.append((begin + last - stage, micro_batch, action))
+    ordered = [action for *_, action in sorted(slots, key=lambda slot: slot[:2])]
+    return _from_order(ordered, mapping, num_micro_batches, training)
+
+
+# ---- one micro-batch, or a few, after another
+
+
+def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+    """Send one micro-batch after another through all stages, and all the way back.
+
+    The least memory, and no two devices at work: a stage keeps 1 micro-batch. Semantics: the original's
+    `PipelineSchedule.Sequential`.
+    """
+    order = _through_all(mapping, num_micro_batches, 1, training)
+    return _from_order(order, mapping, num_micro_batches, training, True)
+
+
+def serialized(mapping: Places, num_micro_batches: int, training: bool, iterations: int) -> Timetable:
+    """Have every stage, on its turn, take this many micro-batches one after another, and keep as many.
+
+    Semantics: the original's `batch_serialization_iterations`.
+
+    Raises:
+        NotImplementedError: if the stages are on several devices.
+        ValueError: if the number of micro-batches is no multiple of `iterations`.
+    """
+    if len({device for devices in mapping for device in devices}) > 1:
+        raise NotImplementedError(
+            f"batch serialization with stages on devices {list(mapping)}: all must be on one; map all stages to "
+            "device 0, or leave batch_serialization_iterations at 1"
+        )
+    if num_micro_batches % iterations:
+        below = num_micro_batches - num_micro_batches % iterations
+        raise ValueError(
+            f"there are {num_micro_batches} micro-batches, and batch_serialization_iterations is {iterations}; use a "
+            f"multiple of it, such as {below or iterations}"
+        )
+    order = _through_all(mapping, num_micro_batches, iterations, training)
+    return _from_order(order, mapping, num_micro_batches, training)
+
+
+def _through_all(mapping: Places, num_micro_batches: int, iterations: int, training: bool) -> list[StageAction]:
+    there = [(ActionKind.FORWARD, stage) for stage in range(len(mapping))]
+    back = [(ActionKind.BACKWARD, stage) for stage in reversed(range(len(mapping)))] if training else []
+    return [
+        StageAction(kind, stage, number)
+        for first in range(0, num_micro_batches, iterations)
+        for kind, stage in there + back
+        for number in range(first, first + iterations)
+    ]
+
+
+# ---- by an order of each stage
+
+
+def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+    """Have a stage go ahead by as many micro-batches as it must, and then take forward and backward passes in turn.
+
+    As little memory as interleaved, for any number of stages on a device, and any number of micro-batches. With one
+    stage on each device it is the order of the interleaved schedule. Source: PipeDream-flush, Narayanan et al.,
+    "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
+    """
+    sequences = _going_ahead(len(mapping), num_micro_batches, [ActionKind.BACKWARD] if training else [])
+    return _merged(sequences, mapping, num_micro_batches, training)
+
+
+def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+    """Split backward passes: other stages wait for the part of the inputs, and the part of the weights fills bubbles.
+
+    A third of the bubbles of one forward, one backward, if the three parts of a stage take as long as each other. A
+    stage with k stages before it is behind by k micro-batches with the parts for the weights; so every stage keeps as
+    many micro-batches as there are stages. Source: ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+    """
+    backward = [ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS] if training else []
+    return _merged(_going_ahead(len(mapping), num_micro_batches, backward), mapping, num_micro_batches, training)
+
+
+def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[ActionKind]) -> list[list[StageAction]]:
+    """Return the actions of each stage: as many forward passes as there are stages from it on, then all in turn.
+
+    Args:
+        num_stages: of the pipeline.
+        num_micro_batches: of an update.
+        backward: the parts of a backward pass, none where nothing is learned. With a second one stage k is behind by k
+            micro-batches.
+    """
+    sequences = []
+    for stage in range(num_stages):
+        forward, *parts = (
+            [StageAction(kind, stage, number) for number in range(num_micro_batches)]
+            for kind in (ActionKind.FORWARD, *backward)
+        )
+        ahead = min(num_stages - stage, num_micro_batches) if backward else num_micro_batches
+        late = [[None] * (place * stage) + part for place, part in enumerate(parts)]
+        turns = chain.from_iterable(zip_longest(*late, forward[ahead:]))
+        sequences.append([*forward[:ahead], *(action for action in turns if action is not None)])
+    return sequences
+
+
+def _merged(
+    sequences: Sequence[Sequence[StageAction]], mapping: Places, num_micro_batches: int, training: bool
+) -> Timetable:
+    """Make a timetable that keeps the order of each stage's actions.
+
+    A device with several stages does what is ready first; of several the backward pass first, and the oldest
+    micro-batch. There is always one, if there is one for sequences on devices of their own.
+    """
+    apart = _from_order(
+        chain.from_iterable(sequences),
+        tuple((stage,) for stage in range(len(mapping))),
+        num_micro_batches,
+        training,
+    )
+    devices = [0.0] * (1 + max(max(devices) for devices in mapping))
+    place = [0] * len(mapping)
+    ended: dict[StageAction, float] = {action: float("inf") for sequence in sequences for action in sequence}
+    order: list[StageAction] = []
+    while len(order) < len(ended):
+        ready = []
+        for stage, sequence in enumerate(sequences):
+            if place[stage] < len(sequence):
+                action = sequence[place[stage]]
+                times = [ended[one] for one in apart.dependencies(action)]
+                begin = max([*times, *[devices[device] for device in mapping[stage]]])
+                ready.append((begin, action.kind is ActionKind.FORWARD, action.micro_batch or 0, -stage, action))
+        begin, *_, action = min(ready, key=lambda one: one[:4])
+        end = begin + PARTS.get(action.kind, 1)
+        for device in mapping[action.stage]:
+            devices[device] = end
+        ended[action] = end
+        place[action.stage] += 1
+        order.append(action)
+    return _from_order(order, mapping, num_micro_batches, training)
+
+
+def _from_order(
+    actions: Iterable[StageAction], mapping: Places, num_micro_batches: int, training: bool, in_turn: bool = False
+) -> Timetable:
+    """Make a timetable in which devices have these actions in this order, and updates behind them."""
+    updates = [StageAction(ActionKind.UPDATE, stage, None) for stage in range(len(mapping))] if training else []
+    devices: list[list[StageAction]] = [[] for _ in range(1 + max(max(devices) for devices in mapping))]
+    for action in [*actions, *updates]:
+        for device in sorted(set(mapping[action.stage])):
+            devices[device].append(action)
+    return Timetable(tuple(map(tuple, devices)), mapping, num_micro_batches, training, in_turn)
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("grouped", _grouped, lambda mapping, training: len(visits(mapping, training))),
+        Schedule("interleaved", _interleaved, lambda mapping, training: len(offsets(mapping, training))),
+        Schedule("sequential", _sequential),
+        Schedule("one_forward_one_backward", _one_forward_one_backward),
+        Schedule("zero_bubble", _zero_bubble),
+    )
+}

@@ -1,0 +1,226 @@
+"""What is checked before a launch, over real ssh."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from beds import ROOT, open_bed
+
+from poprun.hosts.host_checks import COPY_IT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.complete]
+
+INSPECT = """
+import json, os, sys
+from dataclasses import asdict, replace
+from poprun.hosts.inspection import Inspection, inspect_hosts
+from poprun.errors import PopRunError
+from poprun.hosts.host_facts import question_about
+
+hosts, changes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+question = question_about(changes.pop("program", sys.executable), "mpirun", os.environ)
+question = replace(question, **changes.pop("question", {}))
+inspection = Inspection(dict.fromkeys(hosts, 1), question, **changes)
+try:
+    found = inspect_hosts(inspection, os.environ)
+except PopRunError as error:
+    print(json.dumps({"lines": str(error).splitlines()}))
+else:
+    print(json.dumps({
+        "lines": [],
+        "warnings": found.warnings,
+        "network": asdict(found.network),
+        "names": [each.name for each in found.facts.values()],
+        "cached": [each.is_cached for each in found.facts.values()],
+    }))
+"""
+
+
+def inspect(bed, hosts, environ=None, **changes):
+    """Inspect the hosts from h0."""
+    done = bed.python("h0", INSPECT, json.dumps(list(hosts)), json.dumps(changes), **(environ or {}))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ssh_with(bed, *words):
+    return {"POPRUN_SSH_ARGS": shlex.join([*words, *bed.ssh_arguments])}
+
+
+@pytest.fixture
+def fresh(hosts, tmp_path_factory):
+    """The hosts, with nothing remembered about them."""
+    before = hosts.environ["XDG_CACHE_HOME"]
+    hosts.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield hosts
+    hosts.environ["XDG_CACHE_HOME"] = before
+
+
+def test_hosts_in_good_order_are_described_and_their_network_is_found(fresh):
+    found = inspect(fresh, fresh.names)
+    assert found["lines"] == []
+    assert found["names"] == list(fresh.names)
+    assert found["network"] == {"cidr": "10.77.0.0/24", "address": "10.77.0.10", "interface": "eth0"}
+
+
+def test_the_machine_that_launches_need_not_take_part(fresh):
+    found = inspect(fresh, ["h2", "h1"])
+    assert (found["lines"], found["names"]) == ([], ["h2", "h1"])
+
+
+def test_a_second_launch_does_not_wait_for_ssh(fresh):
+    assert inspect(fresh, ["h0", "h1"])["cached"] == [False, False]
+    fresh.link("h1", "down")
+    assert inspect(fresh, ["h0", "h1"])["cached"] == [True, True]
+
+
+def test_what_is_remembered_never_refuses_a_launch(fresh):
+    make = ("sh", "-c", "echo true > /tmp/late.sh; chmod +x /tmp/late.sh")
+    fresh.on("h0", *make)
+    assert len(inspect(fresh, ["h0", "h1"], program="/tmp/late.sh")["lines"]) == 1
+    fresh.on("h1", *make)
+    assert inspect(fresh, ["h0", "h1"], program="/tmp/late.sh")["lines"] == []
+
+
+def test_a_wrong_host_name_is_refused_by_its_own_words_long_before_the_limit(fresh):
+    """Which is for longer than the test may take."""
+    (line,) = inspect(fresh, ["h0", "h1", "hh"], {"POPRUN_CHECK_TIMEOUT_S": "1000"})["lines"]
+    assert line.startswith("host hh: ")
+    assert "hh" in line.removeprefix("host hh: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "fact", "way_out"),
+    [
+        (["-o", "PubkeyAuthentication=no"], "Permission denied (publickey)", "ssh-copy-id h1"),
+        (["-o", "UserKnownHostsFile=/dev/null"], "Host key verification failed.", "ssh-keyscan h1"),
+        (["-p", "2223"], "ssh: connect to host h1 port 2223: Connection refused", "start sshd there"),
+    ],
+)
+def test_ssh_that_is_refused_is_explained_in_its_own_words(fresh, words, fact, way_out):
+    (line,) = inspect(fresh, ["h0", "h1"], ssh_with(fresh, *words))["lines"]
+    assert line.startswith("host h1: ")
+    assert fact in line
+    assert way_out in line
+
+
+def test_a_host_whose_link_is_cut_is_named(fresh):
+    fresh.link("h3", "down")
+    (line,) = inspect(fresh, fresh.names)["lines"]
+    assert line.startswith("host h3: ssh: connect to host h3 port 2222: ")
+
+
+@pytest.fixture
+def parted(fresh):
+    """Neither h1 nor h2 can connect to the other one; h0 reaches both."""
+    fresh.on("h1", "ip", "route", "add", "blackhole", "10.77.0.12/32")
+    yield fresh
+    fresh.on("h1", "ip", "route", "del", "blackhole", "10.77.0.12/32")
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_named(parted):
+    """Also when they are asked again: what is remembered of hosts is remembered of those that can."""
+    for _ in range(2):
+        lines = inspect(parted, ["h0", "h1", "h2"])["lines"]
+        assert [line.partition(" by TCP: ")[0] for line in lines] == [
+            "host h1: cannot be reached from h2 at 10.77.0.11",
+            "host h2: cannot be reached from h1 at 10.77.0.12",
+        ]
+        assert all("; let all TCP ports pass between the hosts (firewalls), " in line for line in lines)
+    assert inspect(parted, ["h0", "h1", "h3"])["lines"] == []
+
+
+def test_an_interpreter_that_is_missing_on_a_host_is_named(fresh):
+    """/tmp is each host's own."""
+    fresh.on("h0", "ln", "-sf", sys.executable, "/tmp/python")
+    lines = inspect(fresh, ["h0", "h1", "h2"], question={"python": "/tmp/python", "packages": []})["lines"]
+    assert [line.partition(":")[0] for line in lines] == ["host h1", "host h2"]
+    assert all("cannot start the interpreter /tmp/python: " in line for line in lines)
+
+
+def test_a_program_that_is_missing_on_a_host_is_named(fresh):
+    fresh.on("h0", "sh", "-c", "echo true > /tmp/here.sh; chmod +x /tmp/here.sh")
+    assert inspect(fresh, ["h0", "h1"], program="/tmp/here.sh")["lines"] == [
+        "host h1: program '/tmp/here.sh' is missing; copy it there, or name its path there"
+    ]
+
+
+def test_a_stale_copy_of_the_project_is_named(fresh):
+    for host, names in (("h0", ("setup.cfg", "collectives", "popdist", "poprun", "strategies")), ("h1", ("popdist",))):
+        fresh.on(host, "mkdir", "-p", "/tmp/project")
+        fresh.on(host, "cp", "-r", *(f"{ROOT}/{name}" for name in names), "/tmp/project")
+    lines = inspect(fresh, ["h0", "h1", "h2"], question={"project": "/tmp/project"})["lines"]
+    assert lines == [
+        f"host h1: has other sources of popdist-everywhere at the same path; copy the project there again, {COPY_IT}",
+        "host h2: has no popdist-everywhere, here is popdist-everywhere 0.1.0; "
+        f"install the project at the same path there, {COPY_IT}",
+    ]
+
+
+def test_two_hosts_with_one_host_name_are_refused(fresh):
+    fresh.on("h2", "hostname", "h1")
+    try:
+        (line,) = inspect(fresh, fresh.names)["lines"]
+    finally:
+        fresh.on("h2", "hostname", "h2")
+    assert line.startswith("host h2: has the host name h1, as h1 has; Open MPI would hang")
+
+
+def test_a_machine_under_two_names_is_refused(fresh):
+    (line,) = inspect(fresh, ["h0", "h1", "10.77.0.11"])["lines"]
+    assert line.startswith("host 10.77.0.11: is the same machine as h1; name it once")
+
+
+def test_another_network_of_this_machine_that_the_hosts_lack_is_refused(fresh):
+    fresh.on("h0", "ip", "address", "add", "192.168.5.1/24", "dev", "lo", "label", "lo:5")
+    try:
+        lines = inspect(fresh, ["h0", "h1"], host_subnet="192.168.5.0/24")["lines"]
+    finally:
+        fresh.on("h0", "ip", "address", "del", "192.168.5.1/24", "dev", "lo")
+    assert lines == [
+        "host h1: no address in the chosen network 192.168.5.0/24; it has eth0 10.77.0.11/24; "
+        "name a network that all hosts share with --host-subnet"
+    ]
+
+
+def test_a_docker_bridge_with_the_same_address_everywhere_does_not_mislead(fresh):
+    for host in ("h0", "h1"):
+        fresh.on(
+            host,
+            "sh",
+            "-c",
+            "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; ip link set docker0 up",
+        )
+    try:
+        found = inspect(fresh, ["h0", "h1"])
+    finally:
+        for host in ("h0", "h1"):
+            fresh.on(host, "ip", "link", "del", "docker0")
+    assert found["network"]["cidr"] == "10.77.0.0/24"
+
+
+def test_hosts_with_ipv6_only_are_found(tmp_path):
+    with open_bed(tmp_path, 2, FAMILY="6") as bed:
+        found = inspect(bed, bed.names)
+    assert found["lines"] == []
+    assert found["network"] == {"cidr": "fd77::/64", "address": "fd77::10", "interface": "eth0"}
+
+
+def test_without_checks_the_network_follows_from_names_and_ssh_aliases(fresh):
+    config = fresh.shared / "aliases"
+    config.write_text("Host far\n  HostName 10.77.0.12\n")
+    program = (
+        "import os, sys\nfrom poprun.hosts.inspection import *\nprint(guess_network(sys.argv[1:], None, os.environ))"
+    )
+    done = fresh.python("h0", program, "h0", "h1", "far", POPRUN_SSH_ARGS=f"-F {config}")
+    assert done.stdout == "Network(cidr='10.77.0.0/24', address='10.77.0.10', interface='eth0')\n", done.stderr
+    done = fresh.python("h0", program, "h1", "nowhere", POPRUN_SSH_ARGS=f"-F {config}")
+    assert "PopRunError: host nowhere has no address; check its spelling" in done.stderr
+
+
+def test_nothing_is_left_on_the_hosts(fresh):
+    inspect(fresh, [*fresh.names, "hh"])
+    assert {host: fresh.processes(host) for host in fresh.names} == dict.fromkeys(fresh.names, {})

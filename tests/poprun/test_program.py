@@ -1,0 +1,143 @@
+"""Finding the program before anything is started."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from poprun.__main__ import main
+from poprun.errors import UsageError
+from poprun.launch.program import (
+    PACKAGES,
+    check_program,
+    check_word,
+    check_working_directory,
+    folder_of,
+    home_variables,
+    warn_of_hidden,
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a program, data and a script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("prog", "data", "sub/data", "train.py"):
+        Path(name).write_text("#!/bin/sh\n")
+    Path("windows").write_text("#! /bin/sh\r\n")
+    for name in ("prog", "windows"):
+        Path(name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("program", ["sh", "/bin/sh", "./prog"])
+def test_what_can_be_started_is_accepted(folder, program):
+    check_program(program, os.environ)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("no-such-program", "'no-such-program' is not in PATH; check its spelling"),
+        ("prog", "'prog' is not in PATH; write ./prog"),
+        ("data", "'data' is not in PATH; make it executable with `chmod +x data` and write ./data"),
+        ("train.py", "'train.py' is not in PATH; start it with `python train.py`"),
+        ("./train.py", "'./train.py' is not executable; start it with `python ./train.py`"),
+        ("sub/data", "'sub/data' is not executable; make it executable with `chmod +x sub/data`"),
+        ("./sub", "'./sub' is a directory; check its spelling"),
+        ("sub/none", "'sub/none' does not exist; the working directory is {folder}"),
+        ("", "'' is not in PATH; check its spelling"),
+        ("sh -c true", "'sh -c true' is one word; write the program and its arguments as words of their own"),
+        ("./windows", r"'./windows' wants the interpreter '/bin/sh\r', which does not exist; mend its first line"),
+    ],
+)
+def test_what_cannot_is_refused_with_the_way_out(folder, program, message):
+    with pytest.raises(UsageError) as refused:
+        check_program(program, os.environ)
+    assert str(refused.value) == f"program {message.format(folder=folder)}"
+
+
+def test_mpirun_gets_a_home_where_there_is_none():
+    assert home_variables({"HOME": "/home/me"}) == {}
+    assert Path(home_variables({})["HOME"]).is_absolute()
+
+
+def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
+    monkeypatch.chdir("sub")
+    Path("data").unlink()
+    (folder / "sub").rmdir()
+    with pytest.raises(UsageError, match="the working directory cannot be found: No such file.*change into one"):
+        check_working_directory()
+
+
+@pytest.mark.parametrize(
+    ("word", "way_out"),
+    [
+        ("doctr", ", did you mean poprun doctor?"),
+        ("tmeline", ", did you mean poprun timeline?"),
+        ("version", "; poprun --version prints it"),
+        ("help", "; poprun --help lists the options"),
+        ("logs", "; --output-dir DIR keeps what instances print, and poprun top shows what they do"),
+        ("status", "; poprun top shows the jobs that run"),
+        ("run", "; leave it out: poprun [options] program [program arguments]"),
+    ],
+)
+def test_a_word_that_somebody_takes_for_a_command_of_poprun_is_answered_with_one(tmp_path, word, way_out):
+    environ = {"PATH": str(tmp_path)}
+    with pytest.raises(UsageError, match=f"^{re.escape(f'program {word!r} is not in PATH{way_out}')}$"):
+        check_word(word, environ)
+    (tmp_path / word).touch(mode=0o755)
+    check_word(word, environ)
+
+
+def test_words_that_are_like_no_command_are_left_to_the_program(tmp_path):
+    for word in ("train", "./doctr", "prog", "to"):
+        check_word(word, {"PATH": str(tmp_path)})
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("program", "folder"),
+    [
+        ("python {}/train.py --epochs 3", "{}"),
+        ("python3.11 -u -W error {}/train.py", "{}"),
+        ("{}/train.py", "{}"),
+        ("python -m train", "."),
+        ("python -c pass {}/train.py", "."),
+        ("python - {}/train.py", "."),
+        ("python -I {}/train.py", None),
+        ("python -P {}/train.py", None),
+        ("python", None),
+        ("echo {}/train.py", None),
+    ],
+)
+def test_python_looks_into_the_folder_of_its_program_first(program, folder, tmp_path):
+    expected = None if folder is None else os.path.realpath(folder.format(tmp_path))
+    assert folder_of(program.format(tmp_path).split()) == expected
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", ["{}.py", "{}/__init__.py"])
+def test_what_hides_a_package_is_named(package, name, tmp_path):
+    path = tmp_path / name.format(package)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    (warning,) = warn_of_hidden(["python", f"{tmp_path}/train.py"], {})
+    assert warning.startswith(f"{path} hides the package {package} from the program, because ")
+    assert list(warn_of_hidden(["python", f"{tmp_path}/train.py"], {"PYTHONSAFEPATH": "1"})) == []
+
+
+def test_the_packages_themselves_hide_nothing():
+    assert list(warn_of_hidden(["python", str(ROOT / "train.py")], {})) == []
+
+
+def test_it_is_said_before_anything_starts(tmp_path, capfd):
+    (tmp_path / "strategies.py").touch()
+    assert main(["--dry-run", "python", f"{tmp_path}/train.py"]) == 0
+    assert f"POPRUN [W] {tmp_path}/strategies.py hides the package strategies" in capfd.readouterr().err
