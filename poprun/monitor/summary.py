@@ -157,14 +157,9 @@ def _describe_attempt(attempt: Attempt) -> dict[str, object]:
 
 
 def _describe_totals(totals: Totals) -> dict[str, object]:
-    return {
-        "steps": totals.steps,
-        "samples": totals.samples,
-        "steps_per_s": totals.steps_per_s,
-        "samples_per_s": totals.samples_per_s,
-        "waiting_share": totals.waiting_share,
-        "slowest": None if totals.slowest is None else asdict(totals.slowest),
-    }
+    described = asdict(totals)
+    del described["peak_memory_bytes"], described["survived"]
+    return described
 
 
 def _describe_instance(each: Facts) -> dict[str, object]:
