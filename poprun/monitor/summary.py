@@ -63,7 +63,7 @@ class Summary:
 
 
 _MOST_NAMED = 8
-"""Of how many instances the memory is listed; of more the least and the largest."""
+"""The most instances whose memory is listed; of more the least and the largest is."""
 
 
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:

@@ -19,14 +19,14 @@ from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Do
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
-"""How often viewers get something new."""
+"""The interval between snapshots."""
 GREETING_LIMIT_S = 5.0
-"""How long one may take to prove that it knows the token."""
+"""The time in which a viewer has to prove that it knows the token."""
 UNREAD_LIMIT_S = 30.0
-"""How long one may take to read a snapshot."""
+"""The time in which a viewer has to read a snapshot."""
 MOST_VIEWERS = 16
 PAUSE_S = 1.0
-"""After which calls are taken again when descriptors have run out."""
+"""The pause between calls after descriptors have run out."""
 _READ_BYTES = 1024
 _SEND_BYTES = 1 << 16
 

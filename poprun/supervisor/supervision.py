@@ -46,9 +46,9 @@ from poprun.supervisor.mpirun import Mpirun
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
 END_LIMIT_S = 1.0
-"""How long processes may take to be gone that were killed."""
+"""The time in which killed processes have to be gone."""
 LAST_WORDS_LIMIT_S = 0.2
-"""How long a reader may take for each piece of the last output after an interrupt."""
+"""The time that a reader has for each piece of the last output after an interrupt."""
 
 
 class JobSupervisor:

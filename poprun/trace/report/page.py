@@ -129,7 +129,7 @@ COLOURS = {
     "between": ("#c96a9b", "#e794c0"),
     "rest": ("#b8bec5", "#4a525b"),
 }
-"""Of categories, on a light and on a dark page."""
+"""The colours of categories, on a light and on a dark page."""
 
 
 def style() -> str:
