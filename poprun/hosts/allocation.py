@@ -11,9 +11,8 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
-from poprun.hosts.schedulers.kubernetes import KubernetesScheduler
+from poprun.hosts.schedulers.hostfiles import KubernetesScheduler, OpenMPIHostfile
 from poprun.hosts.schedulers.lsf import LsfScheduler
-from poprun.hosts.schedulers.open_mpi_hostfile import OpenMPIHostfile
 from poprun.hosts.schedulers.pbs import PbsScheduler
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, describe_slots
 from poprun.hosts.schedulers.slurm import SlurmScheduler
