@@ -1,7 +1,7 @@
 """Default hostfiles of Open MPI, which mpirun too uses without a batch system, and those of Kubernetes.
 
-The MPI Operator of Kubernetes (https://github.com/kubeflow/mpi-operator, v2beta1) mounts a hostfile in the launcher of an
-MPIJob and sets the variable of Open MPI 4 for it; to Open MPI 5 that variable means nothing.
+The MPI Operator of Kubernetes (https://github.com/kubeflow/mpi-operator, v2beta1) mounts a hostfile in the launcher of
+an MPIJob and sets the variable of Open MPI 4 for it; to Open MPI 5 that variable means nothing.
 """
 
 from __future__ import annotations
