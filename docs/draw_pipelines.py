@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from strategies.pipelines.pipelining_ops import Plan, plan
+from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from popdist.timeline.asked import folder_beside  # noqa: E402
-from poprun.trace.merging import Job, put_together  # noqa: E402
+from poprun.trace.merging import RecordedJob, put_together  # noqa: E402
 from poprun.trace.recordings import read_recordings  # noqa: E402
-from poprun.trace.report.pictures import draw_shares, style  # noqa: E402
+from poprun.trace.report.page import draw_shares, style  # noqa: E402
 from poprun.trace.report.text import report_text  # noqa: E402
 from poprun.trace.report.verdict import judge  # noqa: E402
 
@@ -71,7 +71,7 @@ def main() -> None:
         Path(__file__).with_name(f"timeline_{name}.svg").write_text(picture + "\n", encoding="utf-8")
 
 
-def record(name: str, folder: Path) -> Job:
+def record(name: str, folder: Path) -> RecordedJob:
     """What the instances of a job have recorded."""
     program, trace = folder / "program.py", folder / "trace.json"
     program.write_text(PROGRAM, encoding="utf-8")

@@ -114,14 +114,14 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
     summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
     viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
     if settings.timeline is not None:
-        from poprun.trace.of_job import make_room
+        from poprun.trace.command import make_room
 
         make_room(settings.timeline)
     exit_status = run_job(launch, environ, log, viewers, summary.note).exit_status
     viewers.close()
     summary.finish(exit_status)
     if settings.timeline is not None:
-        from poprun.trace.of_job import write_timeline
+        from poprun.trace.command import write_timeline
 
         write_timeline(settings.timeline, log)
     return exit_status

@@ -11,9 +11,11 @@ from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
 from strategies.comparing.fingerprints import fingerprint
 from strategies.data.casts import Cast, casting
-from strategies.data.datasets import DistributedDataset, Masked, Position
+from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
 from strategies.data.input_context import InputContext
+from strategies.data.layout import Position
+from strategies.data.sources import Masked
 from strategies.errors import (
     CheckpointError,
     DeviceError,
@@ -49,7 +51,8 @@ from strategies.signposts import put_up_signposts
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
-from strategies.trainer import Trainer, TrainState
+from strategies.train_state import TrainState
+from strategies.trainer import Trainer
 from strategies.updates.clipping import clip_by_global_norm
 from strategies.updates.optimizers import MapGradientOptimizer
 

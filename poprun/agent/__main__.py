@@ -2,7 +2,7 @@
 
 usage: poprun/agent/__main__.py CPUS program [arguments]
 
-Words of the program may be marked, see `poprun.ipc.marked_words`.
+Words of the program may be marked, see `poprun.ipc.wire`.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from poprun.agent.guard import guard_program  # noqa: E402
-from poprun.ipc.marked_words import unmark  # noqa: E402
+from poprun.ipc.wire import unmark  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(guard_program(sys.argv[1], [unmark(word) for word in sys.argv[2:]], dict(os.environ)))

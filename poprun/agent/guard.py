@@ -12,12 +12,10 @@ import select
 import signal
 import time
 
-from poprun.agent.activity import Activity
 from poprun.agent.guard_machine import CUT_SIGNAL, PASSED_ON, STACK_SIGNAL, STOPPING, Action, Do, GuardMachine
 from poprun.agent.keeper import put_keeper_above
-from poprun.agent.link import Link
-from poprun.agent.memory import Memory
-from poprun.agent.out_of_memory import OutOfMemory
+from poprun.agent.link import ControlLink
+from poprun.agent.process_statistics import Activity, MemoryUse, OutOfMemory
 from poprun.agent.program_output import ProgramOutput
 from poprun.ipc import wire
 from poprun.ipc.processes import (
@@ -31,8 +29,7 @@ from poprun.ipc.processes import (
     start,
     state_of,
 )
-from poprun.ipc.standard_input import Feed
-from poprun.ipc.terminals import open_outputs
+from poprun.ipc.streams import InputFeed, open_outputs
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
@@ -74,9 +71,10 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
     meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
     if meant_for != os.uname().nodename:
-        _refuse_host(meant_for, rank, Link(address), token)
+        _refuse_host(meant_for, rank, ControlLink(address), token)
         return 1
-    page, stack = _new_page(environ), _new_stack(environ)
+    page = _new_page(environ)
+    stack = _new_file("poprun-stack", environ, STACK_VARIABLE, suffix=f":{STACK_SIGNAL}")
     outputs = open_outputs(terminals)
     stdin, feed = os.pipe() if rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
     parent = os.getpid()
@@ -101,19 +99,19 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     for _, writer in outputs.values():
         os.close(writer)
     try:
-        link = Link(address)
+        link = ControlLink(address)
     except OSError:  # poprun is gone
         end_descendants()
         raise
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
-    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], Feed(feed)).run()
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
         # It has told mpirun of our instance, and keep-alive ends no connection on which data wait to be confirmed.
         send(daemon, signal.SIGTERM)
     return 0
 
 
-def _refuse_host(meant_for: str, rank: int, link: Link, token: str) -> None:
+def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> None:
     """Tell poprun that Open MPI has brought us to another host, in place of the program, which is not started."""
     here, now_s = os.uname().nodename, time.monotonic()
     text = (
@@ -129,7 +127,7 @@ def _refuse_host(meant_for: str, rank: int, link: Link, token: str) -> None:
 
 
 class Guard:
-    """Tells the machine of one instance what happens, and does what it says; forwards output and input.
+    """The loop around the machine of one instance; forwards output and input.
 
     Args:
         pid: of the program.
@@ -147,10 +145,10 @@ class Guard:
         pid: int,
         page: int,
         stack: int,
-        link: Link,
+        link: ControlLink,
         wakeup: int,
         outputs: list[int],
-        feed: Feed,
+        feed: InputFeed,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
@@ -162,7 +160,7 @@ class Guard:
         self._wakeup = wakeup
         self._feed = feed
         self._out_of_memory = OutOfMemory()
-        self._memory = Memory()
+        self._memory = MemoryUse()
         self._activity = Activity(pid)
         self._now_s = now_s
         self._poll = select.poll()
@@ -240,19 +238,15 @@ class Guard:
                 self._report()
             elif what is Do.LOOK_AT_STACK:
                 self._look_at_stack()
-            else:
-                self._tell(what, number)
-
-    def _tell(self, what: Do, number: int) -> None:
-        if what is Do.TELL_TOLD:
-            self._link.send(wire.pack_number(wire.TOLD, number))
-        elif what is Do.TELL_ENDED:
-            self._tell_end(number)
-        elif what is Do.TELL_CLOSED:
-            self._link.send(wire.pack(wire.CLOSED))
-        elif what is Do.TELL_STACK:
-            stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
-            self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
+            elif what is Do.TELL_TOLD:
+                self._link.send(wire.pack_number(wire.TOLD, number))
+            elif what is Do.TELL_ENDED:
+                self._tell_end(number)
+            elif what is Do.TELL_CLOSED:
+                self._link.send(wire.pack(wire.CLOSED))
+            elif what is Do.TELL_STACK:
+                stack = os.pread(self._stack, STACK_BYTES, number) if number >= 0 else b""
+                self._link.send(wire.pack(wire.EXAMINED, self._state() + stack))
 
     def _tell_end(self, code: int) -> None:
         lacked_memory = code == -signal.SIGKILL and self._out_of_memory.has_just_killed(self._ended_at_s)
@@ -265,7 +259,7 @@ class Guard:
         self._do(self._machine.see_stack(size, is_stopped, self._now_s()))
 
     def _worker(self) -> int:
-        """The process that shows its stack: the program, unless it has started that."""
+        """Return the process that shows its stack: the program, or the worker that it has started."""
         worker = self._activity.worker
         return worker if worker in descendants(os.getpid()) else self._pid
 
@@ -288,7 +282,7 @@ class Guard:
         self._link.send(wire.pack_progress(now_s, page, is_stopped, effort, memory))
 
     def _look_at_program(self, page: bytes, now_s: float) -> tuple[bool, float]:
-        """Whether it is stopped, and its effort until it has come to `popdist.init`."""
+        """Return whether the program is stopped, and its effort until it has come to `popdist.init`."""
         has_begun = page[SINCE_OFFSET : SINCE_OFFSET + 8].strip(b"\0")
         effort = 0.0 if has_begun else self._activity.effort(now_s)
         if owner := int.from_bytes(page[OWNER_OFFSET : OWNER_OFFSET + 8], "little"):
@@ -337,7 +331,7 @@ def check_directory(directory: str) -> None:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """The CPU numbers in a list such as `0-3,8`."""
+    """Return the CPU numbers in a list such as `0-3,8`."""
     bounds = (part.partition("-")[::2] for part in text.split(","))
     return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
 
@@ -350,27 +344,21 @@ def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
         remove_leavings(folder_of(environ))
 
 
+def _new_file(name: str, environ: dict[str, str], variable: str, content: bytes = b"", suffix: str = "") -> int:
+    """Make a memory file and name it to the program by a variable; -1 if that is impossible."""
+    environ.pop(variable, None)
+    try:
+        file = os.memfd_create(name, 0)
+        os.write(file, content)
+    except OSError:
+        return -1
+    os.set_inheritable(file, True)
+    environ[variable] = f"{file}{suffix}"
+    return file
+
+
 def _new_page(environ: dict[str, str]) -> int:
-    """Make the memory file of the progress record and name it to the program; -1 where that is impossible."""
-    environ.pop(PROGRESS_VARIABLE, None)
-    try:
-        page = os.memfd_create("poprun-progress", 0)
-        os.write(page, NEW_PAGE)
-        os.pwrite(page, os.getpid().to_bytes(8, "little"), SUPERVISOR_OFFSET)
-    except OSError:
-        return -1
-    os.set_inheritable(page, True)
-    environ[PROGRESS_VARIABLE] = str(page)
-    return page
-
-
-def _new_stack(environ: dict[str, str]) -> int:
-    """Make the memory file of the program's stack and name it to the program; -1 where that is impossible."""
-    environ.pop(STACK_VARIABLE, None)
-    try:
-        stack = os.memfd_create("poprun-stack", 0)
-    except OSError:
-        return -1
-    os.set_inheritable(stack, True)
-    environ[STACK_VARIABLE] = f"{stack}:{STACK_SIGNAL}"
-    return stack
+    """Make the memory file of the progress record."""
+    pid = os.getpid().to_bytes(8, "little")
+    content = NEW_PAGE[:SUPERVISOR_OFFSET] + pid + NEW_PAGE[SUPERVISOR_OFFSET + 8 :]
+    return _new_file("poprun-progress", environ, PROGRESS_VARIABLE, content)

@@ -28,7 +28,7 @@ _NEVER = float("inf")
 
 
 class Do(Enum):
-    """What is to be done; the number that goes with it is named here, and 0 elsewhere."""
+    """Deeds of the agent; the number that goes with one is named here, and 0 for the others."""
 
     SEND = "send the program this signal"
     SWEEP = "kill whatever is left of its descendants"
@@ -78,13 +78,13 @@ class GuardMachine:
 
     @property
     def deadline_s(self) -> float:
-        """When the next `tick` is due, if nothing happens before."""
+        """The time of the next `tick`, if nothing happens before."""
         kill_at_s = self._kill_at_s if self._is_running else _NEVER
         sweep_at_s = self._sweep_at_s if self._has_children else _NEVER
         return min(kill_at_s, sweep_at_s, self._examined_at_s)
 
     def take_signal(self, number: int, now_s: float) -> list[Action]:
-        """A signal has come, from mpirun, its daemon, the kernel, or the user."""
+        """Take a signal from mpirun, its daemon, the kernel, or the user."""
         if number in PASSED_ON:
             return self.pass_on(number)
         if number == CUT_SIGNAL:
@@ -96,7 +96,7 @@ class GuardMachine:
         return [(Do.TELL_TOLD, number)]
 
     def pass_on(self, number: int) -> list[Action]:
-        """A signal for the program."""
+        """Pass a signal on to the program."""
         if not self._is_running:
             return []
         return [(Do.SEND, signal.SIGSTOP if number == signal.SIGTSTP else number)]
@@ -121,13 +121,7 @@ class GuardMachine:
         return [(Do.SEND, STACK_SIGNAL)] if stack_bytes and self._is_running else []
 
     def see_stack(self, stack_bytes: int, is_stopped: bool, now_s: float) -> list[Action]:
-        """The stack has been looked at.
-
-        Args:
-            stack_bytes: how long its file is.
-            is_stopped: whether the program is, so that it can write none.
-            now_s: the time.
-        """
+        """Take the length of the stack's file; a program that is stopped can write none."""
         is_awaited = self._stack_begin > 0 and self._is_running and not is_stopped
         before, self._stack_end = self._stack_end, stack_bytes if is_awaited else 0
         is_written = before == self._stack_end > self._stack_begin
@@ -137,7 +131,7 @@ class GuardMachine:
         return [(Do.TELL_STACK, self._stack_begin or -1)]
 
     def note_end(self, code: int, now_s: float) -> list[Action]:
-        """The program has ended: its exit status, or -n after signal n."""
+        """Note that the program has ended with an exit status, or -n after signal n."""
         self._is_running = False
         self._sweep_at_s = now_s + LINGER_S
         return [(Do.DRAIN, 0), (Do.REPORT, 0), (Do.TELL_ENDED, code)]
@@ -148,7 +142,7 @@ class GuardMachine:
         return [(Do.DRAIN, 0), (Do.TELL_CLOSED, 0)]
 
     def tick(self, now_s: float) -> list[Action]:
-        """All that has come by now has been told: what is due?"""
+        """Return the actions that are due once all events up to now have been told."""
         due: list[Action] = []
         if self._is_running and now_s >= self._kill_at_s:
             self._kill_at_s = _NEVER

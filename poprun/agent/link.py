@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from poprun.ipc import wire
-from poprun.ipc.keep_alive import keep_alive
+from poprun.ipc.sockets import keep_alive
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
     import socket
 
 
-class Link:
+class ControlLink:
     """The socket to poprun; once it has failed, everything sent is dropped.
 
     Attributes:
@@ -27,7 +27,7 @@ class Link:
         self._reader = wire.MessageReader()
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
@@ -39,7 +39,7 @@ class Link:
                 self._fail(error)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come; sets `is_open` to false at the end."""
+        """Return the messages that have come; set `is_open` to false at the end."""
         try:
             data = self._socket.recv(65536)
         except OSError as error:
@@ -61,12 +61,12 @@ class Link:
 
 
 def _connect(address: str) -> socket.socket:
-    """The connection to poprun."""
+    """Connect to poprun."""
     import socket  # the program has been started by now, so this costs no time
 
     scheme, _, place = address.partition(":")
     if scheme == "unix":
-        from poprun.ipc.local_sockets import connect
+        from poprun.ipc.sockets import connect
 
         return connect(place)
     if scheme != "tcp":

@@ -1,15 +1,13 @@
-"""What the program writes: read at a pace that suits it, cut into lines, and sent to poprun."""
+"""The program's output: read at a suitable pace, cut into lines, and sent to poprun."""
 
 from __future__ import annotations
 
 import os
 import select
 
-from poprun.agent.lines import LineBuffer, silence_s
-from poprun.agent.link import Link
-from poprun.agent.pace import Pace
+from poprun.agent.link import ControlLink
 from poprun.ipc import wire
-from poprun.ipc.terminals import PIPE_BYTES, enlarge
+from poprun.ipc.streams import PIPE_BYTES, enlarge
 
 TYPE_CHECKING = False  # that of `typing`, which takes too long to load
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ _NEVER = float("inf")
 
 
 class ProgramOutput:
-    """Forwards the program's standard output and error.
+    """The program's standard output and error, on their way to poprun.
 
     Args:
         descriptors: of the two.
@@ -28,7 +26,9 @@ class ProgramOutput:
         now_s: the clock.
     """
 
-    def __init__(self, descriptors: list[int], poll: select.poll, link: Link, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, descriptors: list[int], poll: select.poll, link: ControlLink, now_s: Callable[[], float]
+    ) -> None:
         self._kinds = dict(zip(descriptors, (wire.STDOUT, wire.STDERR), strict=True))
         self._lines = {descriptor: LineBuffer(silence_s(os.isatty(descriptor))) for descriptor in descriptors}
         self._poll = poll
@@ -46,7 +46,7 @@ class ProgramOutput:
 
     @property
     def deadline_s(self) -> float:
-        """When `keep_pace` or `let_go` has something to do, whatever comes."""
+        """The time of the next call of `keep_pace` or `let_go`, whatever comes."""
         return min([self._read_at_s, *(lines.deadline_s() for lines in self._lines.values())])
 
     def forward(self, descriptor: int) -> None:
@@ -111,3 +111,109 @@ class ProgramOutput:
     def _send(self, descriptor: int, data: bytes) -> None:
         if data:
             self._link.send(wire.pack(self._kinds[descriptor], data))
+
+
+PAUSE_S = 0.05
+"""At 1 MB/s 50 kB come together in this time; nobody sees the delay."""
+AT_ONCE = 20
+"""So many pieces are read without delay, and the streams keep their order, before pauses begin."""
+
+
+class Pace:
+    """Pauses between readings of the program's output.
+
+    Every reading wakes the agent and poprun, whatever its size: thousands of lines a second, each on its own, would
+    take a quarter of a core from the program (benchmarks/output.py).
+
+    Args:
+        capacity_bytes: how much the program can write before it has to wait for us.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._much_bytes = capacity_bytes // 2
+        self._left = float(AT_ONCE)
+        self._at_s = 0.0
+
+    def pause_s(self, now_s: float, read_bytes: int) -> float:
+        """Return the time until the next reading; 0 for a program that would have to wait for us."""
+        left = self._left + (now_s - self._at_s) / PAUSE_S
+        self._at_s = now_s
+        self._left = AT_ONCE if read_bytes > self._much_bytes else min(max(left, 1.0), AT_ONCE) - 1.0
+        return 0.0 if self._left >= 1.0 else PAUSE_S
+
+
+LONGEST_SILENCE_S = 0.2
+UNSEEN_SILENCE_S = 1.0
+REDRAW_S = 0.2
+LONGEST_LINE_BYTES = 8 << 20
+
+
+class LineBuffer:
+    """Holds the last, unfinished line of one stream.
+
+    A piece without line end is let go when nothing has been added for some time, so that a prompt appears. Of a line
+    that is redrawn with carriage returns, as progress bars do, everything but the newest state is let go after
+    `REDRAW_S` even without silence.
+
+    Args:
+        silence_s: how long nothing has to be added; see the function of this name.
+    """
+
+    def __init__(self, silence_s: float = LONGEST_SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._held = bytearray()  # without any line end
+        self._is_redrawn = False
+        self._oldest_s = 0.0
+        self._newest_s = 0.0
+
+    def feed(self, data: bytes, now_s: float) -> bytes:
+        """Add output; return the whole lines that are complete now."""
+        whole_bytes = data.rfind(b"\n") + 1
+        taken = self._take(len(self._held)) + data[:whole_bytes] if whole_bytes else b""
+        self._hold(data[whole_bytes:], now_s)
+        return taken + self.flush() if len(self._held) > LONGEST_LINE_BYTES else taken
+
+    def expire(self, now_s: float) -> bytes:
+        """Return the part of the held line that has waited long enough."""
+        if not self._held or now_s < self.deadline_s():
+            return b""
+        if now_s >= self._newest_s + self._silence_s:
+            return self._take(len(self._held))
+        self._oldest_s = now_s
+        return self._take(max(self._held.rfind(b"\r"), 0))
+
+    def deadline_s(self) -> float:
+        """Return the time of the next call of `expire`; infinite if nothing is held."""
+        if not self._held:
+            return float("inf")
+        silent_s = self._newest_s + self._silence_s
+        return min(silent_s, self._oldest_s + REDRAW_S) if self._is_redrawn else silent_s
+
+    def flush(self) -> bytes:
+        """Return everything that is held, at the end."""
+        return self._take(len(self._held))
+
+    def _hold(self, data: bytes, now_s: float) -> None:
+        held_bytes = len(self._held)
+        if not held_bytes:
+            self._oldest_s = now_s
+        self._newest_s = now_s
+        self._held += data
+        self._is_redrawn = self._is_redrawn or self._held.find(b"\r", max(held_bytes, 1)) > 0
+
+    def _take(self, length: int) -> bytes:
+        """Take everything up to a line end, to the newest carriage return, or to the end."""
+        taken = bytes(self._held[:length])
+        del self._held[:length]
+        self._is_redrawn = False
+        return taken
+
+
+def silence_s(is_terminal: bool) -> float:
+    """Return how long a piece without line end is held back.
+
+    Python's unbuffered `print` writes a line and its end separately; on a machine with more processes than cores a
+    program may lose its core for some tenths of a second in between, and whatever has been let go is torn when
+    another instance writes. Who does not look at a terminal can wait longer for a prompt.
+    """
+    return LONGEST_SILENCE_S if is_terminal else UNSEEN_SILENCE_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from poprun.hosts.ssh import user_arguments
 from poprun.hosts.this_machine import short_name
-from poprun.ipc.keep_alive import probing_times
+from poprun.ipc.sockets import probing_times
 
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR")
 

@@ -10,7 +10,7 @@ from popdist.records.progress import ProgressRecord
 
 
 class EndKind(Enum):
-    """How an instance came to its end."""
+    """Kinds of the end of an instance."""
 
     EXIT = "exit"
     SIGNAL = "signal"
@@ -50,13 +50,13 @@ class Ending:
 
     @property
     def exit_status(self) -> int:
-        """What poprun ends with when this is the cause of the failure."""
+        """The exit status of poprun if this is the cause of the failure."""
         if self.kind is EndKind.EXIT:
             return self.number or 1
         return 128 + (self.number or signal.SIGKILL)
 
     def describe(self) -> str:
-        """A clause that continues `instance 1 (...)`."""
+        """Return a clause that continues `instance 1 (...)`."""
         if self.kind is EndKind.EXIT:
             return f"ended with exit status {self.number}"
         if self.kind is EndKind.SIGNAL:
@@ -69,7 +69,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about one instance.
+    """The knowledge about one instance.
 
     Attributes:
         index: the instance.
@@ -109,7 +109,7 @@ class Facts:
 
     @property
     def name(self) -> str:
-        """What the user reads: instance, host and process."""
+        """The instance with its host and process, as users read it."""
         return f"instance {self.index} on host {self.host or 'unknown'}" + (f" (pid {self.pid})" if self.pid else "")
 
     @property
@@ -149,8 +149,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job ended.
+class JobEnd:
+    """The end of a job.
 
     Attributes:
         exit_status: poprun's, if this was all.

@@ -52,7 +52,7 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
 
 
 def folder_of(environ: Mapping[str, str]) -> str:
-    """The folder in which Open MPI makes its own: what its daemon has told us, or what an mpirun would take."""
+    """Return the folder of Open MPI's own folders: the one that its daemon named, or mpirun's default."""
     own = environ.get("PMIX_SERVER_TMPDIR", "")
     if _SESSION.fullmatch(os.path.basename(own)):
         return os.path.dirname(own)
@@ -60,7 +60,7 @@ def folder_of(environ: Mapping[str, str]) -> str:
 
 
 def _own(folder: str) -> list[str]:
-    """What the user has in a folder, without links."""
+    """Return the user's entries in a folder, without links."""
     try:
         with os.scandir(folder) as entries:
             return [
@@ -73,7 +73,7 @@ def _own(folder: str) -> list[str]:
 
 
 def _is_dead_session(path: str, ended: Collection[int]) -> bool:
-    """Whether the mpirun or daemon that has made a folder has ended; false where another host may have made it."""
+    """Return whether the mpirun or daemon of a folder has ended, and cannot be another host's."""
     match = _SESSION.fullmatch(os.path.basename(path))
     if match is None or not os.path.isdir(path):
         return False
@@ -82,12 +82,12 @@ def _is_dead_session(path: str, ended: Collection[int]) -> bool:
 
 
 def _files_of_session(path: str) -> list[str]:
-    """The names in such a folder and in those of its jobs, which go last when the process ends by itself."""
+    """Return the names in a session's folder and in those of its jobs, which go last."""
     return [name for folder in (path, *(f"{path}/{job}" for job in _names(path))) for name in _names(folder)]
 
 
 def _is_of_this_host(name: str, pid: int) -> bool:
-    """Whether a file of such a folder says that the process ran here; others share folders by a file server."""
+    """Return whether a file of a session says that the process ran here; a file server shares folders."""
     match = _MEETING.fullmatch(name) or _DATA_OF_JOB.fullmatch(name)
     return match is not None and int(match["pid"]) == pid and match["host"].partition(".")[0] == _short_name()
 
@@ -107,7 +107,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _used_by(pid: str) -> list[str]:
-    """What a process has open or mapped, as far as we may see it: that of the same user we may."""
+    """Return the files that a process has open or mapped, as far as we may see them."""
     used = []
     for name in _names(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # it has closed it

@@ -76,7 +76,7 @@ def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The living descendants of a process, from one look at /proc."""
+    """Return the living descendants of a process, from one look at /proc."""
     children: dict[int, list[int]] = {}
     ended = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
@@ -109,7 +109,7 @@ def end_descendants(limit_s: float = float("inf")) -> None:
 
 
 def reap() -> dict[int, int]:
-    """The children that have ended, adopted ones too, and their wait status."""
+    """Return the children that have ended, adopted ones too, and their wait status."""
     ended: dict[int, int] = {}
     try:
         while True:
@@ -122,7 +122,7 @@ def reap() -> dict[int, int]:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process; 0 when it is gone."""
+    """Return the parent of a process; 0 when it is gone."""
     return _read_stat(str(pid))[1]
 
 
@@ -135,7 +135,7 @@ def send(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> bytes:
-    """The letter of a process's state, see proc(5): `T` for one that is stopped; `X` for one that is gone."""
+    """Return the letter of a process's state, see proc(5): `T` if stopped, `X` if gone."""
     return _read_stat(str(pid))[0]
 
 
@@ -148,7 +148,7 @@ def _has_children() -> bool:
 
 
 def _read_stat(pid: str) -> tuple[bytes, int]:
-    """The state and the parent of a process."""
+    """Read the state and the parent of a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent = file.read().rpartition(b")")[2].split(None, 2)[:2]

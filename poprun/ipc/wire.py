@@ -1,4 +1,9 @@
-"""The messages between poprun and its agents: a type, a length, and the content."""
+"""The messages between poprun and its agents: a type, a length, and the content. Pure.
+
+The program's words reach the agent on mpirun's command line. mpirun (5.0.11) looks at all words up to a `--`, those
+behind the program too: it begins another program at `:`, takes parameters from `--mca`, ends at a `--prtemca` that is
+the last word, and hands `--bind-to` on as `--bindto`. So `mark` writes words in a way that mpirun reads none of them.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +69,17 @@ _NUMBER = struct.Struct("!I")
 
 
 def pack(kind: int, content: bytes = b"") -> bytes:
-    """One message."""
+    """Pack one message."""
     return _HEAD.pack(kind, len(content)) + content
 
 
 def pack_hello(rank: int, pid: int, clock_s: float, token: bytes, host: str) -> bytes:
-    """A HELLO: the instance, its program, its host's `time.monotonic`, 16 bytes that prove its job, its host's name."""
+    """Pack a HELLO: instance, program, the host's `time.monotonic`, the job's token of 16 bytes, the host's name."""
     return pack(HELLO, _HELLO.pack(rank, pid, clock_s, token) + host.encode())
 
 
 def unpack_hello(content: bytes) -> tuple[int, int, float, bytes, str]:
-    """What `pack_hello` was given.
+    """Return the arguments of `pack_hello`.
 
     Raises:
         ValueError: it is no HELLO.
@@ -86,12 +91,12 @@ def unpack_hello(content: bytes) -> tuple[int, int, float, bytes, str]:
 
 
 def pack_ended(by_signal: bool, told: bool, lacked_memory: bool, number: int, at_s: float) -> bytes:
-    """An ENDED: exit status or signal number; whether the agent was told to stop, or memory had run out; when."""
+    """Pack an ENDED: exit status or signal, whether the agent was told to stop, whether memory lacked, and the time."""
     return pack(ENDED, _ENDED.pack(by_signal, told, lacked_memory, number, at_s))
 
 
 def unpack_ended(content: bytes) -> tuple[bool, bool, bool, int, float]:
-    """What `pack_ended` was given."""
+    """Return the arguments of `pack_ended`."""
     by_signal, told, lacked_memory, number, at_s = _ENDED.unpack(content)
     return by_signal, told, lacked_memory, number, at_s
 
@@ -99,31 +104,23 @@ def unpack_ended(content: bytes) -> tuple[bool, bool, bool, int, float]:
 def pack_progress(
     now_s: float, page: bytes, is_stopped: bool = False, effort: float = 0.0, memory: tuple[int, int] = (0, 0)
 ) -> bytes:
-    """A PROGRESS.
-
-    Args:
-        now_s: the agent's clock.
-        page: the progress page.
-        is_stopped: whether a signal has stopped the program.
-        effort: its effort.
-        memory: how many bytes of it are resident, and how many have been at most.
-    """
+    """Pack a PROGRESS: the agent's clock, the page, whether stopped, effort, resident memory and its peak."""
     return pack(PROGRESS, _PROGRESS.pack(now_s, is_stopped, effort, *memory) + page)
 
 
 def unpack_progress(content: bytes) -> tuple[float, bytes, bool, float, tuple[int, int]]:
-    """What `pack_progress` was given."""
+    """Return the arguments of `pack_progress`."""
     now_s, is_stopped, effort, *memory = _PROGRESS.unpack_from(content)
     return now_s, content[_PROGRESS.size :], is_stopped, effort, (memory[0], memory[1])
 
 
 def pack_number(kind: int, number: int) -> bytes:
-    """A message that holds one number: SIGNAL or TOLD."""
+    """Pack a message that holds one number, such as SIGNAL or TOLD."""
     return pack(kind, _NUMBER.pack(number))
 
 
 def unpack_number(content: bytes) -> int:
-    """The number in a SIGNAL or TOLD."""
+    """Return the number of such a message."""
     number: int = _NUMBER.unpack(content)[0]
     return number
 
@@ -140,7 +137,7 @@ class MessageReader:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The messages that are complete now, as type and content.
+        """Return the messages that are complete now, as type and content.
 
         Raises:
             ValueError: one is announced that is too long; nothing of it, or of what came with it, is of use.
@@ -160,3 +157,20 @@ class MessageReader:
             self._most_bytes = MOST_BYTES
         del self._held[:start]
         return messages
+
+
+MARK = "+"
+"""Stands before each word that could mean something to mpirun, and before those that begin with it themselves."""
+
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._")
+_LAST_OF_ASCII = "\x7f"
+
+
+def mark(word: str) -> str:
+    """Return a word as mpirun gets it; one that begins like a name, a number or a path is unchanged."""
+    return word if word[:1] in _PLAIN or word[:1] > _LAST_OF_ASCII else MARK + word
+
+
+def unmark(word: str) -> str:
+    """Return the word that `mark` was given."""
+    return word.removeprefix(MARK)

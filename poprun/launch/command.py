@@ -9,8 +9,7 @@ from pathlib import Path
 from poprun.cli.mpi_arguments import export_options
 from poprun.cli.wording import list_ranges
 from poprun.hosts.remote import mpirun_options
-from poprun.ipc.marked_words import mark
-from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE
+from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE, mark
 from poprun.launch.launch import Launch
 from poprun.launch.placement import InstancePlace
 

@@ -18,7 +18,7 @@ from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_optio
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
-from poprun.ipc.loopback import loopback_variables
+from poprun.ipc.sockets import loopback_variables
 from poprun.launch.launch import Launch
 from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
 from poprun.launch.placement import place_instances

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from popdist.records.progress import Made
-from poprun.ipc.facts import Ended, Facts
+from poprun.ipc.facts import Facts, JobEnd
 
 LEAST_DIFFERENCE = 0.03
 """So much less of its time than the others an instance has to wait to be called the slowest: less is chance."""
@@ -42,38 +42,13 @@ class Attempt:
 
     facts: tuple[Facts, ...]
     duration_s: float
-    ended: Ended
+    ended: JobEnd
     losses: tuple[str, ...] = ()
 
     @property
     def longest(self) -> Made:
-        """What the instance has made that has made most: all make the same steps, until they are lost."""
+        """The counts of the instance that has made most steps: all make the same, until they are lost."""
         return max((each.record.made for each in self.facts), key=lambda made: made.steps, default=Made())
-
-    @property
-    def samples(self) -> int:
-        """The rows of data of all instances."""
-        return sum(each.record.made.samples for each in self.facts)
-
-    @property
-    def timed_samples(self) -> int:
-        """Those in the steps that are timed."""
-        return sum(each.record.made.timed_samples for each in self.facts)
-
-    @property
-    def waited_s(self) -> float:
-        """How long instances waited for others in the time of their steps, all together."""
-        return sum(each.record.made.waited_s for each in self.facts)
-
-    @property
-    def timed_s(self) -> float:
-        """That time, all together."""
-        return sum(each.record.made.timed_s for each in self.facts)
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """What the instance has had that had most; 0: nothing is known."""
-        return max((each.peak_memory_bytes for each in self.facts), default=0)
 
     @property
     def failure(self) -> str:
@@ -96,13 +71,13 @@ class Attempt:
 
 
 def waiting_share(made: Made) -> float | None:
-    """How much of the time of its steps an instance waited for others; None before it has made two."""
+    """Return the share of its steps' time that an instance waited for others; None before two steps."""
     return _per(made.waited_s, made.timed_s)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What all attempts at a job have come to together.
+    """The totals of all attempts at a job.
 
     Attributes:
         steps: how many were made, those twice that were made in two attempts.
@@ -126,16 +101,19 @@ class Totals:
 
 
 def add_up(attempts: Sequence[Attempt]) -> Totals:
-    """What some attempts have come to; those but the last were followed by another one."""
-    timed_s = sum(each.longest.timed_s for each in attempts)
+    """Add up some attempts; each but the last was followed by another one."""
+    facts = [each for attempt in attempts for each in attempt.facts]
+    made = [each.record.made for each in facts]
+    longest = [each.longest for each in attempts]
+    timed_s = sum(each.timed_s for each in longest)
     return Totals(
-        steps=sum(each.longest.steps for each in attempts),
-        samples=sum(each.samples for each in attempts),
-        steps_per_s=_per(sum(each.longest.timed_steps for each in attempts), timed_s),
-        samples_per_s=_per(sum(each.timed_samples for each in attempts), timed_s),
-        waiting_share=_per(sum(each.waited_s for each in attempts), sum(each.timed_s for each in attempts)),
+        steps=sum(each.steps for each in longest),
+        samples=sum(each.samples for each in made),
+        steps_per_s=_per(sum(each.timed_steps for each in longest), timed_s),
+        samples_per_s=_per(sum(each.timed_samples for each in made), timed_s),
+        waiting_share=_per(sum(each.waited_s for each in made), sum(each.timed_s for each in made)),
         slowest=max(reversed(attempts), key=lambda each: each.longest.steps).slowest if attempts else None,
-        peak_memory_bytes=max((each.peak_memory_bytes for each in attempts), default=0),
+        peak_memory_bytes=max((each.peak_memory_bytes for each in facts), default=0),
         survived=tuple(_survived(attempts)),
     )
 
@@ -150,7 +128,7 @@ def _survived(attempts: Sequence[Attempt]) -> list[tuple[int, str, str]]:
 
 
 def _median(numbers: Sequence[float]) -> float:
-    """The middle one; of two the mean. `statistics` takes too long to load."""
+    """Return the median. `statistics` takes too long to load."""
     ordered, middle = sorted(numbers), len(numbers) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 

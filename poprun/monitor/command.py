@@ -28,9 +28,9 @@ from poprun.cli.wording import (
 )
 from poprun.errors import PopRunError, UsageError
 from poprun.monitor.doors import doors_in, read_address, token_from
-from poprun.monitor.screens import Pages, Screen
+from poprun.monitor.picture import Pages, Screen
 from poprun.monitor.snapshot import Snapshot
-from poprun.monitor.source import Source, call_local, call_remote
+from poprun.monitor.source import SnapshotSource, call_local, call_remote
 
 SECTION = "Top"
 OPTIONS = (
@@ -59,8 +59,8 @@ _MOST_PROGRAM = 60
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user wants.
+class TopRequest:
+    """The user's request.
 
     Attributes:
         job: the pid of a poprun; None: the only one.
@@ -78,10 +78,7 @@ class Wanted:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: after `poprun top`.
+    """Run the command with the words after `poprun top`.
 
     Returns:
         The exit status: 0 at the end of the job, and after Ctrl-C.
@@ -104,12 +101,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def describe(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun top --help`."""
+    """Return the text of `poprun top --help`."""
     return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, OPTIONS, columns)])
 
 
-def read_words(words: Sequence[str]) -> Wanted | None:
-    """What the words ask for; None for help.
+def read_words(words: Sequence[str]) -> TopRequest | None:
+    """Read the user's request; None for help.
 
     Raises:
         UsageError: nothing that can be.
@@ -124,13 +121,13 @@ def read_words(words: Sequence[str]) -> Wanted | None:
         raise UsageError("--job and --address both name a job; give one of them")
     flags = {name: bool(line.values.get(name)) for name in ("plain", "once", "json")}
     place = None if address is None else read_address(str(address), "--address")
-    return Wanted(None if job is None else int(str(job)), place, **flags)
+    return TopRequest(None if job is None else int(str(job)), place, **flags)
 
 
 # Which job.
 
 
-def _find(wanted: Wanted, environ: Mapping[str, str]) -> Source:
+def _find(wanted: TopRequest, environ: Mapping[str, str]) -> SnapshotSource:
     if wanted.address is not None:
         return call_remote(*wanted.address, token_from(environ, "--address"))
     jobs = doors_in(Path("/proc/net/unix").read_text(errors="replace"), os.geteuid())
@@ -175,7 +172,7 @@ def _describe(pid: int, name: str) -> tuple[str, str, str, str]:
 # What it does.
 
 
-def _watch(source: Source, wanted: Wanted) -> None:
+def _watch(source: SnapshotSource, wanted: TopRequest) -> None:
     try:
         snapshot = source.next(FIRST_LIMIT_S)
     except TimeoutError as error:
@@ -191,10 +188,9 @@ def _watch(source: Source, wanted: Wanted) -> None:
         show(f"the job has ended; it ran for {duration_text(last.age_s)} or a little more")
 
 
-def _follow(source: Source, snapshot: Snapshot, screen: Screen) -> Snapshot:
+def _follow(source: SnapshotSource, snapshot: Snapshot, screen: Screen) -> Snapshot:
     """Show what comes until the job ends; the last that came."""
     came_s, silent_s = time.monotonic(), 0.0
-    screen.open()
     try:
         while True:
             screen.show(snapshot, silent_s)
@@ -210,7 +206,7 @@ def _follow(source: Source, snapshot: Snapshot, screen: Screen) -> Snapshot:
         screen.close()
 
 
-def _screen(wanted: Wanted) -> Screen:
+def _screen(wanted: TopRequest) -> Screen:
     is_terminal = os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
     if wanted.plain or wanted.json or wanted.once or not is_terminal:
         return Pages(wanted.json, wanted.once, columns_of(os.environ))

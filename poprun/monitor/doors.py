@@ -1,17 +1,23 @@
-"""Opening the doors through which others look at a job, and finding those of other jobs."""
+"""Doors through which others look at a job, and the greeting by which both sides prove that they know its token.
+
+poprun sends a CHALLENGE; the viewer answers with random bytes of its own and a proof that it knows the token; poprun
+proves that it knows it too (WELCOME), and from then on sends a SEEN each second. On one machine the kernel says who
+calls: there is nothing but SEEN.
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
-from poprun.ipc.local_sockets import open_socket
-from poprun.monitor.greeting import TOKEN_VARIABLE
-from poprun.monitor.viewers import Door
+from poprun.ipc import wire
+from poprun.ipc.sockets import open_socket
 
 _PURPOSE = "poprun-top-{user}"
 _BACKLOG = 16
@@ -19,13 +25,21 @@ _ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<p
 _ENTRY = re.compile(r" @(poprun-top-(\d+)-(\d+)-[0-9a-f]{12})$", re.MULTILINE)
 
 
-def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> list[Door]:
-    """The doors of a job: one for this user on this machine, and one at an address that is asked for.
+@dataclass(frozen=True)
+class Door:
+    """A socket at which viewers call.
 
-    Args:
-        address: `HOST:PORT`; None: none.
-        environ: has the token.
-        log: says where it is, at `-v`.
+    Attributes:
+        socket: listens.
+        token: what they have to know; "": they have to be of the same user, as the kernel says.
+    """
+
+    socket: socket.socket
+    token: str = ""
+
+
+def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> list[Door]:
+    """Open the doors of a job: one for this user on this machine, and one at `HOST:PORT`, if given.
 
     Raises:
         PopRunError: there is no token, or nobody can listen at the address.
@@ -42,7 +56,7 @@ def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> lis
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
-    """The host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
+    """Return the host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
 
     Raises:
         UsageError: it is none of these.
@@ -54,7 +68,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
 
 
 def token_from(environ: Mapping[str, str], option: str) -> str:
-    """The token of the job.
+    """Return the token of the job.
 
     Raises:
         UsageError: there is none.
@@ -69,12 +83,7 @@ def token_from(environ: Mapping[str, str], option: str) -> str:
 
 
 def doors_in(listed: str, user: int) -> list[tuple[int, str]]:
-    """The jobs of a user on this machine: the pid of each poprun, and the name of its door.
-
-    Args:
-        listed: what is in /proc/net/unix, see proc(5).
-        user: whose.
-    """
+    """Return a user's jobs in the text of /proc/net/unix: the pid of each poprun, and the name of its door."""
     found = {(int(pid), name) for name, owner, pid in _ENTRY.findall(listed) if int(owner) == user}
     return sorted(found)
 
@@ -107,3 +116,43 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
+"""That of the workers of TF_CONFIG, too; forwarded to other hosts by name."""
+
+CHALLENGE = 96
+"""poprun: random bytes; only over a network."""
+ANSWER = 97
+"""viewer: as many random bytes, and a proof; all that a viewer ever sends."""
+WELCOME = 98
+"""poprun: a proof."""
+SEEN = 99
+"""poprun: a snapshot."""
+FULL = 100
+"""poprun: it has as many viewers as it takes; the last message."""
+
+RANDOM_BYTES = 16
+_VIEWER, _POPRUN = b"viewer", b"poprun"
+
+
+def answer_to(token: str, challenge: bytes, own: bytes) -> bytes:
+    """Return a viewer's ANSWER to a challenge."""
+    return wire.pack(ANSWER, own + _prove(token, _VIEWER, challenge + own))
+
+
+def welcome_to(token: str, challenge: bytes, answer: bytes) -> bytes | None:
+    """Return the WELCOME to an answer; None if the viewer does not know the token."""
+    own, proof = answer[:RANDOM_BYTES], answer[RANDOM_BYTES:]
+    if not hmac.compare_digest(proof, _prove(token, _VIEWER, challenge + own)):
+        return None
+    return wire.pack(WELCOME, _prove(token, _POPRUN, challenge + own))
+
+
+def is_welcome(token: str, challenge: bytes, own: bytes, proof: bytes) -> bool:
+    """Return whether the sender of a challenge and of this WELCOME knows the token."""
+    return hmac.compare_digest(proof, _prove(token, _POPRUN, challenge + own))
+
+
+def _prove(token: str, who: bytes, random: bytes) -> bytes:
+    return hmac.digest(token.encode(errors="surrogateescape"), who + random, "sha256")

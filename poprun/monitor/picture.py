@@ -1,10 +1,12 @@
-"""What `poprun top` shows of a job: texts and a table that fit the page. Pure."""
+"""The page of poprun top: texts and a table that fit it, and the screens that show it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from poprun.cli.log import show
 from poprun.cli.wording import (
     count,
     draw_rows,
@@ -31,7 +33,7 @@ _LEAST_ROWS = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class PictureRow:
     """An instance.
 
     Attributes:
@@ -45,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is shown.
+    """The contents of a page.
 
     Attributes:
         head: lines above the table.
@@ -56,11 +58,11 @@ class Picture:
 
     head: tuple[str, ...]
     headings: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PictureRow, ...]
     foot: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """All of it, without a final newline."""
+        """Return the whole page, without a final newline."""
         table = draw_rows([self.headings, *(row.cells for row in self.rows)]) if self.rows else ""
         return "\n".join(line for line in (*self.head, table, *self.foot) if line)
 
@@ -68,7 +70,7 @@ class Picture:
 def picture_of(
     snapshot: Snapshot, columns: int | None = None, lines: int | None = None, silent_s: float = 0
 ) -> Picture:
-    """What is shown of a job.
+    """Lay out the page of a job.
 
     Args:
         snapshot: what poprun has said last.
@@ -79,7 +81,7 @@ def picture_of(
     awaited = {instance for each in snapshot.instances for instance in each.waiting_for}
     head = _head(snapshot, awaited, silent_s)
     shown = _chosen(snapshot.instances, awaited, None if lines is None else lines - len(head) - 2)
-    rows = [Row(_cells(each), AWAITED if each.instance in awaited else each.condition) for each in shown]
+    rows = [PictureRow(_cells(each), AWAITED if each.instance in awaited else each.condition) for each in shown]
     headings, rows = _narrowed(rows, columns, same_host=len({each.host for each in snapshot.instances}) < 2)
     left_out = len(snapshot.instances) - len(shown)
     foot = [f"{count(left_out, 'more instance')} without trouble; a taller window, or --plain, shows all"]
@@ -115,7 +117,7 @@ def _named(instances: Sequence[int] | set[int]) -> str:
 
 
 def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> list[Seen]:
-    """Those that fit, in their order; those with trouble come first where not all do."""
+    """Return the instances that fit, in their order; if not all fit, those with trouble."""
     if most is None or len(instances) <= most:
         return list(instances)
     most = max(most, _LEAST_ROWS)
@@ -147,7 +149,7 @@ def _cells(each: Seen) -> tuple[str, ...]:
     return tuple(map(without_controls, texts))
 
 
-def _narrowed(rows: list[Row], columns: int | None, same_host: bool) -> tuple[tuple[str, ...], list[Row]]:
+def _narrowed(rows: list[PictureRow], columns: int | None, same_host: bool) -> tuple[tuple[str, ...], list[PictureRow]]:
     """Headings and rows without the columns for which there is no room; what an instance does is cut short."""
     kept = list(range(len(HEADINGS)))
     if columns is None:
@@ -161,7 +163,7 @@ def _narrowed(rows: list[Row], columns: int | None, same_host: bool) -> tuple[tu
     room = max(columns - (_total(widths, kept) - widths[_DOES]), _LEAST_DOES)
     return (
         tuple(HEADINGS[number] for number in kept),
-        [Row(tuple(_cut(row.cells[n], room if n == _DOES else None) for n in kept), row.mark) for row in rows],
+        [PictureRow(tuple(_cut(row.cells[n], room if n == _DOES else None) for n in kept), row.mark) for row in rows],
     )
 
 
@@ -171,3 +173,42 @@ def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
 
 def _cut(text: str, room: int | None) -> str:
     return text if room is None or len(text) <= room else f"{text[: room - 1]}…"
+
+
+class Screen(ABC):
+    """A place that shows snapshots of a job as they come."""
+
+    @abstractmethod
+    def show(self, snapshot: Snapshot, silent_s: float) -> None:
+        """Show the last snapshot, which came `silent_s` ago; called every second."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called at any time."""
+
+
+class Pages(Screen):
+    """A printer of one page for each snapshot, as plain text or as a line of JSON.
+
+    Args:
+        is_json: whether it is JSON.
+        is_one: whether there is only one page, and no line is needed between two.
+        columns: of a page; None: as many as it takes.
+    """
+
+    def __init__(self, is_json: bool, is_one: bool, columns: int | None) -> None:
+        self._is_json = is_json
+        self._is_one = is_one
+        self._columns = columns
+
+    def show(self, snapshot: Snapshot, silent_s: float) -> None:
+        """Print it, unless it has been."""
+        if silent_s:
+            return
+        if self._is_json:
+            show(snapshot.pack().decode())
+        else:
+            show(picture_of(snapshot, self._columns).text() + ("" if self._is_one else "\n"))
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -7,8 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from poprun.monitor.picture import AWAITED, Picture, picture_of
-from poprun.monitor.screens import Screen
+from poprun.monitor.picture import AWAITED, Picture, Screen, picture_of
 from poprun.monitor.snapshot import ENDED, JOINING, LEAVING, LOST, STARTING, STOPPED, WAITING, Snapshot
 
 _STYLES = {
@@ -25,18 +24,15 @@ _RIGHT = ("instance", "step", "steps/s", "samples/s", "for", "waited", "memory",
 
 
 class RichScreen(Screen):
-    """Draws on the terminal's other screen, as wide and high as it is at the time; NO_COLOR is heeded by Rich."""
+    """The terminal's other screen, as wide and high as it is at the time; Rich heeds NO_COLOR."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
 
-    def open(self) -> None:
-        """Begin."""
-        self._live.start()
-
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
         """Draw it anew, also where there is no news: the window may have another size."""
+        self._live.start()
         width, height = self._console.size
         self._live.update(drawn(picture_of(snapshot, width, height, silent_s)), refresh=True)
 
@@ -46,7 +42,7 @@ class RichScreen(Screen):
 
 
 def drawn(picture: Picture) -> Group:
-    """The picture with colours; no text of it is taken for markup."""
+    """Return the page with colours; no text of it is taken for markup."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in picture.headings:
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", no_wrap=True)

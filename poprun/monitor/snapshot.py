@@ -1,16 +1,16 @@
-"""What a job does at one moment, as poprun tells it to those who look. Pure."""
+"""A job at one moment, as poprun tells it to those who look. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from popdist.records.progress import State
+from popdist.records.progress import Made, State
 from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import waiting_share
-from poprun.monitor.recent import Recent
 
 _MOST = 1e18
 """Of whatever a snapshot counts."""
@@ -97,19 +97,19 @@ class Snapshot:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all instances together; None: unknown."""
+        """The rate of all instances together; None if unknown."""
         known = [each.samples_per_s for each in self.instances if each.samples_per_s is not None]
         return sum(known) if known else None
 
     def pack(self) -> bytes:
-        """As it is sent, and as `poprun top --json` prints it: one line of JSON."""
+        """Return the snapshot as one line of JSON, as poprun sends it and `poprun top --json` prints it."""
         import json  # costs some milliseconds, needed only where somebody looks
 
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Snapshot:
-        """What `pack` has made, here or by another version.
+        """Return the snapshot that `pack` has packed, here or in another version.
 
         Raises:
             ValueError: it is none, or one of another version.
@@ -141,7 +141,7 @@ def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, An
 
 
 def _is_a(value: object, kind: str) -> bool:
-    """Whether a value out of JSON has the type of a field."""
+    """Return whether a value out of JSON has the type of a field."""
     if kind.startswith("tuple"):
         of = kind.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
@@ -154,7 +154,7 @@ def _is_a(value: object, kind: str) -> bool:
 
 
 def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
-    """What an instance does at this time."""
+    """Return the state of an instance at this time."""
     record = each.record
     condition = _condition(each)
     rates = recent.rates(each.index, record.made, now_s) if each.ending is None else None
@@ -178,7 +178,7 @@ def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
 
 
 def look_at_all(facts: Sequence[Facts], recent: Recent, now_s: float) -> tuple[Seen, ...]:
-    """The same of all."""
+    """Return the states of all instances."""
     return tuple(look_at(each, recent, now_s) for each in facts)
 
 
@@ -207,3 +207,40 @@ def _doing(each: Facts, condition: str) -> str:
     if record.phase:
         return record.phase
     return "" if record.state is State.UNUSED else "between steps" if record.made.steps else "before its first step"
+
+
+APART_S = 1.0
+"""What is kept lies so far apart at least."""
+_KEPT = 8
+
+
+class Recent:
+    """The recent counts of each instance, from which its speed follows."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[Made]] = {}
+
+    def note(self, instance: int, made: Made) -> None:
+        """Note the counts of an instance."""
+        if not made.steps:
+            return
+        kept = self._kept.setdefault(instance, deque(maxlen=_KEPT))
+        if not kept or made.to_s >= kept[-1].to_s + APART_S:
+            kept.append(made)
+
+    def rates(self, instance: int, made: Made, now_s: float) -> tuple[float, float] | None:
+        """Return an instance's steps and samples per second; None before two steps.
+
+        They fall once the next step takes longer than those before.
+        """
+        kept = self._kept.get(instance)
+        if not kept:
+            return None
+        before = next((each for each in kept if each.steps < made.steps), None) if made.steps > 1 else None
+        if before is None:
+            return None
+        steps = made.steps - before.steps
+        elapsed_s = made.to_s - before.to_s
+        overdue_s = now_s - made.to_s - elapsed_s / steps
+        elapsed_s += max(overdue_s, 0.0)
+        return (steps / elapsed_s, (made.samples - before.samples) / elapsed_s) if elapsed_s > 0 else None

@@ -9,8 +9,8 @@ import time
 
 from poprun.errors import PopRunError
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import connect
-from poprun.monitor.greeting import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
+from poprun.ipc.sockets import connect
+from poprun.monitor.doors import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, WELCOME, answer_to, is_welcome
 from poprun.monitor.snapshot import Snapshot
 
 CONNECT_LIMIT_S = 5.0
@@ -18,13 +18,8 @@ CONNECT_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-class Source:
-    """Gives the snapshots of a job as they come.
-
-    Args:
-        connection: to its poprun.
-        where: what it is called in messages.
-    """
+class SnapshotSource:
+    """The snapshots of a job as they come; `where` names the job in messages."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection = connection
@@ -33,7 +28,7 @@ class Source:
         self._came: list[tuple[int, bytes]] = []
 
     def next(self, limit_s: float) -> Snapshot | None:
-        """The next snapshot; None once the job is over.
+        """Return the next snapshot; None once the job is over.
 
         Raises:
             TimeoutError: none has come in time.
@@ -50,7 +45,7 @@ class Source:
             raise PopRunError(f"{self._where}: {error}; use the version of poprun that runs the job") from None
 
     def next_message(self, limit_s: float) -> tuple[int, bytes] | None:
-        """The next message of any kind; None at the end of the connection.
+        """Return the next message of any kind; None at the end of the connection.
 
         Raises:
             TimeoutError: none has come in time.
@@ -79,31 +74,27 @@ class Source:
         self._connection.close()
 
 
-def call_local(name: str, where: str) -> Source:
-    """A connection to a job on this machine.
-
-    Args:
-        name: of its door.
-        where: what it is called in messages.
+def call_local(name: str, where: str) -> SnapshotSource:
+    """Connect to the door `name` of a job on this machine.
 
     Raises:
         PopRunError: it is over, or another user's.
     """
     try:
-        return Source(connect(name), where)
+        return SnapshotSource(connect(name), where)
     except OSError:
         raise PopRunError(f"{where} has ended, or is another user's; poprun top lists those that run") from None
 
 
-def call_remote(host: str, port: int, token: str) -> Source:
-    """A connection to a job on another host, whose poprun has proved that it knows the token, as we have.
+def call_remote(host: str, port: int, token: str) -> SnapshotSource:
+    """Connect to a job on another host whose poprun proves that it knows the token.
 
     Raises:
         PopRunError: nobody answers there, or somebody who has another token.
     """
     where = f"{host}:{port}"
     try:
-        source = Source(socket.create_connection((host, port), timeout=CONNECT_LIMIT_S), where)
+        source = SnapshotSource(socket.create_connection((host, port), timeout=CONNECT_LIMIT_S), where)
     except OSError as error:
         fact = error.strerror or str(error)
         raise PopRunError(
@@ -117,7 +108,7 @@ def call_remote(host: str, port: int, token: str) -> Source:
     return source
 
 
-def _greet(source: Source, token: str, where: str) -> None:
+def _greet(source: SnapshotSource, token: str, where: str) -> None:
     own = os.urandom(RANDOM_BYTES)
     try:
         message = source.next_message(CONNECT_LIMIT_S)

@@ -1,26 +1,25 @@
-"""Collects what a job comes to, and says it when the job is over."""
+"""The summary of a job: collected while it runs, said in lines and written to a file when it is over."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
 from poprun.cli.log import Log, write_all
 from poprun.cli.settings import SummaryAsked
-from poprun.cli.wording import without_controls
-from poprun.monitor.attempts import Attempt
-from poprun.monitor.summary_lines import summary_lines
+from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.errors import UsageError
+from poprun.ipc.facts import Facts
+from poprun.monitor.attempts import Attempt, Slowest, Totals, add_up, waiting_share
 
 
 class Summary:
     """The summary of a job.
-
-    Args:
-        asked: what the user wants.
-        program: of the job.
-        log: says what goes wrong.
-        environ: poprun's own.
 
     Raises:
         UsageError: the file cannot be written.
@@ -35,16 +34,14 @@ class Summary:
         self._began_at_s = time.time()
         self._began_s = time.monotonic()
         if asked.file:
-            from poprun.monitor.summary_file import make_room  # the few who want a file
-
             make_room(asked.file)
 
     def note(self, attempt: Attempt) -> None:
-        """An attempt at the job is over."""
+        """Note an attempt at the job that is over."""
         self._attempts.append(attempt)
 
     def finish(self, exit_status: int) -> None:
-        """The job is over: show the lines, and write the file, which has no influence on how the job has ended."""
+        """Show the lines and write the file; neither has an influence on how the job has ended."""
         duration_s = time.monotonic() - self._began_s
         if self._asked.shows_lines(os.isatty(self._log.descriptor), self._log.level, self._environ):
             text = "".join(f"{without_controls(line)}\n" for line in summary_lines(self._attempts, duration_s))
@@ -53,10 +50,182 @@ class Summary:
             self._write(duration_s, exit_status)
 
     def _write(self, duration_s: float, exit_status: int) -> None:
-        from poprun.monitor.summary_file import Whole, describe_job, write_summary
-
-        whole = Whole(self._program, self._began_at_s, duration_s, exit_status)
+        whole: dict[str, object] = {
+            "program": list(self._program),
+            "began_at_s": self._began_at_s,
+            "duration_s": duration_s,
+            "exit_status": exit_status,
+        }
         try:
             write_summary(self._asked.file, describe_job(whole, self._attempts))
         except OSError as error:
             self._log.warn(f"there is no summary: {self._asked.file} cannot be written: {error.strerror}")
+
+
+_MOST_NAMED = 8
+"""Of how many instances the memory is listed; of more the least and the largest."""
+
+
+def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
+    """Return the lines about a job that took `duration_s` with pauses, without what is not known."""
+    totals = add_up(attempts)
+    lines = [_first(attempts, totals, duration_s), _second(totals), _third(attempts, totals)]
+    return [line for line in lines if line]
+
+
+def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> str:
+    again = f" in {count(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
+    instances = count(len(attempts[-1].facts), "instance") if attempts else "nothing"
+    line = f"summary: {instances} ran for {duration_text(duration_s)}{again}"
+    if not totals.steps:
+        return line
+    line += f"; {count(totals.steps, 'step')}{' (of all attempts)' if again else ''}"
+    if totals.steps_per_s is not None:
+        line += f", {number_text(totals.steps_per_s)} steps/s"
+    if totals.samples_per_s:
+        line += f", {number_text(totals.samples_per_s)} samples/s"
+    return line
+
+
+def _second(totals: Totals) -> str:
+    parts = []
+    if totals.waiting_share is not None:
+        parts.append(f"waiting for others: {share_text(totals.waiting_share)} of the time of steps")
+        if totals.slowest is not None:
+            parts[0] += f"; {_describe_slowest(totals.slowest)}"
+    if totals.survived:
+        parts.append(f"survived {count(len(totals.survived), 'fault')}")
+    return f"summary: {'; '.join(parts)}" if parts else ""
+
+
+def _describe_slowest(slowest: Slowest) -> str:
+    shares = f"it waited {share_text(slowest.waiting_share)}, the others {share_text(slowest.others_waiting_share)}"
+    return f"the slowest is instance {slowest.instance} on host {slowest.host} ({shares})"
+
+
+def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
+    """Describe the memory of each instance: the largest in any attempt."""
+    peaks: dict[int, int] = {}
+    for attempt in attempts:
+        for each in attempt.facts:
+            if each.peak_memory_bytes:
+                peaks[each.index] = max(peaks.get(each.index, 0), each.peak_memory_bytes)
+    if not peaks:
+        return ""
+    if len(peaks) > _MOST_NAMED:
+        largest, least = max(peaks, key=lambda index: peaks[index]), min(peaks.values())
+        return (
+            f"summary: peak memory {memory_text(least)} to {memory_text(totals.peak_memory_bytes)}, "
+            f"most of it in instance {largest}"
+        )
+    by_text: dict[str, list[int]] = {}
+    for index, peak in sorted(peaks.items()):
+        by_text.setdefault(memory_text(peak), []).append(index)
+    listed = (f"{text} (instance{'s' if len(who) > 1 else ''} {list_ranges(who)})" for text, who in by_text.items())
+    return f"summary: peak memory {', '.join(listed)}"
+
+
+VERSION = 1
+"""Grows when a key gets another meaning or goes; docs/observability.md has all of them."""
+
+
+def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:
+    """Describe a job in values that JSON has, an unknown one as None; `whole` are its own facts by key."""
+    totals = add_up(attempts)
+    return {
+        "version": VERSION,
+        **whole,
+        "failure": (attempts[-1].failure or None) if attempts else None,
+        **_describe_totals(totals),
+        "faults_survived": [
+            {"attempt": attempt, "followed_by": followed_by, "fault": fault}
+            for attempt, followed_by, fault in totals.survived
+        ],
+        "peak_memory_bytes": totals.peak_memory_bytes or None,
+        "attempts": [_describe_attempt(attempt) for attempt in attempts],
+    }
+
+
+def _describe_attempt(attempt: Attempt) -> dict[str, object]:
+    return {
+        "duration_s": attempt.duration_s,
+        "exit_status": attempt.ended.exit_status,
+        "failure": attempt.failure or None,
+        **_describe_totals(add_up([attempt])),
+        "instances": [_describe_instance(each) for each in attempt.facts],
+    }
+
+
+def _describe_totals(totals: Totals) -> dict[str, object]:
+    return {
+        "steps": totals.steps,
+        "samples": totals.samples,
+        "steps_per_s": totals.steps_per_s,
+        "samples_per_s": totals.samples_per_s,
+        "waiting_share": totals.waiting_share,
+        "slowest": None if totals.slowest is None else asdict(totals.slowest),
+    }
+
+
+def _describe_instance(each: Facts) -> dict[str, object]:
+    made = each.record.made
+    loss = made.loss if made.loss is not None and math.isfinite(made.loss) else None
+    return {
+        "instance": each.index,
+        "host": each.host or None,
+        "steps": made.steps,
+        "samples": made.samples,
+        "timed_steps": made.timed_steps,
+        "timed_samples": made.timed_samples,
+        "timed_s": made.timed_s,
+        "waited_s": made.waited_s,
+        "waiting_share": waiting_share(made),
+        "loss": loss,
+        "peak_memory_bytes": each.peak_memory_bytes or None,
+        "is_given_up": each.is_given_up,
+        "end": None if each.ending is None else each.ending.describe(),
+    }
+
+
+def make_room(file: str) -> None:
+    """Take the summary of an earlier job away, and see that there can be one of this job.
+
+    Raises:
+        UsageError: there cannot.
+    """
+    path = Path(file).absolute()
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        beside = _beside(path)
+        beside.touch(exist_ok=False)  # so no link that others have made is followed
+        beside.unlink()
+    except OSError as error:
+        raise UsageError(f"--summary json:{file} cannot be written: {error.strerror}; name another file") from None
+
+
+def write_summary(file: str, described: dict[str, object]) -> None:
+    """Write the file, whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import json  # costs some milliseconds, needed only by those who ask for it
+
+    path = Path(file).absolute()
+    beside = _beside(path)
+    try:
+        # Words of the user that are not UTF-8 are escaped, as everything that is not ASCII.
+        with beside.open("x", encoding="ascii") as made:
+            made.write(f"{json.dumps(described, indent=2, allow_nan=False)}\n")
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

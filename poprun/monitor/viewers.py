@@ -12,11 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import is_own
-from poprun.monitor.greeting import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, welcome_to
+from poprun.ipc.sockets import is_own
+from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Door, welcome_to
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
@@ -32,26 +31,8 @@ _READ_BYTES = 1024
 _SEND_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class Door:
-    """Where viewers call.
-
-    Attributes:
-        socket: listens.
-        token: what they have to know; "": they have to be of the same user, as the kernel says.
-    """
-
-    socket: socket.socket
-    token: str = ""
-
-
 class Viewer:
-    """One connection.
-
-    Args:
-        connection: to it.
-        token: see `Door`.
-        now_s: the time.
+    """One connection; it gets snapshots once it has proved that it knows `token`, if there is one.
 
     Attributes:
         is_open: whether it is to be kept.
@@ -75,17 +56,17 @@ class Viewer:
             self._send()
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._connection.fileno()
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     @property
     def unsent_bytes(self) -> int:
-        """How much it has not taken yet."""
+        """The bytes that the viewer has not taken yet."""
         return len(self._unsent)
 
     def serve(self) -> None:
@@ -94,7 +75,7 @@ class Viewer:
         self._send()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it may get a snapshot; one that has not read the last one for long is given up."""
+        """Return whether the viewer may get a snapshot; give it up if it has not read the last one for long."""
         if self._unsent:
             self.is_open = self.is_open and now_s < self._read_at_s + UNREAD_LIMIT_S
             return False
@@ -148,7 +129,7 @@ class Viewer:
 
 
 class Viewers:
-    """All who look at a job, through all attempts at it.
+    """All viewers of a job, through all attempts at it.
 
     Args:
         doors: where they call; none: nobody can look.
@@ -213,7 +194,7 @@ class Viewers:
             self.push(self._now_s(), tuple)
 
     def close(self) -> None:
-        """The job is over."""
+        """Close all connections and doors at the end of the job."""
         for viewer in self._viewers:
             viewer.close()
         for door in self._doors:

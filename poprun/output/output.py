@@ -10,9 +10,8 @@ from collections import deque
 
 from poprun.cli.log import Level, format_line
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
-from poprun.output.output_files import Keeping, NoFiles, OutputFiles
-from poprun.output.output_lines import Cursor
-from poprun.output.output_style import OutputStyle
+from poprun.output.output_files import OutputFiles
+from poprun.output.output_style import Cursor, OutputStyle
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20
@@ -21,7 +20,7 @@ _WRITE_BYTES = 1 << 16
 _ERASE_LINE = "\r\x1b[K"
 
 
-class Sink:
+class OutputStream:
     """One of poprun's own descriptors; it holds back what the reader does not take yet.
 
     Attributes:
@@ -42,7 +41,7 @@ class Sink:
 
     @property
     def held_bytes(self) -> int:
-        """How much waits for the reader."""
+        """The bytes that wait for the reader."""
         return len(self._held)
 
     def write_tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> None:
@@ -104,7 +103,7 @@ class Sink:
 
 
 class Output:
-    """Everything that the user sees and keeps of the instances.
+    """The output of the instances, as the user sees and keeps it.
 
     Args:
         only: the instance whose output is shown; None: all. Files keep the output of all.
@@ -116,17 +115,17 @@ class Output:
 
     def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
         self.style = style
-        self._files: Keeping = NoFiles()
+        self._files = None
         if style.directory is not None:
             self._files = OutputFiles(style.directory, len(style.hosts), self._warn)
-        self.stdout = Sink(1)
-        self.stderr = self.stdout if _same_file(1, 2) else Sink(2)
+        self.stdout = OutputStream(1)
+        self.stderr = self.stdout if _same_file(1, 2) else OutputStream(2)
         self._only = only
         self._tails: dict[int, deque[bytes]] = {}
         self._has_shown = False
 
     @property
-    def sinks(self) -> tuple[Sink, ...]:
+    def sinks(self) -> tuple[OutputStream, ...]:
         """Both descriptors, or one where they are the same file."""
         return (self.stdout,) if self.stderr is self.stdout else (self.stdout, self.stderr)
 
@@ -137,12 +136,14 @@ class Output:
 
     def record(self, instance: int, descriptor: int, data: bytes) -> None:
         """Keep output of an instance, whether it will be shown or not; called once for all that comes."""
-        self._files.record(instance, descriptor, data)
+        if self._files is not None:
+            self._files.record(instance, descriptor, data)
 
     def show(self, instance: int, descriptor: int, data: bytes) -> None:
         """Show output of an instance, or, where it is silenced, remember the end of its standard error."""
         clock = self.style.clock(time.time())
-        self._files.merge(self.style.tag(instance, descriptor), data, clock)
+        if self._files is not None:
+            self._files.merge(self.style.tag(instance, descriptor), data, clock)
         if self._only is None or instance == self._only:
             self._write_tagged(instance, descriptor, data, clock)
         elif descriptor == 2:
@@ -155,7 +156,8 @@ class Output:
 
     def show_own(self, descriptor: int, data: bytes) -> None:
         """Show lines of poprun's own or of mpirun."""
-        self._files.merge_own(data)
+        if self._files is not None:
+            self._files.merge_own(data)
         self._sink(descriptor).write_own(data)
 
     def show_hidden_errors(self, instance: int) -> None:
@@ -165,7 +167,8 @@ class Output:
 
     def finish(self, limit_s: float | None) -> None:
         """Write what is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
-        self._files.close()
+        if self._files is not None:
+            self._files.close()
         for sink in self.sinks:
             if not self._is_plain(sink):
                 sink.end_line()
@@ -184,11 +187,11 @@ class Output:
             tag = self.style.tag(instance, descriptor, self.style.is_coloured(sink.is_terminal))
         sink.write_tagged(tag, data, clock, (instance, descriptor))
 
-    def _is_plain(self, sink: Sink) -> bool:
-        """Whether a program reads what one instance writes, to the byte: it gets no line end that is not there."""
+    def _is_plain(self, sink: OutputStream) -> bool:
+        """Return whether a program reads the bytes of one instance here, so that no line end is added."""
         return len(self.sinks) == 2 and sink is self.stdout and self.style.is_plain
 
-    def _sink(self, descriptor: int) -> Sink:
+    def _sink(self, descriptor: int) -> OutputStream:
         return self.stdout if descriptor == 1 else self.stderr
 
     def _warn(self, text: str) -> None:
@@ -196,12 +199,12 @@ class Output:
 
 
 def is_piped() -> bool:
-    """Whether standard output is a pipe in which standard error is not."""
+    """Return whether standard output is a pipe, and standard error is not in it."""
     return stat.S_ISFIFO(_mode(1)) and not _same_file(1, 2)
 
 
 def _open_unwaiting(descriptor: int) -> int:
-    """The same pipe or terminal, opened once more for writing without waiting; -1 where that is impossible.
+    """Open the same pipe or terminal once more, to write without waiting; -1 if that is impossible.
 
     The flag on the descriptor itself would hold for every program that shares it, the user's shell among them.
     """

@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from popdist.records.private_files import open_unless_linked
 from poprun.errors import UsageError
-from poprun.output.output_lines import Cursor
-from poprun.output.output_style import STREAMS
+from poprun.output.output_style import STREAMS, Cursor
 
 MERGED = "merged.log"
 MOST_OPEN = 64
 
 
-class Keeping(ABC):
-    """Where output goes besides poprun's own streams. No method raises, and none waits but for a disk."""
-
-    @abstractmethod
-    def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Keep what an instance has written, byte for byte."""
-
-    @abstractmethod
-    def merge(self, tag: bytes, data: bytes, clock: bytes) -> None:
-        """Keep lines, or a piece of a line, as they are shown."""
-
-    @abstractmethod
-    def merge_own(self, data: bytes) -> None:
-        """Keep lines of poprun's own or of mpirun."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nothing more will come."""
-
-
-class NoFiles(Keeping):
-    """Keeps nothing."""
-
-    def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Do nothing."""
-
-    def merge(self, tag: bytes, data: bytes, clock: bytes) -> None:
-        """Do nothing."""
-
-    def merge_own(self, data: bytes) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class OutputFiles(Keeping):
+class OutputFiles:
     """A folder with `instance-000.stdout`, `instance-000.stderr`, and so on, and `merged.log`.
 
-    When a file cannot be written, a full disk for example, a warning says so and nothing is kept from then on: every
-    file is a gapless beginning of what there was.
+    No method raises, and none waits but for a disk. If a file cannot be written, as on a full disk, a warning says so
+    and nothing is kept from then on: every file is a gapless beginning of the output.
 
     Args:
         directory: made with its parents.
@@ -113,7 +75,7 @@ class OutputFiles(Keeping):
             )
 
     def _descriptor(self, name: str) -> int:
-        """The file, open; of many files those that were written last stay open."""
+        """Return the file, open; of many files the last written ones stay open."""
         descriptor = self._open.pop(name, -1)
         if descriptor < 0:
             if len(self._open) >= MOST_OPEN:
@@ -124,13 +86,7 @@ class OutputFiles(Keeping):
 
 
 def name_of(instance: int, descriptor: int, count: int) -> str:
-    """The name of a file; names sort as instances do.
-
-    Args:
-        instance: whose output.
-        descriptor: 1 or 2.
-        count: how many instances there are.
-    """
+    """Return the name of an instance's file of one stream; names sort as instances do."""
     digits = max(3, len(str(count - 1)))
     return f"instance-{instance:0{digits}d}.{STREAMS[descriptor]}"
 

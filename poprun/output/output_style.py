@@ -1,4 +1,4 @@
-"""How the output of instances is shown and kept: tags, clock and colours. Pure."""
+"""The appearance of output: tags in front of lines, clock and colours. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RED = 31
 
 @dataclass(frozen=True)
 class OutputStyle:
-    """What the user wants to see.
+    """The appearance that the user wants.
 
     Attributes:
         tag_host: whether tags name the host: `[1,0][node0]<stdout>:`, as mpirun's tag-detailed does.
@@ -37,11 +37,11 @@ class OutputStyle:
     is_plain: bool = False
 
     def is_coloured(self, is_terminal: bool) -> bool:
-        """Whether tags are coloured on such a stream."""
+        """Return whether tags are coloured on such a stream."""
         return is_terminal if self.colours is None else self.colours
 
     def tag(self, instance: int, descriptor: int, coloured: bool = False) -> bytes:
-        """What stands in front of a line: what mpirun's --tag-output puts there, with the job number 1."""
+        """Return the tag in front of a line, as mpirun's --tag-output prints it, with the job number 1."""
         source = f"[1,{instance}]" + (f"[{self.hosts[instance]}]" if self.tag_host else "")
         stream = f"<{STREAMS[descriptor]}>:"
         if coloured:
@@ -51,16 +51,12 @@ class OutputStyle:
         return f"{source}{stream}".encode()
 
     def clock(self, now_s: float) -> bytes:
-        """What stands in front of the tag.
-
-        Args:
-            now_s: seconds since 1970.
-        """
+        """Return the time in front of the tag, for seconds since 1970."""
         return f"{clock_text(now_s)} ".encode() if self.timestamps else b""
 
     @property
     def columns(self) -> int:
-        """How much of a line tag and clock take at most."""
+        """The largest width of tag and clock."""
         tags = (self.tag(instance, 2) for instance in range(len(self.hosts)) if 2 not in self.untagged)
         return len(self.clock(0.0)) + max((len(tag.decode()) for tag in tags), default=0)
 
@@ -68,7 +64,7 @@ class OutputStyle:
 def style_from(
     settings: LaunchSettings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
 ) -> OutputStyle:
-    """What a command line asks for; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
+    """Return the style of a command line; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
 
     Args:
         settings: of the launch.
@@ -87,3 +83,45 @@ def style_from(
         untagged=frozenset(untagged),
         is_plain=is_plain,
     )
+
+
+class Cursor:
+    """The cursor of a terminal, or the end of a file: it knows who left the line unfinished on which it stands."""
+
+    def __init__(self) -> None:
+        self._owner: object = None
+
+    def tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> bytes:
+        """Return lines with the tag in front of each, so that pieces of one writer join to a line.
+
+        A line redrawn with carriage returns keeps its tag; the carriage return of a DOS line end is left alone.
+
+        Args:
+            tag: stands in front of each line.
+            data: whole lines, or lines and at last a piece of one; not empty.
+            clock: what stands before the tag.
+            writer: whose lines they are; None: the tag says so.
+        """
+        writer = tag if writer is None else writer
+        head = clock + tag
+        start = head
+        if self._owner is not None:
+            start = b"" if self._owner == writer else b"\n" + head
+        is_whole = data.endswith(b"\n")
+        if b"\r" in data:
+            data = data.replace(b"\r", b"\r" + head).replace(b"\r" + head + b"\n", b"\r\n")
+        if is_whole:
+            data = data[:-1]
+        self._owner = None if is_whole else writer
+        return b"".join((start, data.replace(b"\n", b"\n" + head), b"\n" if is_whole else b""))
+
+    @property
+    def is_inside_line(self) -> bool:
+        """Whether somebody has left the line unfinished."""
+        return self._owner is not None
+
+    def end_line(self) -> bytes:
+        """Return the line end that an unfinished line lacks."""
+        line_end = b"" if self._owner is None else b"\n"
+        self._owner = None
+        return line_end

@@ -1,4 +1,4 @@
-"""The socket at which the agents report to poprun."""
+"""The socket at which the agents report to poprun, and the events that their messages become."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from popdist.records.progress import ProgressRecord, parse_progress
 from poprun.ipc import wire
-from poprun.ipc.keep_alive import keep_alive
-from poprun.ipc.local_sockets import is_own, open_socket
+from poprun.ipc.facts import Ending, EndKind
+from poprun.ipc.sockets import is_own, keep_alive, open_socket
+from poprun.supervisor.job_events import (
+    AgentOrder,
+    InstanceChange,
+    InstanceChanged,
+    InstanceEnded,
+    MemberConnected,
+    MemberEvent,
+    OutputPiece,
+    ProgressCame,
+)
 
 GREETING_LIMIT_S = 20.0
 """How long somebody who has called may take to say who he is; an agent does it at once."""
@@ -52,8 +64,13 @@ class Member:
         self._shares_clock = shares_clock
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._connection.fileno()
+
+    def order(self, order: AgentOrder) -> None:
+        """Send a command."""
+        kind = order.command.value
+        self.send(wire.pack_number(kind, order.number) if order.number else wire.pack(kind))
 
     def send(self, message: bytes) -> None:
         """Send a short message; an agent that is gone is noticed when reading."""
@@ -61,7 +78,7 @@ class Member:
             self._connection.sendall(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come; sets `is_open` to false at the end."""
+        """Return the messages that have come; set `is_open` to false at the end."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except OSError as error:
@@ -76,15 +93,7 @@ class Member:
             return []
 
     def meet(self, content: bytes, count: int) -> tuple[int, str] | None:
-        """Take note of who it is; None, and the end of the connection, if it is no instance of this job.
-
-        Args:
-            content: of its HELLO.
-            count: how many instances the job has.
-
-        Returns:
-            Its program's pid and its host.
-        """
+        """Take a HELLO: return the program's pid and its host, or None and end the connection of a stranger."""
         try:
             index, pid, clock_s, token, host = wire.unpack_hello(content)
         except (ValueError, UnicodeDecodeError):
@@ -134,19 +143,19 @@ class Reception:
 
     @property
     def contact(self) -> str:
-        """Where agents find it, and what they show to be let in; the part before the colon names the kind."""
+        """The address for agents and the token that they show; the part before the colon names the kind."""
         return f"{self._address} {self._token.hex()}"
 
     def fileno(self) -> int:
-        """For poll."""
+        """Return the descriptor for poll."""
         return self._socket.fileno()
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether to listen; for a short time after the last shortage there would be no end of events."""
+        """Return whether to listen; right after a shortage there would be no end of events."""
         return self.is_open and now_s >= self._pause_until_s
 
     def accept(self, now_s: float) -> Member | None:
-        """The next agent, or whoever else has called; None for another user of this machine, and if it failed."""
+        """Accept a caller; None if it is another user of this machine, or if that failed."""
         try:
             connection = self._socket.accept()[0]
         except OSError as error:
@@ -173,13 +182,7 @@ class Reception:
 
 
 def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
-    """Those who have not said in time who they are; of too many of them, those who have called first.
-
-    Args:
-        members: all connections, in the order in which they were made.
-        count: how many instances the job has.
-        now_s: the time.
-    """
+    """Return callers that have not said in time who they are; of too many, the first callers."""
     strangers = [member for member in members if member.index < 0]
     too_many = max(0, len(strangers) - count - MOST_STRANGERS)
     return [
@@ -187,3 +190,70 @@ def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> l
         for number, member in enumerate(strangers)
         if number < too_many or now_s >= member.called_at_s + GREETING_LIMIT_S
     ]
+
+
+@dataclass(frozen=True)
+class InputWanted:
+    """Instance 0 is ready for a piece of standard input, which is no matter of the machine."""
+
+
+Report = MemberEvent | OutputPiece | InputWanted
+
+
+def read_reports(member: Member, count: int) -> Iterator[Report]:
+    """Take in what an agent has sent; a stranger is turned away without a word.
+
+    Args:
+        member: our end of its connection, where something is to be read; not open any more after its end.
+        count: how many instances the job has.
+    """
+    for kind, content in member.receive():
+        if kind == wire.HELLO:
+            if (known := member.meet(content, count)) is not None:
+                yield MemberConnected(member.index, *known)
+        elif member.index < 0:
+            member.is_open = False  # a stranger
+        elif (report := _read(member, kind, content)) is not None:
+            yield report
+        if not member.is_open:
+            break
+    if not member.is_open and member.index >= 0:
+        yield InstanceChanged(member.index, InstanceChange.LOST, member.fault)
+
+
+def _read(member: Member, kind: int, content: bytes) -> Report | None:
+    index = member.index
+    if kind in (wire.STDOUT, wire.STDERR):
+        return OutputPiece(index, 1 if kind == wire.STDOUT else 2, content)
+    if kind == wire.PROGRESS:
+        return _read_progress(member, content)
+    if kind == wire.ENDED:
+        return _read_end(member, content)
+    if kind == wire.EXAMINED:
+        return InstanceChanged(index, InstanceChange.EXAMINED, content.decode(errors="replace"))
+    if kind == wire.TOLD:
+        is_orphaned = wire.unpack_number(content) == wire.ORPHANED
+        return InstanceChanged(index, InstanceChange.ORPHANED if is_orphaned else InstanceChange.TOLD)
+    if kind == wire.WANT:
+        return InputWanted()
+    return InstanceChanged(index, InstanceChange.CLOSED) if kind == wire.CLOSED else None
+
+
+def _read_progress(member: Member, content: bytes) -> ProgressCame:
+    _, page, is_stopped, effort, memory = wire.unpack_progress(content)
+    record = _on_our_clock(parse_progress(page), member.lag_s)
+    return ProgressCame(member.index, record, is_stopped, effort, *memory)
+
+
+def _on_our_clock(record: ProgressRecord, lag_s: float) -> ProgressRecord:
+    """Return the record with times on our clock."""
+    if record.made.from_s:
+        made = replace(record.made, from_s=record.made.from_s + lag_s, to_s=record.made.to_s + lag_s)
+        record = replace(record, made=made)
+    return replace(record, since_s=record.since_s + lag_s) if record.since_s else record
+
+
+def _read_end(member: Member, content: bytes) -> InstanceEnded:
+    by_signal, told, lacked_memory, number, at_s = wire.unpack_ended(content)
+    kind = EndKind.SIGNAL if by_signal else EndKind.EXIT
+    return InstanceEnded(member.index, Ending(kind, number, at_s + member.lag_s, told, lacked_memory=lacked_memory))

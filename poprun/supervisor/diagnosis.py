@@ -1,14 +1,17 @@
-"""From facts to blame: which instance caused the failure, what to say about it, and the exit status. Pure."""
+"""Diagnosis of a failed job: the instance to blame, what to say about it, and the exit status. Pure."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from popdist.records.progress import State
-from poprun.cli.wording import list_ranges
-from poprun.ipc.facts import Ending, EndKind, Facts, Verdict, signal_name
-from poprun.supervisor.stacks import innermost_line
+from poprun.cli.log import Level
+from poprun.cli.wording import count, list_ranges
+from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
+from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
@@ -22,7 +25,7 @@ Wait = tuple[int, int, int]
 
 
 def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
-    """The waits inside collectives for instances that have ended with status 0 or are in their exit handlers.
+    """Return the waits in collectives for instances that have ended with status 0 or are in their exit handlers.
 
     The wait in `popdist.init` is one too, for those that have ended without coming there.
 
@@ -39,19 +42,15 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
 
 def has_failed(facts: Sequence[Facts]) -> bool:
-    """Whether an instance has failed by itself."""
+    """Return whether an instance has failed by itself."""
     return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
 
 
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
-    """The instance that brought the job down, or None when every instance was told to stop by mpirun.
+    """Return the instance that brought the job down; None if mpirun told every instance to stop.
 
     The earliest failure is the start. Who failed inside a collective because it waited for one that had gone,
     was leaving, or has failed too, is a victim; the blame goes on to that one.
-
-    Args:
-        facts: one entry for each instance, in order.
-        in_vain: waits that were seen twice.
     """
     failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
     if not failed:
@@ -66,7 +65,7 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
 
 
 def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Verdict | None:
-    """The verdict over a failed job, or None when neither an instance nor the end of a daemon explains it.
+    """Return the verdict on a failed job; None if neither an instance nor the end of a daemon explains it.
 
     Args:
         facts: one entry for each instance, in order.
@@ -92,22 +91,17 @@ def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Ve
         name = signal_name(status - 128)
         text = f"{blamed.name} ended with exit status {status}, as a program does that leaves after {name}"
         return Verdict(index, status, (text,), lost=(index,), is_orderly=True)
-    lines = (_describe_blamed(blamed, facts), *others)[:MOST_LINES]
+    lines = (describe_failure(blamed, facts), *others)[:MOST_LINES]
     return Verdict(index, status, lines, _is_aborted(blamed, facts), is_of_hosts=is_of_hosts([blamed]), lost=(index,))
 
 
 def is_of_hosts(failed: Sequence[Facts]) -> bool:
-    """Whether it is hosts that have failed, or what connects them: then Open MPI cannot go on."""
+    """Return whether hosts, or the links between them, have failed: then Open MPI cannot go on."""
     return any(each.ending is not None and bool(each.ending.fault) for each in failed)
 
 
-def describe_failure(failed: Facts, facts: Sequence[Facts]) -> str:
-    """A line about an instance without which the others go on."""
-    return _describe_blamed(failed, facts)
-
-
 def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
-    """A line about each instance that has ended, and of which a process is left, or an agent that does not answer."""
+    """Describe each instance that has ended, and of which a process or a silent agent is left."""
     return [
         f"{each.name} has ended, and its supervisor process has not said for {limit_s:g} s (--stuck-timeout-s) that "
         "nothing is left of it; poprun does not wait for that any more"
@@ -116,7 +110,7 @@ def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
 
 
 def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
-    """The verdict when mpirun has ended or was too slow to start, and no instance explains it."""
+    """Return the verdict if mpirun has ended or was too slow to start, and no instance explains it."""
     missing = [each for each in facts if each.ending is None]
     never = [each.index for each in missing if not each.is_started]
     how = "the job was ended"
@@ -140,7 +134,7 @@ def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
 
 
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """The instance for which others have waited for `limit_s`, while it did nothing itself; or None.
+    """Return the instance for which others have waited for `limit_s` while it did nothing, or None.
 
     They wait in a collective, or in their exit handlers for it to come there too. One that has not even come to the
     collective is meant before one that waits there for others.
@@ -160,7 +154,7 @@ def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | No
 
 
 def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
-    """The verdict over a job in which an instance, which has been examined, is stuck."""
+    """Return the verdict on a job in which an examined instance is stuck."""
     blamed = facts[stuck]
     place = _describe_place(blamed)
     if not blamed.record.since_s and any(each.record.since_s for each in facts):
@@ -180,7 +174,7 @@ def list_instances(indices: Sequence[int]) -> str:
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
-    """Those that are not in their exit handlers, if all of them are `still`."""
+    """Return the instances that are not in their exit handlers, if all of them are `still`."""
     here = [each for each in facts if each.ending is None and not each.record.is_leaving]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
@@ -191,7 +185,7 @@ def _waits(each: Facts) -> bool:
 
 
 def _awaited_by(each: Facts, facts: Sequence[Facts]) -> Sequence[int]:
-    """For whom it waits."""
+    """Return the instances that this one waits for."""
     if each.record.is_joining:
         return [other.index for other in facts if not other.record.since_s]
     return each.record.waiting_for if each.record.is_inside else ()
@@ -226,34 +220,34 @@ def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
 
 
 def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
-    """The host whose daemon was the first to end; none if mpirun was, since the daemons follow it."""
+    """Return the host whose daemon ended first; "" if mpirun did, since the daemons follow it."""
     orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
     others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
     return next(others, "")
 
 
 def _is_swept(each: Facts) -> bool:
-    """Whether SIGTERM came to the program and to its agent alike; Open MPI sends it to the agent only."""
+    """Return whether SIGTERM came to program and agent alike; Open MPI sends it to the agent only."""
     ending = each.ending
     is_terminated = ending is not None and ending.kind is EndKind.SIGNAL and ending.number == signal.SIGTERM
     return is_terminated and each.told_at_s > 0
 
 
 def _is_victim(each: Facts) -> bool:
-    """Whether it may have failed because it could not reach another one: by an exit inside a collective."""
+    """Return whether it exited inside a collective, perhaps because it could not reach another one."""
     is_waiting = each.record.is_inside or each.record.is_joining
     return is_waiting and each.ending is not None and each.ending.kind is EndKind.EXIT
 
 
 def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
-    """Whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
+    """Return whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
     assert victim.ending is not None
     end_s = victim.ending.at_s + SAME_MOMENT_S
     return any(each.host == here and 0 < each.orphaned_at_s <= end_s for each in facts)
 
 
 def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
-    """The host all of whose instances were told to stop before another host's instance failed in a collective.
+    """Return the host whose instances were all told to stop before another host's instance failed in a collective.
 
     When the daemon of a host ends, Open MPI makes instances elsewhere fail before it tells them to stop.
     """
@@ -276,7 +270,7 @@ def _order(each: Facts, failed: Sequence[Facts]) -> tuple[bool, float]:
 
 
 def _cause_of(victim: Facts, facts: Sequence[Facts]) -> Facts | None:
-    """The instance whose absence explains this failure; None when it has a reason of its own."""
+    """Return the instance whose absence explains this failure; None if it has a reason of its own."""
     if victim.ending is not None and victim.ending.kind is not EndKind.EXIT:
         return None
     if not victim.record.is_inside and not victim.record.is_joining:
@@ -301,7 +295,7 @@ def _absent_since(each: Facts) -> float:
 
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
-    """After mpirun has told all to stop: the one that had an end of its own, as after MPI_Abort."""
+    """Return the instance with an end of its own, as after MPI_Abort, after mpirun has told all to stop."""
     own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     own = [each for each in own if not each.orphaned_at_s]  # what was left when mpirun had gone
@@ -309,11 +303,12 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 
 
 def _is_orderly(ending: Ending) -> bool:
-    """Whether a program ended as `strategies.Checkpoints` does after it has saved, and many batch programs do."""
+    """Return whether a program ended as `strategies.Checkpoints` does after saving, and many batch programs do."""
     return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _describe_blamed(blamed: Facts, facts: Sequence[Facts]) -> str:
+def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
+    """Return a line about an instance that has failed or left too early."""
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
         place = _describe_place(blamed)
@@ -331,7 +326,7 @@ def _needs(each: Facts, gone: Facts) -> bool:
 
 
 def _is_aborted(blamed: Facts, facts: Sequence[Facts]) -> bool:
-    """Whether Open MPI may have ended it, as where one host cannot connect to another: only mpirun knows why then.
+    """Return whether Open MPI may have ended it, as if hosts cannot connect: only mpirun knows why then.
 
     It does so before the program has a record, or inside a collective, and not with the status of an exception.
     """
@@ -353,7 +348,7 @@ def _describe_place(each: Facts) -> str:
 
 
 def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
-    """One line for all that were in the same collective, waiting for the same instances."""
+    """Describe all that were in the same collective, waiting for the same instances, in one line."""
     groups: dict[str, list[int]] = {}
     for each in facts:
         if each.index != blamed and each.record.is_inside:
@@ -372,3 +367,148 @@ def _describe_wait(each: Facts) -> str:
     step = f", step {record.step}" if record.step else ""
     waiting = f", waiting for {list_instances(record.waiting_for)}" if record.waiting_for else ""
     return f"in collective {record.number}, {record.label}{step}{waiting}"
+
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_MORE_THREADS = "..."
+"""The last line where there are over 100 threads, and the main thread is not among those that are shown."""
+_OF_LIBRARIES = re.compile(r"/lib(64)?/python3\.\d+/|<frozen ")
+
+
+def innermost_line(stacks: str) -> str:
+    """Return the main thread's innermost place in no library, as `train.py, line 31, in forward`.
+
+    Args:
+        stacks: of all threads, the main thread last, each from the innermost frame outwards; may be cut off or empty.
+
+    Returns:
+        The innermost frame of all where only libraries are on the stack; empty where there is no frame, or where the
+        main thread is not shown.
+    """
+    frames = [match for line in _main_thread(stacks) if (match := _FRAME.fullmatch(line))]
+    own = [frame for frame in frames if not _OF_LIBRARIES.search(frame["file"])]
+    for frame in own or frames:
+        return f"{frame['file']}, line {frame['line']}, in {frame['function']}"
+    return ""
+
+
+def _main_thread(stacks: str) -> list[str]:
+    lines = stacks.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    return lines[heads[-1] :] if heads and _MORE_THREADS not in lines else []
+
+
+KEPT_BYTES = 8192
+_LONGEST_TEXT = 300
+_FAR_LINES = 20
+"""An exception with so much behind it is not what the program ended by."""
+
+_FRAMES = ("Traceback (most recent call last):", '  File "')
+_EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
+
+
+class LastLines:
+    """The end of every instance's standard error."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, bytes] = {}
+
+    def take(self, instance: int, data: bytes) -> None:
+        """Take in what an instance has written."""
+        self._ends[instance] = (self._ends.get(instance, b"") + data[-KEPT_BYTES:])[-KEPT_BYTES:]
+
+    def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
+        """Describe the instance to blame and its last error in one line, to stand behind all others' output.
+
+        Empty where it is alone, was ended from outside, or has said nothing about it.
+        """
+        if verdict.instance is None or len(facts) < 2:
+            return ""
+        blamed = facts[verdict.instance]
+        lines = _lines_of(self._ends.get(blamed.index, b""))
+        who = f"first cause: instance {blamed.index} on host {blamed.host}"
+        status = f"exit status {verdict.exit_status}"
+        ending = blamed.ending
+        if ending is not None and (ending.kind is not EndKind.EXIT or ending.is_success):
+            return ""
+        if exception := find_exception(lines):
+            return f"{who}: {_cut(exception)} ({status})"
+        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if lines and ending is not None else ""
+
+
+def find_exception(lines: Sequence[str]) -> str:
+    """Return the first line of the last exception with a traceback near the end; "" if there is none."""
+    found, found_at, is_trace = "", 0, False
+    for position, line in enumerate(lines):
+        if line.startswith(_FRAMES):
+            is_trace = True
+        elif is_trace and line[:1] not in (" ", "\t"):
+            is_trace = False
+            if _EXCEPTION.fullmatch(line):
+                found, found_at = line, position
+    return found if len(lines) - found_at <= _FAR_LINES else ""
+
+
+def _lines_of(data: bytes) -> list[str]:
+    """Return all lines that are not empty; of a redrawn line its last state."""
+    lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in data.decode(errors="replace").split("\n"))
+    return [line for line in lines if line]
+
+
+def _cut(line: str) -> str:
+    shown = "".join(each if each.isprintable() else "?" for each in line.strip())
+    return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]}..."
+
+
+NEVER_STARTED = (
+    "a firewall may keep hosts from each other: daemons, instances and poprun connect to TCP ports as the kernel gives "
+    "them out (32768-60999, see /proc/sys/net/ipv4/ip_local_port_range, and 1024 and above for Open MPI's data); "
+    "`poprun doctor --host HOSTS` tries it between all of them, and a slow start may need a larger --start-timeout-s"
+)
+"""What to do where instances on other hosts never started."""
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """The knowledge about a job when it is over.
+
+    Attributes:
+        ended: how.
+        obstacle: why the others could not go on without those that were lost; "" if they could, or were not to.
+        losses: a line about each instance without which the job went on.
+        mpirun_status: mpirun's exit status; None: it still runs.
+        silent: hosts to which the connection broke.
+        first_cause: what the instance to blame has said, in a line; "" where that is not known.
+        lacked_some: whether some instances have never started.
+    """
+
+    ended: JobEnd
+    obstacle: str
+    losses: tuple[str, ...]
+    mpirun_status: int | None
+    silent: frozenset[str]
+    first_cause: str = ""
+    lacked_some: bool = False
+
+
+def last_actions(words: LastWords, has_others: bool) -> list[Action]:
+    """Return all actions that follow the end of mpirun and of its instances."""
+    verdict = words.ended.verdict
+    is_unexplained = verdict is not None and verdict.is_unexplained
+    sweeps = has_others and (is_unexplained or words.mpirun_status is None or words.mpirun_status > 128)
+    actions: list[Action] = [CleanUp(sweeps, words.silent)]
+    if verdict is not None and verdict.instance is not None:
+        actions.append(Deed(DeedKind.SHOW_HIDDEN_ERRORS, verdict.instance))
+    if is_unexplained:
+        actions.append(Deed(DeedKind.SHOW_COMPLAINT))
+    if verdict is not None:
+        last = [line for line in (words.obstacle, words.first_cause) if line]
+        lines = (*verdict.lines[: MOST_LINES - len(last)], *last)
+        level = Level.WARN if verdict.is_orderly and len(lines) == 1 else Level.ERROR
+        actions += [Say(level, line) for line in lines]
+    if is_unexplained and has_others and words.lacked_some:
+        actions.append(Say(Level.ERROR, NEVER_STARTED))
+    if words.losses and not words.ended.exit_status:
+        text = f"the job completed without {count(len(words.losses), 'instance')}: {'; '.join(words.losses)}"
+        actions.append(Say(Level.WARN, text))
+    return [*actions, Finish(words.ended)]

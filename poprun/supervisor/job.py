@@ -10,7 +10,7 @@ from dataclasses import replace
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.log import Log
 from poprun.cli.wording import list_ranges
-from poprun.ipc.facts import Ended
+from poprun.ipc.facts import JobEnd
 from poprun.launch.command import build_command
 from poprun.launch.launch import Across, Launch
 from poprun.launch.program import quote_words
@@ -18,7 +18,7 @@ from poprun.monitor.attempts import Attempt
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output, is_piped
 from poprun.output.output_style import OutputStyle, style_from
-from poprun.supervisor.supervision import LAST_WORDS_LIMIT_S, Supervisor
+from poprun.supervisor.supervision import LAST_WORDS_LIMIT_S, JobSupervisor
 
 
 def run_job(
@@ -27,7 +27,7 @@ def run_job(
     log: Log,
     viewers: Viewers | None = None,
     note: Callable[[Attempt], None] = lambda _: None,
-) -> Ended:
+) -> JobEnd:
     """Run the instances of a launch to their end.
 
     Args:
@@ -43,7 +43,7 @@ def run_job(
     output = Output(launch.settings.only_output_from_instance, _style(launch, environ))
     viewers = viewers or Viewers()
 
-    def run_once(launch: Launch) -> Ended:
+    def run_once(launch: Launch) -> JobEnd:
         return _run_once(launch, output, environ, log, viewers, note)
 
     if launch.settings.on_failure == "stop":
@@ -63,7 +63,7 @@ def _run_once(
     log: Log,
     viewers: Viewers,
     note: Callable[[Attempt], None],
-) -> Ended:
+) -> JobEnd:
     for warning in launch.remote.warnings if launch.remote is not None else ():
         log.warn(warning)
     for place in launch.places:
@@ -74,7 +74,7 @@ def _run_once(
     if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
         end_standard_input()
     viewers.attempt = int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
-    supervisor = Supervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
+    supervisor = JobSupervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
     began_s = time.monotonic()
     ended = supervisor.run({**environ, **launch.mpirun_variables})
     note(Attempt(tuple(supervisor.facts), time.monotonic() - began_s, ended, tuple(supervisor.losses)))

@@ -13,25 +13,14 @@ from collections.abc import Sequence
 from enum import Enum
 
 from poprun.cli.log import Level
-from poprun.ipc.facts import Ended, Ending, EndKind, Facts, Verdict, signal_name
+from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
 from poprun.launch.launch import Across
-from poprun.supervisor.diagnosis import describe_rest, first_cause, has_failed
-from poprun.supervisor.job_actions import Action, Examine, Say, SendToMpirun, Show, Stop, StopListening
+from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
 from poprun.supervisor.job_events import (
-    Event,
-    MemberConnected,
-    MpirunEnded,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
-    SignalCame,
-    StandardOutputClosed,
-    Tick,
-)
-from poprun.supervisor.job_limits import (
     CLOSE_LIMIT_S,
     END_SIGNAL,
     EXAMINE_S,
+    GRACE_ANSWER_LIMIT_S,
     INTERRUPT_GRACE_S,
     LEAVE_LIMIT_S,
     LEAVE_S,
@@ -42,12 +31,20 @@ from poprun.supervisor.job_limits import (
     SETTLE_LIMIT_S,
     SETTLE_S,
     TOLD_LIMIT_S,
+    Action,
+    AgentOrder,
+    Command,
+    Deed,
+    DeedKind,
+    Event,
+    MemberConnected,
+    OutputPiece,
+    Say,
+    SignalCame,
+    Tick,
 )
-from poprun.supervisor.last_lines import LastLines
-from poprun.supervisor.last_words import LastWords, last_actions
-from poprun.supervisor.lookout import Lookout
-from poprun.supervisor.members import Members
-from poprun.supervisor.survival import Survival
+from poprun.supervisor.lookout import Lookout, Survival
+from poprun.supervisor.members import JobMembers
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -55,8 +52,8 @@ STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _NEVER = float("inf")
 
 
-class Phase(Enum):
-    """Where a job is between its start and its end."""
+class JobPhase(Enum):
+    """Phases of a job between its start and its end."""
 
     RUNNING = 1
     SETTLING = 2
@@ -82,22 +79,20 @@ class JobMachine:
     """
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
-        self.phase = Phase.RUNNING
-        self._members = Members(count)
+        self.phase = JobPhase.RUNNING
+        self._members = JobMembers(count)
         self._survival = Survival(self._members, across.least)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []
-        self._mpirun_status: int | None = None
-        self._is_behind = self._is_mpirun_stopped = False
-        self._closed: StandardOutputClosed | None = None
+        self._around = Tick()
         self._verdict: Verdict | None = None
         self._exit_status = 0
         self._deadline_s = begin_s + across.start_timeout_s
         self._next_look_s = begin_s + LOOK_S
         self._settle_limit_s = self._interrupted_at_s = self._rest_limit_s = self._tidy_limit_s = _NEVER
         self._stuck_timeout_s = across.stuck_timeout_s or _NEVER
-        self._withheld: list[Show] = []
+        self._withheld: list[OutputPiece] = []
         self._last_lines = LastLines()
         self._released: int | None = None
         self._passed_on: set[int] = set()
@@ -105,7 +100,7 @@ class JobMachine:
 
     @property
     def facts(self) -> Sequence[Facts]:
-        """What is known about each instance."""
+        """The knowledge about each instance."""
         return self._members.facts
 
     @property
@@ -115,28 +110,21 @@ class JobMachine:
 
     @property
     def deadline_s(self) -> float:
-        """When the next `Tick` is due, if nothing happens before."""
+        """The time of the next `Tick`, if nothing happens before."""
         return min(self._deadline_s, self._next_look_s)
 
     def advance(self, event: Event, now_s: float) -> list[Action]:
         """Take in what has happened by `now_s`; what is to be done about it."""
         match event:
             case Tick():
+                self._around = event
                 self._decide(now_s)
-            case OutputCame(instance, descriptor, data):
+            case OutputPiece(instance, descriptor, data):
                 if descriptor == 2:
                     self._last_lines.take(instance, data)
-                self._show(Show(instance, descriptor, data))
+                self._show(event)
             case SignalCame(number):
                 self._take_signal(number, now_s)
-            case MpirunEnded(status):
-                self._mpirun_status = status
-            case MpirunStopped(is_stopped):
-                self._is_mpirun_stopped = is_stopped
-            case OutputIsBehind(is_behind):
-                self._is_behind = is_behind
-            case StandardOutputClosed():
-                self._closed = event
             case _:
                 self._members.take(event, now_s)
                 if isinstance(event, MemberConnected):
@@ -145,15 +133,15 @@ class JobMachine:
         return actions
 
     def _greet(self, event: MemberConnected) -> None:
-        if self.phase is Phase.CLOSING:
-            self._actions.append(Stop(event.instance))
+        if self.phase is JobPhase.CLOSING:
+            self._actions.append(AgentOrder(Command.STOP, event.instance))
         if self._members.all_connected:
-            self._actions.append(StopListening())
+            self._actions.append(Deed(DeedKind.STOP_LISTENING))
 
-    def _show(self, piece: Show) -> None:
-        if self.phase is Phase.SETTLING:
+    def _show(self, piece: OutputPiece) -> None:
+        if self.phase is JobPhase.SETTLING:
             self._withheld.append(piece)
-        elif self.phase is not Phase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
+        elif self.phase is not JobPhase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
             self._actions.append(piece)
 
     def _show_withheld(self) -> None:
@@ -162,16 +150,16 @@ class JobMachine:
             self._show(piece)
 
     def _decide(self, now_s: float) -> None:
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             self._watch(now_s)
-        elif self.phase is Phase.SETTLING:
+        elif self.phase is JobPhase.SETTLING:
             self._settle(now_s)
-        elif self.phase is Phase.INTERRUPTED:
+        elif self.phase is JobPhase.INTERRUPTED:
             self._give_up()  # or the others could not save
             self._keep_interrupt_deadline(now_s)
             if now_s >= self._deadline_s or (self._members.all_ended and self._members.all_closed):
                 self._close(now_s)
-        elif self.phase is Phase.CLOSING:
+        elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
     # While it runs.
@@ -179,9 +167,9 @@ class JobMachine:
     def _watch(self, now_s: float) -> None:
         members = self._members
         members.note_told_alone(now_s - TOLD_LIMIT_S)
-        if self._closed is not None:
+        if (fault := self._around.closed) is not None:
             self._exit_status = STANDARD_OUTPUT_CLOSED
-            if fault := self._closed.fault:
+            if fault:
                 text = f"standard output cannot be written: {fault}; the job ends, for nobody would see what it says"
                 self._actions.append(Say(Level.ERROR, text))
             self._close(now_s)
@@ -198,7 +186,7 @@ class JobMachine:
 
     def _await_the_rest(self, now_s: float) -> None:
         """Wait until nothing is left of any instance; not for long for those given up, who may not hear us."""
-        if self._is_behind or self._tidy_limit_s == _NEVER:
+        if self._around.is_behind or self._tidy_limit_s == _NEVER:
             self._tidy_limit_s = now_s + self._stuck_timeout_s
         if self._members.all_closed or now_s >= self._rest_limit_s:
             self._close(now_s)
@@ -215,11 +203,11 @@ class JobMachine:
 
     def _cannot_go_on(self, now_s: float) -> bool:
         is_late = now_s >= self._deadline_s and not self._members.all_connected
-        return self._mpirun_status is not None or is_late
+        return self._around.mpirun_status is not None or is_late
 
     def _look(self, now_s: float) -> None:
         """Look at the answers to the last question, and ask everyone again what they do."""
-        self._lookout.look(self._members.facts, now_s, self._is_behind, self._is_mpirun_stopped)
+        self._lookout.look(self._members.facts, now_s, self._around.is_behind, self._around.is_mpirun_stopped)
         if self._lookout.in_vain:
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
@@ -237,21 +225,21 @@ class JobMachine:
         """Let the others go on without those that have failed, are stuck, or left too early; False if they cannot."""
         if not self._give_up():
             return False
-        self.phase = Phase.RUNNING
+        self.phase = JobPhase.RUNNING
         self._released = None
         self._lookout.forget(now_s)
         self._deadline_s, self._next_look_s = _NEVER, now_s + LOOK_S
         return True
 
     def _give_up(self) -> bool:
-        if self._mpirun_status is not None:
+        if self._around.mpirun_status is not None:
             return False
         actions = self._survival.give_up(self._lookout.useless, self._was_told, self._describe_failure)
         self._actions += actions
         return bool(actions)
 
     def _was_told(self, ending: Ending) -> bool:
-        """Whether it ended by a signal that was passed on, or by itself after it was told to."""
+        """Return whether an instance ended by a signal that was passed on, or by itself after an interrupt."""
         is_own_end = ending.kind is EndKind.EXIT and ending.at_s >= self._interrupted_at_s
         return is_own_end or ending.exit_status - 128 in {*self._passed_on, self._exit_status - 128}
 
@@ -261,17 +249,17 @@ class JobMachine:
     # After a failure.
 
     def _begin_to_settle(self, now_s: float) -> None:
-        self.phase = Phase.SETTLING
+        self.phase = JobPhase.SETTLING
         self._actions += self._members.ask()
-        is_left_alone = self._mpirun_status is not None and self._has_others
+        is_left_alone = self._around.mpirun_status is not None and self._has_others
         self._deadline_s = now_s + (LOST_HOST_SETTLE_S if is_left_alone else SETTLE_S)
         self._settle_limit_s = now_s + SETTLE_LIMIT_S
         self._next_look_s = _NEVER
 
     def _examine(self, now_s: float, stuck: int) -> None:
         """Have an instance that is stuck show where it is, if it can."""
-        self.phase = Phase.SETTLING
-        self._actions.append(Examine(stuck))
+        self.phase = JobPhase.SETTLING
+        self._actions.append(AgentOrder(Command.EXAMINE, stuck))
         self._deadline_s = now_s + EXAMINE_S
         self._next_look_s = _NEVER
 
@@ -309,7 +297,7 @@ class JobMachine:
 
     def _conclude(self, now_s: float) -> None:
         if not self._give_up_the_failed(now_s):
-            self._verdict = self._lookout.judge(self._members.facts, self._mpirun_status)
+            self._verdict = self._lookout.judge(self._members.facts, self._around.mpirun_status)
             self._exit_status = self._verdict.exit_status
             self._close(now_s)
         self._show_withheld()
@@ -320,13 +308,13 @@ class JobMachine:
         if number in PASSED_ON:
             self._passed_on.add(number)
             self._actions += self._members.pass_on(number)
-        elif self.phase in (Phase.RUNNING, Phase.SETTLING):
+        elif self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
             self._interrupt(number, now_s)
-        elif self.phase is Phase.INTERRUPTED:
+        elif self.phase is JobPhase.INTERRUPTED:
             self._close(now_s)
 
     def _interrupt(self, number: int, now_s: float) -> None:
-        self.phase = Phase.INTERRUPTED
+        self.phase = JobPhase.INTERRUPTED
         self._exit_status = 128 + number
         line = f"poprun was told to end by {signal_name(number)}, so all ended"
         self._verdict = Verdict(None, 128 + number, (line,))
@@ -345,37 +333,39 @@ class JobMachine:
             self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
         elif self._exit_status == 128 + signal.SIGTERM:
             grace_s = max([INTERRUPT_GRACE_S, *(each.record.grace_s for each in facts)])
+            if self._members.are_asked:  # on a machine with too few cores one may be about to ask for more
+                grace_s = max(grace_s, GRACE_ANSWER_LIMIT_S)
             self._deadline_s = self._interrupted_at_s + grace_s
 
     # The end.
 
     def _close(self, now_s: float) -> None:
-        self.phase = Phase.CLOSING
+        self.phase = JobPhase.CLOSING
         self._actions += self._members.stop()
         self._deadline_s = now_s + CLOSE_LIMIT_S
         self._next_look_s = _NEVER
 
     def _see_off(self, now_s: float) -> None:
-        if self._mpirun_status is not None and not self._members.any_connected:
+        if self._around.mpirun_status is not None and not self._members.any_connected:
             self._end()
         elif now_s >= self._deadline_s:
             number = next(self._last_resort, None)
             if number is None:
                 self._end()
             else:
-                self._actions.append(SendToMpirun(number))
+                self._actions.append(Deed(DeedKind.SEND_TO_MPIRUN, number))
                 self._deadline_s = now_s + MPIRUN_LIMIT_S
 
     def _end(self) -> None:
-        self.phase = Phase.OVER
+        self.phase = JobPhase.OVER
         self._deadline_s = _NEVER
         was_interrupted = self._interrupted_at_s != _NEVER
         was_told = was_interrupted or self._exit_status - 128 in {signal.SIGPIPE, *self._passed_on}
         words = LastWords(
-            Ended(self._exit_status, was_told, self._verdict),
+            JobEnd(self._exit_status, was_told, self._verdict),
             self._survival.obstacle,
             tuple(self._survival.losses),
-            self._mpirun_status,
+            self._around.mpirun_status,
             frozenset(each.host for each in self._members.facts if each.ending is not None and each.ending.fault),
             self._last_lines.describe_cause(self._verdict, self._members.facts) if self._verdict else "",
             not self._members.all_connected,

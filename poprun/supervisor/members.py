@@ -6,15 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.supervisor.job_actions import Ask, PassOn, Release, Stop
 from poprun.supervisor.job_events import (
-    InstanceClosed,
+    AgentOrder,
+    Command,
+    InstanceChange,
+    InstanceChanged,
     InstanceEnded,
-    InstanceExamined,
-    InstanceTold,
     MemberConnected,
     MemberEvent,
-    MemberLost,
     ProgressCame,
 )
 
@@ -22,12 +21,8 @@ MOST_QUESTIONS = 8
 """So many may wait for an answer: an agent that is stopped takes none, and poprun would wait for it at last."""
 
 
-class Members:
-    """Keeps the facts of every instance up to date; knows whom one can talk to.
-
-    Args:
-        count: how many instances there are.
-    """
+class JobMembers:
+    """The facts of every instance, kept up to date, and the agents that one can talk to."""
 
     def __init__(self, count: int) -> None:
         self.facts = [Facts(index) for index in range(count)]
@@ -62,7 +57,7 @@ class Members:
 
     @property
     def left(self) -> list[Facts]:
-        """Those of which something may be left though they have ended."""
+        """The instances that have started, and of which something may be left."""
         return [each for each in self.facts if each.is_started and each.index not in self._closed]
 
     @property
@@ -87,38 +82,45 @@ class Members:
                 self._update(index, pid=pid, host=host, answered_at_s=now_s, busy_at_s=now_s)
             case InstanceEnded(ending=ending):
                 self._update(index, ending=ending)
-            case InstanceTold(is_orphaned=is_orphaned):
-                self._update(index, told_at_s=now_s, orphaned_at_s=now_s if is_orphaned else 0.0)
-            case InstanceExamined(state=state, stack=stack):
-                self._update(index, state=state, stack=stack)
-            case InstanceClosed():
-                self._closed.add(index)
-            case MemberLost(fault=fault):
-                self._note_loss(index, fault, now_s)
+            case InstanceChanged():
+                self._take_change(index, event, now_s)
 
-    def ask(self) -> list[Ask]:
+    def _take_change(self, index: int, event: InstanceChanged, now_s: float) -> None:
+        match event.change:
+            case InstanceChange.TOLD:
+                self._update(index, told_at_s=now_s)
+            case InstanceChange.ORPHANED:
+                self._update(index, told_at_s=now_s, orphaned_at_s=now_s)
+            case InstanceChange.EXAMINED:
+                self._update(index, state=event.text[:1], stack=event.text[1:])
+            case InstanceChange.CLOSED:
+                self._closed.add(index)
+            case InstanceChange.LOST:
+                self._note_loss(index, event.text, now_s)
+
+    def ask(self) -> list[AgentOrder]:
         """Ask the instances that run for their progress; not one that lets too many questions wait."""
         running = [index for index in self._connected if self.facts[index].ending is None]
         asked = [index for index in running if self._asked[index] < MOST_QUESTIONS]
         self._asked.update(asked)
-        return [Ask(index) for index in asked]
+        return [AgentOrder(Command.ASK, index) for index in asked]
 
-    def stop(self) -> list[Stop]:
+    def stop(self) -> list[AgentOrder]:
         """End what is left of all."""
-        return [Stop(index) for index in self._connected]
+        return [AgentOrder(Command.STOP, index) for index in self._connected]
 
-    def pass_on(self, number: int) -> list[PassOn]:
+    def pass_on(self, number: int) -> list[AgentOrder]:
         """Send a signal to the programs of all."""
-        return [PassOn(index, number) for index in self._connected]
+        return [AgentOrder(Command.PASS_ON, index, number) for index in self._connected]
 
-    def release(self, index: int, lost: int) -> list[Release]:
+    def release(self, index: int, lost: int) -> list[AgentOrder]:
         """Tell one that so many are lost; nothing where nobody would hear it."""
-        return [Release(index, lost)] if index in self._connected else []
+        return [AgentOrder(Command.RELEASE, index, lost)] if index in self._connected else []
 
-    def give_up(self, index: int) -> list[Stop]:
+    def give_up(self, index: int) -> list[AgentOrder]:
         """Let the others go on without an instance; nothing of it is to be left."""
         self._update(index, is_given_up=True)
-        return [Stop(index)] if index in self._connected else []
+        return [AgentOrder(Command.STOP, index)] if index in self._connected else []
 
     def note_told_alone(self, before_s: float) -> None:
         """Take those for lost that have ended because they were told to stop, but not by mpirun, which stops all.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from poprun.ipc.processes import die_with_parent, reap, send, state_of
-from poprun.supervisor.job_limits import END_SIGNAL
+from poprun.supervisor.job_events import END_SIGNAL
 from poprun.supervisor.tether import start_tethered
 
 _FAREWELL = ((END_SIGNAL, 0.5), (END_SIGNAL, 0.4))
@@ -44,7 +44,7 @@ class Mpirun:
         return self.status is None and state_of(self.pid) == b"T"
 
     def read(self, descriptor: int) -> bytes:
-        """What it has written; empty at the end, or when nothing is there. Standard error is kept too."""
+        """Return mpirun's new output; empty at the end, or if there is none. Standard error is kept too."""
         data = os.read(descriptor, 65536)
         if descriptor == self.stderr:
             self._words += data

@@ -18,7 +18,7 @@ from poprun.hosts.host_commands import HostCommand, run_commands
 from poprun.hosts.hosts import Host
 from poprun.hosts.ssh import remote_words
 from poprun.hosts.survey import limit_from
-from poprun.ipc.facts import Ended, Verdict
+from poprun.ipc.facts import JobEnd, Verdict
 from poprun.launch.launch import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
@@ -30,13 +30,7 @@ MOST_PAUSE_S = 300.0
 
 
 class Restarts:
-    """The restarts of one job.
-
-    Args:
-        environ: the user's environment.
-        log: says what happens.
-        pause: waits for so many seconds.
-    """
+    """The restarts of one job."""
 
     def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
@@ -45,13 +39,8 @@ class Restarts:
         self._reasons: list[str] = []
         self._failures: Counter[str] = Counter()
 
-    def run(self, launch: Launch, run_once: Callable[[Launch], Ended]) -> Ended:
-        """Run a job until it completes, the user ends it, or its restarts are used up.
-
-        Args:
-            launch: the first one.
-            run_once: runs a launch to its end.
-        """
+    def run(self, launch: Launch, run_once: Callable[[Launch], JobEnd]) -> JobEnd:
+        """Run a job until it completes, the user ends it, or its restarts are used up."""
         current = self._counted(launch)
         while True:
             ended = run_once(current)
@@ -76,7 +65,7 @@ class Restarts:
             self._failures.update(hosts)
 
     def _plan(self, settings: LaunchSettings, last: Launch) -> Launch | None:
-        """The next launch, after a pause; None if there is to be none."""
+        """Return the next launch, after a pause; None if there is to be none."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
@@ -110,7 +99,7 @@ class Restarts:
         return replace(launch, extra={**launch.extra, ATTEMPT_VARIABLE: str(len(self._reasons))})
 
     def _silent_among(self, hosts: Sequence[Host], last: Launch) -> set[str]:
-        """The hosts that do not answer."""
+        """Return the hosts that do not answer."""
         if last.remote is None:
             return set()
         shell = last.remote.shell
@@ -124,17 +113,12 @@ class Restarts:
 
 
 def pause_s(first_s: float, made: int) -> float:
-    """The pause before the next restart: twice as long as the one before, up to five minutes or the first one.
-
-    Args:
-        first_s: the first one.
-        made: how many restarts there have been.
-    """
+    """Return the pause after `made` restarts: twice the one before, at most five minutes or the first one."""
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
 def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
-    """The most instances, at most as many as the user wants, that some of these hosts take; None: they take too few.
+    """Return the most instances, up to the user's number, that some of these hosts take; None if too few.
 
     Args:
         settings: with the replicas, which have to divide evenly among the instances, and `min_instances`.
@@ -147,7 +131,7 @@ def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Hos
 
 
 def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
-    """The settings for so many instances, at most those of `settings`; what they say about others is left out."""
+    """Return the settings for so many instances, without what they say about others."""
     shown = settings.only_output_from_instance
     return replace(
         settings,

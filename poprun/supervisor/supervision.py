@@ -1,4 +1,4 @@
-"""Running a job: starts mpirun, tells the job's machine what happens, and does what it says."""
+"""Running a job: starts mpirun, tells the machine of the job what happens, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -10,54 +10,38 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from poprun.cli.log import Level, Log, format_line
+from poprun.cli.wording import count
 from poprun.ipc import wire
-from poprun.ipc.facts import Ended, Facts
+from poprun.ipc.facts import Facts, JobEnd
 from poprun.ipc.leavings import folder_of, remove_leavings
-from poprun.ipc.loopback import keep_to_loopback
 from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
-from poprun.ipc.standard_input import Source
-from poprun.ipc.terminals import describe_terminals
+from poprun.ipc.sockets import keep_to_loopback
+from poprun.ipc.streams import InputSource, describe_terminals
 from poprun.launch.launch import Across
-from poprun.monitor.recent import Recent
-from poprun.monitor.snapshot import look_at_all
+from poprun.monitor.snapshot import Recent, look_at_all
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output
-from poprun.supervisor.control import Member, Reception, strangers_to_leave
-from poprun.supervisor.job_actions import (
-    Action,
-    Ask,
-    CleanUp,
-    Examine,
-    Finish,
-    Order,
-    PassOn,
-    Release,
-    Say,
-    SendToMpirun,
-    Show,
-    ShowComplaint,
-    ShowHiddenErrors,
-    Stop,
-    StopListening,
-)
+from poprun.supervisor.control import InputWanted, Member, Reception, read_reports, strangers_to_leave
 from poprun.supervisor.job_events import (
+    LOOK_S,
+    Action,
+    AgentOrder,
+    CleanUp,
+    Deed,
+    DeedKind,
     Event,
+    Finish,
+    InstanceChange,
+    InstanceChanged,
     MemberConnected,
-    MemberLost,
-    MpirunEnded,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
+    OutputPiece,
     ProgressCame,
+    Say,
     SignalCame,
-    StandardOutputClosed,
     Tick,
 )
-from poprun.supervisor.job_limits import LOOK_S
-from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Phase
+from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, JobPhase
 from poprun.supervisor.mpirun import Mpirun
-from poprun.supervisor.reports import InputWanted, read_reports
-from poprun.supervisor.status_line import StatusLine, wants_status
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
@@ -67,7 +51,7 @@ LAST_WORDS_LIMIT_S = 0.2
 """How long a reader may take for each piece of the last output after an interrupt."""
 
 
-class Supervisor:
+class JobSupervisor:
     """One running job. `run` is called once.
 
     Args:
@@ -98,15 +82,15 @@ class Supervisor:
         self._across = across
         self._output = output
         self._log = log
-        self._input = Source()
+        self._input = InputSource()
         self._connections: list[Member] = []
         self._members: dict[int, Member] = {}
         self._damaged: set[int] = set()
-        self._was_behind = self._was_closed = self._was_stopped = False
+        self._is_mpirun_stopped = False
         self._looked_at_s = 0.0
-        self._ended: Ended | None = None
+        self._ended: JobEnd | None = None
 
-    def run(self, environ: Mapping[str, str]) -> Ended:
+    def run(self, environ: Mapping[str, str]) -> JobEnd:
         """Run the job to its end. Output may still be held back, which `Output.finish` shows."""
         adopt_orphans()
         self._environ = environ
@@ -122,13 +106,10 @@ class Supervisor:
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
             self._machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
-            hosts = len(set(self._output.style.hosts))
-            self._status = StatusLine(self._count, hosts, self._now_s())
+            self._began_s = self._now_s()
             while self._ended is None:
                 self._wait()
-                self._tell_of_output()
-                self._tell_of_mpirun(self._now_s())
-                self._tell(Tick())
+                self._tell(self._tick(self._now_s()))
                 self._show_status()
                 self._show_viewers()
         finally:
@@ -139,7 +120,7 @@ class Supervisor:
 
     @property
     def facts(self) -> Sequence[Facts]:
-        """What is known about each instance; also when the job has ended."""
+        """The knowledge about each instance; also when the job has ended."""
         return self._machine.facts
 
     @property
@@ -156,7 +137,7 @@ class Supervisor:
             handlers[self._reception.fileno()] = self._accept
         for descriptor in self._mpirun_outputs:
             handlers[descriptor] = partial(self._read_mpirun, descriptor)
-        takes_output = not self._output.is_behind or self._machine.phase is not Phase.RUNNING
+        takes_output = not self._output.is_behind or self._machine.phase is not JobPhase.RUNNING
         for member in self._connections:
             if takes_output or member.index < 0:
                 handlers[member.fileno()] = partial(self._take, member)
@@ -183,10 +164,7 @@ class Supervisor:
         for number in os.read(self._wakeup, 512):
             if number in (*INTERRUPTS, *PASSED_ON):
                 self._tell(SignalCame(number))
-        before = self._mpirun.status
         self._mpirun.reap()
-        if before is None and self._mpirun.status is not None:
-            self._tell(MpirunEnded(self._mpirun.status))
 
     def _pass_input(self) -> None:
         data = self._input.read()
@@ -209,9 +187,9 @@ class Supervisor:
                 if not self._members and not self._across.interface:
                     keep_to_loopback(self._mpirun.pid)  # it listens before it starts anything
                 self._members[report.instance] = member
-            elif isinstance(report, MemberLost):
+            elif isinstance(report, InstanceChanged) and report.change is InstanceChange.LOST:
                 self._members.pop(report.instance, None)
-            elif isinstance(report, OutputCame):
+            elif isinstance(report, OutputPiece):
                 self._output.record(report.instance, report.descriptor, report.data)
             elif isinstance(report, ProgressCame):
                 self._recent.note(report.instance, report.record.made)
@@ -244,49 +222,46 @@ class Supervisor:
         elif self._log.level >= Level.DEBUG:
             self._output.show_own(2, data)
 
-    def _tell_of_output(self) -> None:
-        if self._output.is_behind != self._was_behind:
-            self._was_behind = not self._was_behind
-            self._tell(OutputIsBehind(self._was_behind))
-        if self._output.stdout.is_closed and not self._was_closed:
-            self._was_closed = True
-            self._tell(StandardOutputClosed(self._output.stdout.fault))
-
-    def _tell_of_mpirun(self, now_s: float) -> None:
-        if now_s < self._looked_at_s + LOOK_S:
-            return
-        self._looked_at_s = now_s
-        if self._mpirun.is_stopped != self._was_stopped:
-            self._was_stopped = not self._was_stopped
-            self._tell(MpirunStopped(self._was_stopped))
+    def _tick(self, now_s: float) -> Tick:
+        if now_s >= self._looked_at_s + LOOK_S:
+            self._looked_at_s = now_s
+            self._is_mpirun_stopped = self._mpirun.is_stopped
+        stdout = self._output.stdout
+        closed = stdout.fault if stdout.is_closed else None
+        return Tick(self._mpirun.status, self._is_mpirun_stopped, self._output.is_behind, closed)
 
     # What follows from it.
 
     def _tell(self, event: Event) -> None:
         for action in self._machine.advance(event, self._now_s()):
-            self._do(action)
+            self._carry_out(action)
 
-    def _do(self, action: Action) -> None:
+    def _carry_out(self, action: Action) -> None:
         match action:
-            case Show(instance, descriptor, data):
+            case OutputPiece(instance, descriptor, data):
                 self._output.show(instance, descriptor, data)
-            case Ask() | Examine() | Release() | PassOn() | Stop():
-                if action.instance in self._members:
-                    self._members[action.instance].send(pack_order(action))
+            case AgentOrder(instance=instance):
+                if instance in self._members:
+                    self._members[instance].order(action)
+            case Deed(kind, number):
+                self._do(kind, number)
             case Say(level, text):
                 self._say(level, text)
-            case SendToMpirun(number):
-                self._mpirun.send(number)
-            case StopListening():
-                self._reception.close()
             case CleanUp():
                 self._clean_up(action)
-            case ShowHiddenErrors(instance):
-                self._output.show_hidden_errors(instance)
-            case ShowComplaint():
-                self._output.show_own(2, self._mpirun.complaint)
             case Finish(ended):
                 self._ended = ended
+
+    def _do(self, kind: DeedKind, number: int) -> None:
+        match kind:
+            case DeedKind.STOP_LISTENING:
+                self._reception.close()
+            case DeedKind.SEND_TO_MPIRUN:
+                self._mpirun.send(number)
+            case DeedKind.SHOW_HIDDEN_ERRORS:
+                self._output.show_hidden_errors(number)
+            case DeedKind.SHOW_COMPLAINT:
+                self._output.show_own(2, self._mpirun.complaint)
 
     def _clean_up(self, action: CleanUp) -> None:
         self._reception.close()
@@ -304,8 +279,10 @@ class Supervisor:
         remove_leavings(folder_of(self._environ), [mpirun])
 
     def _show_status(self) -> None:
-        is_wanted = self._machine.phase is Phase.RUNNING and wants_status(self._log.level, self._environ)
-        self._output.show_status(self._status.text(self._machine.facts, self._now_s()) if is_wanted else "")
+        is_wanted = self._machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
+        hosts = len(set(self._output.style.hosts))
+        text = status_text(self._machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
+        self._output.show_status(text)
 
     def _show_viewers(self) -> None:
         now_s = self._now_s()
@@ -316,16 +293,23 @@ class Supervisor:
             self._output.show_own(2, format_line(level, text).encode(errors="surrogateescape"))
 
 
-def pack_order(order: Order) -> bytes:
-    """The message that tells an agent what it is to do."""
-    match order:
-        case Ask():
-            return wire.pack(wire.REPORT)
-        case Examine():
-            return wire.pack(wire.EXAMINE)
-        case Release(lost=lost):
-            return wire.pack_number(wire.RELEASE, lost)
-        case PassOn(number=number):
-            return wire.pack_number(wire.SIGNAL, number)
-        case Stop():
-            return wire.pack(wire.STOP)
+SHOW_AFTER_S = 0.5
+"""The time without a status line; most jobs on this machine have started before."""
+
+
+def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
+    """Return whether the user wants a line that comes and goes, if there is a terminal."""
+    return level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
+
+
+def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
+    """Return the status of a job that has not shown anything `since_s` after its begin; "" if there is none."""
+    if since_s < SHOW_AFTER_S:
+        return ""
+    started = sum(each.is_started for each in facts)
+    if started < len(facts):
+        there = f", {started} of {len(facts)} are there" if started else ""
+        return f"starting {count(len(facts), 'instance')} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
+    if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts):
+        return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+    return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from popdist.timeline.clocks import Alignment
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 
 _WALL_NS = 1e9
 """What is taken for the uncertainty where clocks on walls have to do, which are seldom set better than to a second."""
@@ -28,7 +28,7 @@ class Aligned:
         alignment: what is known of both clocks; nothing where they differ by `ahead_ns` all the time.
     """
 
-    recording: Recording
+    recording: InstanceRecording
     uncertainty_ns: float = 0.0
     is_measured: bool = True
     ahead_ns: float = 0.0
@@ -44,12 +44,8 @@ class Aligned:
         return moved
 
 
-def align(recordings: Sequence[Recording]) -> list[Aligned]:
-    """All of them on one clock: that of the first attempt's instance 0, whether or not its recording is there.
-
-    Args:
-        recordings: of one job, instance 0 first where it is there.
-    """
+def align(recordings: Sequence[InstanceRecording]) -> list[Aligned]:
+    """Bring a job's recordings to the clock of the first attempt's instance 0, whether or not it is there."""
     first = recordings[0]
     home = first.asked_clock or first.clock
     exchanges: dict[str, list[np.ndarray]] = {}
@@ -62,7 +58,7 @@ def align(recordings: Sequence[Recording]) -> list[Aligned]:
     return [each or _by_the_wall(own, reference) for each, own in zip(found, recordings, strict=True)]
 
 
-def _align(recording: Recording, home: str, alignment: Alignment) -> Aligned | None:
+def _align(recording: InstanceRecording, home: str, alignment: Alignment) -> Aligned | None:
     """None where nothing is known of its clock."""
     if recording.clock == home:
         return Aligned(recording)
@@ -83,8 +79,8 @@ def _align(recording: Recording, home: str, alignment: Alignment) -> Aligned | N
     )
 
 
-def _by_the_wall(recording: Recording, reference: Aligned) -> Aligned:
-    """As the clocks on the walls say, when each of them began."""
+def _by_the_wall(recording: InstanceRecording, reference: Aligned) -> Aligned:
+    """Align a recording by the clocks on the walls when it began."""
     other = reference.recording
     ahead = (recording.began_at_s - other.began_at_s) * 1e9 - (recording.began_ns - other.began_ns)
     ahead += reference.ahead_ns
@@ -94,12 +90,7 @@ def _by_the_wall(recording: Recording, reference: Aligned) -> Aligned:
 
 
 def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
-    """Warnings where clocks are not known well enough for what is shown.
-
-    Args:
-        aligned: the recordings.
-        shortest_ns: how long what is compared between instances takes.
-    """
+    """Return warnings about clocks that are less certain than `shortest_ns`, the length of what is compared."""
     warnings = []
     for each in aligned:
         if not each.is_measured:

@@ -1,16 +1,19 @@
-"""`poprun timeline`: one trace out of what instances have recorded, or a report about it."""
+"""poprun timeline, which makes one trace or a report of recordings, and the part of poprun --timeline around a job."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from popdist.timeline.asked import folder_beside
+from popdist.records.private_files import is_being_written
+from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
 from poprun.cli.command_line import Value, read_command_line
 from poprun.cli.help import describe_section
-from poprun.cli.log import show
+from poprun.cli.log import Log, show
 from poprun.cli.options import Option, OptionKind
 from poprun.cli.wording import USUAL_COLUMNS, columns_of, wrap
 from poprun.errors import PopRunError, UsageError
@@ -33,8 +36,8 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user wants.
+class TimelineRequest:
+    """The user's request.
 
     Attributes:
         verb: MERGE or REPORT.
@@ -48,10 +51,7 @@ class Wanted:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: after `poprun timeline`.
+    """Run the command with the words after `poprun timeline`.
 
     Returns:
         The exit status.
@@ -75,12 +75,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def describe(columns: int = USUAL_COLUMNS) -> str:
-    """The text of `poprun timeline --help`."""
+    """Return the text of `poprun timeline --help`."""
     return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, (HELP, OUTPUT, HTML), columns)])
 
 
-def read_words(words: Sequence[str]) -> Wanted | None:
-    """What the words ask for; None for help.
+def read_words(words: Sequence[str]) -> TimelineRequest | None:
+    """Read the user's request; None for help.
 
     Raises:
         UsageError: nothing that can be.
@@ -104,15 +104,15 @@ def read_words(words: Sequence[str]) -> Wanted | None:
     to = values.get("output" if verb == MERGE else "html")
     if verb == MERGE and to is None:
         raise UsageError("poprun timeline merge needs a file to write; name it with -o FILE")
-    return Wanted(verb, folder_of(named[0]), None if to is None else Path(str(to)))
+    return TimelineRequest(verb, folder_of(named[0]), None if to is None else Path(str(to)))
 
 
 def folder_of(named: str) -> Path:
-    """The folder of recordings that is meant: it itself, or that beside a trace."""
+    """Return the folder of recordings that is meant: the named one, or the one beside a trace."""
     return Path(named) if Path(named).is_dir() or not folder_beside(named).is_dir() else folder_beside(named)
 
 
-def _merge(wanted: Wanted) -> int:
+def _merge(wanted: TimelineRequest) -> int:
     from poprun.trace.merging import merge
 
     assert wanted.to is not None
@@ -123,7 +123,7 @@ def _merge(wanted: Wanted) -> int:
     return 0
 
 
-def _report(wanted: Wanted, columns: int | None) -> int:
+def _report(wanted: TimelineRequest, columns: int | None) -> int:
     from poprun.trace.merging import to_be_judged
     from poprun.trace.recordings import read_recordings
     from poprun.trace.report.page import report_page
@@ -139,3 +139,46 @@ def _report(wanted: Wanted, columns: int | None) -> int:
     if wanted.to is not None:
         wanted.to.write_text(report_page(job, verdict), encoding="utf-8")
     return 0
+
+
+def make_room(trace: str) -> None:
+    """Make the folder for recordings, or take those of an earlier job out of it.
+
+    Raises:
+        UsageError: that is impossible, or another job records into it.
+    """
+    folder = folder_beside(trace)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = list(folder.glob(f"*{SUFFIX}"))
+        if any(is_being_written(each) for each in files):
+            raise UsageError(f"--timeline {trace}: another job records into {folder}; name another file")
+        for old in files:
+            old.unlink()
+        for profile in folder.glob(f"*{PROFILE_SUFFIX}"):
+            shutil.rmtree(profile)
+    except OSError as error:
+        raise UsageError(
+            f"--timeline {trace}: recordings go to {folder}, which cannot be made: {error.strerror}; name another file"
+        ) from None
+
+
+def write_timeline(trace: str, log: Log) -> None:
+    """Merge what was recorded; where that fails the job has still ended as it has."""
+    from poprun.trace.merging import merge
+
+    folder = folder_beside(trace)
+    try:
+        job, counts = merge(folder, Path(trace))
+    except PopRunError as error:
+        log.warn(f"there is no timeline: {error}")
+        return
+    except OSError as error:
+        again = f"poprun timeline merge {shlex.quote(str(folder))} -o FILE"
+        log.warn(f"the timeline cannot be written to {trace}: {error.strerror}; {again}")
+        return
+    for warning in job.warnings:
+        log.warn(f"timeline: {warning}")
+    log.info(
+        f"wrote {counts.spans} spans to {trace}; poprun timeline report {shlex.quote(trace)} says what held the job up"
+    )

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort, Spans
 
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
-class Meetings:
+class MatchedCollectives:
     """Collectives that several instances took part in. Rows are collectives, columns instances.
 
     Attributes:
@@ -37,19 +37,19 @@ class Meetings:
 
     @property
     def last(self) -> np.ndarray:
-        """Who came last to each: a column."""
+        """The column of the last instance to come to each."""
         last: np.ndarray = np.argmax(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         return last
 
     @property
     def late_ns(self) -> np.ndarray:
-        """How long after the last but one the last one came: so much sooner all could have gone on."""
+        """The time between the last but one and the last arrival: without it all could have gone on."""
         came = np.sort(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         late: np.ndarray = came[:, -1] - came[:, -2]
         return late
 
 
-def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
+def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> MatchedCollectives:
     """Collectives of the same name in the same step of an attempt, in their order, are the same one."""
     names = sorted({str(said["name"]) for each in recordings for said in each.names.values() if "call" in said})
     numbers = {name: number for number, name in enumerate(names)}
@@ -73,11 +73,11 @@ def match(recordings: Sequence[Recording], spans: Sequence[Spans]) -> Meetings:
     step, name = of_names // (len(names) or 1) % steps - 1, of_names % (len(names) or 1)
     order = np.lexsort((np.where(took_part, came, _NEVER)[several].min(axis=1), step)) if several.any() else slice(0)
     chosen = [each[several][order] for each in (came, moved, left, took_part)]
-    return Meetings(step[order], name[order], names, *chosen)
+    return MatchedCollectives(step[order], name[order], names, *chosen)
 
 
-def _called(recording: Recording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each collective of an instance the step, the name and the how manieth it is of these; and three times.
+def _called(recording: InstanceRecording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return an instance's collectives as (step, name, turn of that name), and their three times.
 
     The times are when the instance came, saw the others, and left.
     """

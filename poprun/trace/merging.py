@@ -1,4 +1,4 @@
-"""From a folder of recordings to what can be drawn or judged."""
+"""From a folder of recordings to a job that can be drawn or judged, also one that lost instances."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
+from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned, align, doubts
-from poprun.trace.matching import Meetings, match
-from poprun.trace.memberships import of_longest_membership, with_first_numbers
+from poprun.trace.matching import MatchedCollectives, match
 from poprun.trace.profiles import Profiled, read_profile
-from poprun.trace.recordings import Recording, read_recordings, what_is_missing
+from poprun.trace.recordings import InstanceRecording, read_recordings, what_is_missing
 from poprun.trace.spans import Spans, spans_of
 from poprun.trace.trace_events import Counts, write_trace
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """What the instances of a job did, on one clock.
+class RecordedJob:
+    """The actions of a job's instances, on one clock.
 
     Attributes:
         aligned: the recordings, by attempt and instance.
@@ -30,12 +30,12 @@ class Job:
 
     aligned: Sequence[Aligned]
     spans: Sequence[Spans]
-    meetings: Meetings
+    meetings: MatchedCollectives
     warnings: Sequence[str]
 
 
-def put_together(recordings: Sequence[Recording], whole: Sequence[Recording] = ()) -> Job:
-    """The recordings of one job, on the clock of instance 0.
+def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[InstanceRecording] = ()) -> RecordedJob:
+    """Put the recordings of one job together, on the clock of instance 0.
 
     Args:
         recordings: what is to be seen.
@@ -47,17 +47,17 @@ def put_together(recordings: Sequence[Recording], whole: Sequence[Recording] = (
     meetings = match([each.recording for each in aligned], spans)
     exchanges = (meetings.left_ns - meetings.moved_ns)[meetings.took_part]
     shortest = float(np.median(exchanges)) if len(exchanges) else 0.0
-    return Job(aligned, spans, meetings, [*what_is_missing(whole or recordings), *doubts(aligned, shortest)])
+    return RecordedJob(aligned, spans, meetings, [*what_is_missing(whole or recordings), *doubts(aligned, shortest)])
 
 
-def to_be_judged(recordings: Sequence[Recording]) -> Job:
-    """What a report compares: the last attempt, and of that the time in which the same instances made most steps."""
+def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
+    """Choose the part that a report compares: of the last attempt the longest time with the same instances."""
     chosen, said = of_longest_membership(with_first_numbers(recordings))
     job = put_together(chosen, recordings)
     return replace(job, warnings=[*said, *job.warnings])
 
 
-def merge(folder: Path, to: Path) -> tuple[Job, Counts]:
+def merge(folder: Path, to: Path) -> tuple[RecordedJob, Counts]:
     """Merge the recordings in a folder into one trace.
 
     Raises:
@@ -71,7 +71,7 @@ def merge(folder: Path, to: Path) -> tuple[Job, Counts]:
 
 
 def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled | None], list[str]]:
-    """What profilers saw of each instance, and whose profile is not to be had."""
+    """Read the profile of each instance; return them, and warnings about those that cannot be read."""
     found: list[Profiled | None] = [None] * len(aligned)
     warnings = []
     for place, each in enumerate(aligned):
@@ -93,3 +93,62 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
                 "on another host, copy it there"
             )
     return found, warnings
+
+
+def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
+    """Return a job's recordings with waits for the instances' first numbers, also after a loss."""
+    of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
+    return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
+
+
+def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
+    """Return the events in which the same instances of the last attempt made most steps, and remarks on the rest."""
+    attempt = max(each.attempt for each in recordings)
+    own = [each for each in recordings if each.attempt == attempt]
+    losses = max(len(_renumbered(each)) for each in own)
+    if not losses:
+        return own, []
+    periods = [[each for each in own if len(_renumbered(each)) >= period] for period in range(losses + 1)]
+    steps = [max(_steps_in(each, period) for each in there) for period, there in enumerate(periods)]
+    best = int(np.argmax(steps))
+    chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
+    lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
+    said = (
+        f"instances {', '.join(map(str, lost))} were lost, and the others carried on; what is told here is of the "
+        f"{steps[best]} of {sum(steps)} steps that instances {', '.join(str(each.instance) for each in chosen)} began "
+        "together"
+    )
+    return chosen, [said]
+
+
+def _renumbered(recording: InstanceRecording) -> np.ndarray:
+    """Return the places of the events that renumber instances."""
+    return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
+
+
+def _bounds(recording: InstanceRecording, period: int) -> slice:
+    """Return the range of the events between two losses: the first period is before any."""
+    places = [0, *_renumbered(recording).tolist(), len(recording.events)]
+    return slice(places[period] + (period > 0), places[period + 1])
+
+
+def _steps_in(recording: InstanceRecording, period: int) -> int:
+    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == EventKind.STEP_BEGINS))
+
+
+def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceRecording]) -> InstanceRecording:
+    losses = len(_renumbered(recording))
+    if not losses:
+        return recording
+    events = recording.events.copy()
+    for period in range(1, losses + 1):
+        first = {_number_in(each, period): each.instance for each in others if len(_renumbered(each)) >= period}
+        own = events[_bounds(recording, period)]
+        waits = own["kind"] == EventKind.WAITS_FOR
+        own["value"][waits] = [first.get(value, -1) for value in own["value"][waits].tolist()]
+    return replace(recording, events=events)
+
+
+def _number_in(recording: InstanceRecording, period: int) -> int:
+    """Return the number of an instance after so many losses."""
+    return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -30,9 +30,22 @@ _MOST_RATIO, _ROOM_BYTES = 200, 1 << 20
 """How much a profile may become when it is unpacked; those of JAX and PyTorch become 10 to 30 times as much."""
 
 
+class TraceEvent(TypedDict, total=False):
+    """An event in the format of chrome://tracing; its times are in us."""
+
+    ph: str
+    cat: str
+    name: str
+    ts: float
+    dur: float
+    pid: int | str
+    tid: int | str
+    args: Mapping[str, object]
+
+
 @dataclass(frozen=True)
 class Profile:
-    """What a recording says of the profile beside it.
+    """The description of a profile in the recording beside it.
 
     Attributes:
         profiler: its name.
@@ -47,7 +60,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Profiled:
-    """What a profiler saw.
+    """The spans that a profiler saw.
 
     Attributes:
         threads: their names.
@@ -69,11 +82,7 @@ class Profiled:
 
 
 def read_profile(folder: Path, profile: Profile) -> Profiled:
-    """What is in the file of a profile.
-
-    Args:
-        folder: of the recording.
-        profile: what that says.
+    """Read the file of a profile from the folder of its recording.
 
     Raises:
         ValueError: the file cannot be read, or is no profile.
@@ -90,8 +99,8 @@ def read_profile(folder: Path, profile: Profile) -> Profiled:
         raise ValueError(f"it is cut off or damaged ({error!r})") from None
 
 
-def on_clock_of_recording(trace: Mapping[str, Any], profile: Profile) -> Profiled:
-    """The spans of a trace in the format of chrome://tracing, at times of the recording's clock.
+def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Profile) -> Profiled:
+    """Return the spans of a chrome://tracing trace, at times of the recording's clock.
 
     Raises:
         ValueError: it has none of the markers.
@@ -124,7 +133,7 @@ def on_clock_of_recording(trace: Mapping[str, Any], profile: Profile) -> Profile
 
 
 def nested(thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The ends, no later than those of spans that had begun before: only such spans can be drawn in one another."""
+    """Cut ends down to those of spans that had begun before, so that spans can be drawn in one another."""
     ends = end.tolist()
     begins, threads = begin.tolist(), thread.tolist()
     around: dict[int, list[int]] = {}
@@ -145,14 +154,14 @@ def _moved(times_ns: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, floa
     return times_ns - np.rint(ahead.middle_ns).astype(np.int64), float(ahead.uncertainty_ns.max(initial=0.0)) + 1
 
 
-def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
+def _thread(event: TraceEvent) -> tuple[object, object]:
     return event["pid"], event["tid"]
 
 
 def _names_of_threads(
-    events: Sequence[Mapping[str, Any]], shown: Set[Any], profiler: str
-) -> dict[tuple[Any, Any], str]:
-    """With the process before the thread where several of them are shown."""
+    events: Sequence[TraceEvent], shown: Set[object], profiler: str
+) -> dict[tuple[object, object], str]:
+    """Return the names of threads, with the process before them if several are shown."""
     said = [each for each in events if each.get("ph") == "M"]
     processes = {each["pid"]: each["args"]["name"] for each in said if each["name"] == "process_name"}
     of_process = {pid: f"{name} " if len(shown) > 1 else "" for pid, name in processes.items()}

@@ -1,13 +1,15 @@
-"""Reading what the instances of a job have recorded, also what is cut off."""
+"""Reading and checking the recordings of a job's instances, which may be cut off, damaged, or foreign."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -28,13 +30,12 @@ from popdist.timeline.blocks import (
 from popdist.timeline.events import EVENT, EventKind
 from poprun.cli.wording import cut_off
 from poprun.errors import PopRunError
-from poprun.trace.contents import check_events, header_in, joined_in, names_in, profile_in
 from poprun.trace.profiles import Profile
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
-    """What one instance has recorded, in one attempt at the job.
+class InstanceRecording:
+    """The recording of one instance, in one attempt at the job.
 
     Attributes:
         instance: its index when the job began.
@@ -64,7 +65,7 @@ class Recording:
     began_at_s: float = 0.0
     job: str = ""
     asked_clock: str = ""
-    names: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    names: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
     exchanges: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     is_complete: bool = False
@@ -74,13 +75,13 @@ class Recording:
 
     @property
     def title(self) -> str:
-        """What it is called where there are several."""
+        """The name of the recording among several."""
         again = f", attempt {self.attempt}" if self.attempt else ""
         return f"instance {self.instance} ({self.host}{again})"
 
     @property
     def events_lost(self) -> int:
-        """How many events came too fast to be kept, or had no room in the file."""
+        """The number of events that came too fast, or had no room in the file."""
         return int(self.events["value"][self.events["kind"] == EventKind.EVENTS_LOST].sum())
 
 
@@ -98,7 +99,7 @@ _DAMAGED = (
 )
 
 
-def parse_recording(data: bytes) -> Recording | None:
+def parse_recording(data: bytes) -> InstanceRecording | None:
     """Return the recording in a file; None where it is cut off before there is anything.
 
     Raises:
@@ -110,35 +111,33 @@ def parse_recording(data: bytes) -> Recording | None:
         raise ValueError(f"it is damaged ({error!r:.80})") from None
 
 
-def _parsed(data: bytes) -> Recording | None:
+def _parsed(data: bytes) -> InstanceRecording | None:
     most_bytes = MOST_RATIO * len(data) + _ROOM_BYTES
-    facts: dict[str, Any] = {}
-    names: dict[int, Mapping[str, Any]] = {}
+    recording: InstanceRecording | None = None
+    names: dict[int, Mapping[str, object]] = {}
     events: list[np.ndarray] = []
     exchanges: list[np.ndarray] = []
     is_complete = False
     for found in read_blocks(data):
         if found.kind == HEADER:
-            facts |= header_in(found.content)
+            recording = _header_in(found.content)
         elif found.kind == NAMES:
-            names |= names_in(found.content)
+            names |= _names_in(found.content)
         elif found.kind == EVENTS:
             events.append(unpack_events(found.content, most_bytes))
-            check_events(events[-1], names)
+            _check_events(events[-1], names)
             most_bytes -= events[-1].nbytes
         elif found.kind == CLOCKS:
             exchanges.append(unpack_exchanges(found.content))
         elif found.kind == JOINED:
-            facts |= joined_in(found.content)
+            recording = _joined(recording, found.content)
         elif found.kind == PROFILE:
-            facts["profile"] = profile_in(found.content)
+            recording = replace(_known(recording), profile=_profile_in(found.content))
         is_complete = found.kind == END
-    if not facts:
+    if recording is None:
         return None
-    if "clock" not in facts:
-        raise ValueError("it has no header")
-    return Recording(
-        **facts,
+    return replace(
+        recording,
         names=names,
         events=np.concatenate(events) if events else np.empty(0, EVENT),
         exchanges=np.concatenate(exchanges) if exchanges else np.zeros((0, 4), np.int64),
@@ -146,8 +145,8 @@ def _parsed(data: bytes) -> Recording | None:
     )
 
 
-def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
-    """Those of one job with all of its attempts, by attempt and instance.
+def of_newest_job(recordings: Iterable[InstanceRecording]) -> list[InstanceRecording]:
+    """Return the recordings of the newest job with all its attempts, by attempt and instance.
 
     A folder may have files of jobs before, where those had more instances or attempts. An attempt before the last one
     belongs to the same job if no other one began between.
@@ -155,7 +154,7 @@ def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
     every = sorted(recordings, key=lambda each: each.began_at_s)
     if not every:
         return []
-    wanted: list[Recording] = []
+    wanted: list[InstanceRecording] = []
     attempt = max((each for each in every if each.instance == 0), key=_began, default=every[-1]).attempt
     newest = every
     while attempt >= 0:
@@ -167,12 +166,12 @@ def of_newest_job(recordings: Iterable[Recording]) -> list[Recording]:
     return sorted(wanted, key=lambda each: (each.attempt, each.instance))
 
 
-def _began(recording: Recording) -> float:
+def _began(recording: InstanceRecording) -> float:
     return recording.began_at_s
 
 
-def read_recordings(folder: Path) -> list[Recording]:
-    """The recordings of the newest job in a folder.
+def read_recordings(folder: Path) -> list[InstanceRecording]:
+    """Read the recordings of the newest job in a folder.
 
     Raises:
         PopRunError: there are none.
@@ -196,7 +195,7 @@ def read_recordings(folder: Path) -> list[Recording]:
     return recordings
 
 
-def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
+def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
     """Warnings: whose recording is not there, ends before its instance did, or has gaps."""
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
@@ -219,3 +218,125 @@ def what_is_missing(recordings: Sequence[Recording]) -> list[str]:
             if each.events_lost
         ]
     return warnings
+
+
+_MOST_INSTANCES = _MOST_NAMES = 1 << 20
+_MOST_ATTEMPTS = 10_000
+_MOST_STEP = 1 << 40
+_LATEST_S = 2.5e11  # what calendars know ends soon after
+_TEXT_BYTES = 4096
+_NAMED = (
+    EventKind.PHASE_BEGINS,
+    EventKind.PHASE_ENDS,
+    EventKind.OPERATION_BEGINS,
+    EventKind.MEASURED,
+    EventKind.SEEN_AT,
+)
+
+
+def _known(recording: InstanceRecording | None) -> InstanceRecording:
+    if recording is None:
+        raise ValueError("it has no header")
+    return recording
+
+
+def _header_in(content: bytes) -> InstanceRecording:
+    """Return a recording with what its header says: the instance, and when it began."""
+    said = _object(json.loads(content))
+    instances = _number(said, "instances", 1, _MOST_INSTANCES)
+    program = said.get("program") or ()
+    if not isinstance(program, list | tuple):
+        raise ValueError(f"its program is {program!r:.40}")
+    return InstanceRecording(
+        _number(said, "instance", 0, instances - 1),
+        instances,
+        _text(said, "host"),
+        _number(said, "attempt", 0, _MOST_ATTEMPTS),
+        _text(said, "clock"),
+        _number(said, "began_ns", 0, 1 << 62),
+        _time(said, "began_at_s"),
+        program=tuple(map(str, program)),
+        replicas=_replicas(said.get("replicas")),
+    )
+
+
+def _joined(recording: InstanceRecording | None, content: bytes) -> InstanceRecording:
+    """Add the job and the clock of instance 0 to a recording."""
+    said = _object(json.loads(content))
+    clocks = said.get("clocks")
+    if not isinstance(clocks, list) or not clocks or not isinstance(clocks[0], str):
+        raise ValueError("it names no clock of instance 0")
+    return replace(_known(recording), job=_text(said, "job"), asked_clock=clocks[0])
+
+
+def _profile_in(content: bytes) -> Profile:
+    """Return the description of a profile, which lies in the folder of the recording."""
+    said = _object(json.loads(content))
+    markers = said.get("markers")
+    if not isinstance(markers, list) or not all(_is_pair(each) for each in markers):
+        raise ValueError("the markers of its profile are no pairs of times")
+    file = PurePosixPath(_text(said, "file"))
+    if file.is_absolute() or ".." in file.parts:
+        raise ValueError(f"its profile lies elsewhere, {str(file)!r}")
+    return Profile(_text(said, "profiler"), _text(said, "file"), markers)
+
+
+def _names_in(content: bytes) -> dict[int, Mapping[str, object]]:
+    """Return the meaning of the names of events."""
+    found: dict[int, Mapping[str, object]] = {}
+    for number, said in json.loads(content):
+        if type(number) is not int or not 0 <= number < _MOST_NAMES:
+            raise ValueError(f"a name has the number {number!r:.40}")
+        _text(_object(said), "name")
+        found[number] = said
+    return found
+
+
+def _check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
+    """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
+    kinds = events["kind"]
+    if not np.isin(kinds, list(EventKind)).all():
+        raise ValueError("it has events of no kind that is known")
+    used = np.unique(events["name"][np.isin(kinds, _NAMED)])
+    if not set(used.tolist()) <= names.keys():
+        raise ValueError("it has events without a name")
+    steps = events["value"][kinds == EventKind.STEP_BEGINS]
+    if len(steps) and not 0 <= steps.min() <= steps.max() < _MOST_STEP:
+        raise ValueError("it has steps with impossible numbers")
+
+
+def _object(said: object) -> dict[str, object]:
+    if not isinstance(said, dict):
+        raise ValueError(f"it has {said!r:.40} in place of a JSON object")
+    return said
+
+
+def _number(said: Mapping[str, object], name: str, least: int, most: int) -> int:
+    number = said.get(name)
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"its {name} is {number!r:.40}")
+    return number
+
+
+def _time(said: Mapping[str, object], name: str) -> float:
+    number = said.get(name)
+    if not isinstance(number, int | float) or not math.isfinite(number) or not 0 <= number < _LATEST_S:
+        raise ValueError(f"its {name} is {number!r:.40}")
+    return float(number)
+
+
+def _text(said: Mapping[str, object], name: str) -> str:
+    text = said.get(name)
+    if not isinstance(text, str) or len(text) > _TEXT_BYTES or re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError(f"its {name} is {text!r:.40}")
+    return text
+
+
+def _replicas(said: object) -> int:
+    """Return the number of replicas of all instances; 0 if unknown."""
+    is_known = isinstance(said, list) and len(said) == 3 and type(said[2]) is int and 0 < said[2] <= _MOST_STEP
+    return int(said[2]) if is_known and isinstance(said, list) else 0
+
+
+def _is_pair(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and all(type(time) is int and abs(time) < 1 << 62 for time in each)

@@ -9,11 +9,11 @@ from enum import IntEnum
 import numpy as np
 
 from popdist.timeline.events import EventKind
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 
 
 class Sort(IntEnum):
-    """What a span is."""
+    """Sorts of spans."""
 
     STEP = 0
     BETWEEN_STEPS = 1
@@ -62,13 +62,13 @@ class Spans:
     measured: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
     def of(self, *sorts: Sort) -> np.ndarray:
-        """Those of these sorts."""
+        """Return the spans of these sorts."""
         found: np.ndarray = self.spans[np.isin(self.spans["sort"], sorts)]
         return found
 
 
-def spans_of(recording: Recording) -> Spans:
-    """All that lasts in a recording; what was never ended lasts until the next of its kind, or the end."""
+def spans_of(recording: InstanceRecording) -> Spans:
+    """Return all spans of a recording; one that was never ended lasts until the next of its kind, or the end."""
     events = recording.events
     steps = _step_of_each(events)
     numbers = {str(said["name"]): number for number, said in recording.names.items() if "call" not in said}
@@ -105,7 +105,7 @@ def _among(events: np.ndarray, *kinds: EventKind) -> np.ndarray:
 
 
 def _step_of_each(events: np.ndarray) -> np.ndarray:
-    """In which step each event is; -1 before the first."""
+    """Return the step of each event; -1 before the first."""
     begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
     known = np.append(np.int64(-1), events["value"][begins])
     steps: np.ndarray = known[np.searchsorted(begins, np.arange(len(events)), side="right")]
@@ -117,7 +117,7 @@ def _empty(count: int) -> np.ndarray:
 
 
 def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: EventKind, sort: Sort) -> np.ndarray:
-    """From each begin to the end that follows it, of the chosen events, where no event between them is lost."""
+    """Return spans from each begin to the end that follows, of the chosen events, if no event between is lost."""
     places = np.flatnonzero(chosen)
     own = events[places]
     gaps = np.cumsum(events["kind"] == EventKind.EVENTS_LOST)[places]
@@ -173,7 +173,7 @@ def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _replicas(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """From the begin of a replica's program, or the end of a part, to the end of the next part."""
+    """Return spans from a replica's begin, or the end of a part, to the end of the next part."""
     places = np.flatnonzero(_among(events, EventKind.REPLICA_BEGINS, EventKind.REPLICA_ENDS))
     own = events[places]
     order = np.lexsort((places, own["track"], own["name"]))

@@ -6,20 +6,22 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU:
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, cast
 
 import numpy as np
 
+from popdist.records.private_files import open_unless_linked
 from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned
-from poprun.trace.matching import Meetings
+from poprun.trace.matching import MatchedCollectives
 from poprun.trace.profiles import Profiled, nested
 from poprun.trace.spans import Sort, Spans
-from poprun.trace.trace_file import Writer, name_of, opened, us_of
 
 STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
 """Threads of the trace."""
@@ -28,7 +30,7 @@ _STAGES = 64
 
 @dataclass(frozen=True)
 class Counts:
-    """How much a trace has.
+    """The size of a trace.
 
     Attributes:
         spans: complete events, those of profiles too.
@@ -45,7 +47,7 @@ def write_trace(
     path: Path,
     aligned: Sequence[Aligned],
     spans: Sequence[Spans],
-    meetings: Meetings,
+    meetings: MatchedCollectives,
     profiles: Sequence[Profiled | None] = (),
 ) -> Counts:
     """Write the trace; compressed where the name ends in .gz.
@@ -79,8 +81,8 @@ def write_trace(
     return Counts(sum(len(each.spans) for each in spans) + of_profiles, flows, writer.counters)
 
 
-def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
-    """What is known of clocks, for whoever looks into the file."""
+def _facts(aligned: Sequence[Aligned]) -> dict[str, object]:
+    """Return the knowledge about clocks, for readers of the file."""
     return {
         each.recording.title: {
             "clock": each.recording.clock,
@@ -94,7 +96,7 @@ def _facts(aligned: Sequence[Aligned]) -> dict[str, Any]:
     }
 
 
-def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, Any]]:
+def _metadata(process: int, aligned: Aligned, spans: Spans) -> Iterator[Mapping[str, object]]:
     yield name_of("process_name", process, 0, aligned.recording.title)
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     if not aligned.is_measured or aligned.uncertainty_ns > 1:
@@ -131,7 +133,7 @@ def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, b
 
 
 def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], str]:
-    """What begins the text of a span, by its name or thread."""
+    """Return the beginning of a span's text, by its name or thread."""
     if sort is Sort.REPLICA:
         return lambda thread: f'{head}{thread},"name":"compute","cat":"replica"'
     if sort in (Sort.STEP, Sort.BETWEEN_STEPS):
@@ -147,7 +149,7 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
 
 
 def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
-    """As further threads of the instance, with how well its clock is known in their names."""
+    """Write a profile as further threads of the instance, with its clock's uncertainty in their names."""
     known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
     for thread, name in enumerate(profile.threads, PROFILE):
         writer.lines(iter([name_of("thread_name", process, thread, f"{name} {known}")]))
@@ -191,8 +193,8 @@ def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans
         writer.counters += int(finite.sum())
 
 
-def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
-    """From who came last to a collective, to each of those who waited for it."""
+def _write_flows(writer: Writer, meetings: MatchedCollectives, began: int) -> int:
+    """Write arrows from the last instance to come to a collective to each that waited for it."""
     if not len(meetings.step):
         return 0
     last = meetings.last
@@ -208,3 +210,55 @@ def _write_flows(writer: Writer, meetings: Meetings, began: int) -> int:
         head = f'{{"ph":"{phase}","bp":"e","cat":"flow","name":"last","tid":{COMMUNICATION}'
         writer.table(f'{head},"id":%d,"pid":%d,"ts":%d.%03d}},\n', [numbers, processes, *us_of(times - began)])
     return len(rows)
+
+
+_CHUNK = 20_000
+_COMPRESSED = ".gz"
+
+
+class Writer:
+    """Events of a trace, with commas between them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._is_first = True
+        self.counters = 0
+
+    def text(self, text: str) -> None:
+        """Write events that end with a comma and a new line each."""
+        if text:
+            self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
+            self._is_first = False
+
+    def lines(self, events: Iterator[Mapping[str, object]]) -> None:
+        """Write a few events."""
+        self.text("".join(f"{json.dumps(event)},\n" for event in events))
+
+    def table(self, form: str, columns: Sequence[Sequence[object] | np.ndarray]) -> None:
+        """Write many events: a text with as many `%` as there are columns, once for each row."""
+        count = len(columns[0])
+        for start in range(0, count, _CHUNK):
+            parts = [each[start : start + _CHUNK] for each in columns]
+            size = len(parts[0])
+            flat: list[object] = [None] * (size * len(parts))
+            for place, part in enumerate(parts):
+                flat[place :: len(parts)] = part.tolist() if isinstance(part, np.ndarray) else part
+            self.text((form * size) % tuple(flat))
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open the file of a trace, empty; compressed if its name ends in .gz."""
+    if path.suffix == _COMPRESSED:
+        os.close(open_unless_linked(path, os.O_WRONLY | os.O_CREAT))
+        return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
+    return open(path, "wb", buffering=1 << 20, opener=open_unless_linked)
+
+
+def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
+    """Return the event that names a process or a thread."""
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def us_of(times_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split times into whole us and the ns that are left."""
+    return times_ns // 1000, times_ns % 1000

@@ -14,8 +14,8 @@ from test_launch import run
 
 from poprun.trace.merging import to_be_judged
 from poprun.trace.recordings import read_recordings
-from poprun.trace.report.sentences import findings
-from poprun.trace.report.verdict import Verdict, judge
+from poprun.trace.report.text import findings
+from poprun.trace.report.verdict import TimelineReport, judge
 
 pytestmark = [
     pytest.mark.cluster,
@@ -74,7 +74,7 @@ def over_grpc(bed: Bed, places: Sequence[str], recordings: Path, *command: str) 
 
 def verdict_of(
     bed: Bed, hosts: int, computes: str, folder: str, start: Start = under_poprun, on_each: int = 1
-) -> Verdict:
+) -> TimelineReport:
     """What the report says of a job with as many instances on each of the first hosts."""
     recordings = bed.shared / f"{folder}-{start.__name__}-{hosts}x{on_each}"
     places = [host for host in bed.names[:hosts] for _ in range(on_each)]

@@ -89,11 +89,11 @@ def test_a_second_signal_does_not_wait():
 
 def test_a_program_can_use_the_signal_to_end_well():
     program = (
-        "import os, signal, sys\n"
-        "def end(*_): print('saved', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "print('ready', os.environ['OMPI_COMM_WORLD_RANK'], flush=True)\n"
-        "while True: signal.pause()\n"
+        "signal.sigwait([signal.SIGTERM])\n"
+        "print('saved', flush=True)\n"
     )
     job = start_two(program)
     job.process.terminate()
@@ -103,15 +103,16 @@ def test_a_program_can_use_the_signal_to_end_well():
 
 
 NEEDS_TIME = (
-    "import os, signal, sys, time\n"
+    "import os, signal, time\n"
     "from popdist.records import ProgressPage\n"
     "page = ProgressPage.from_environ(os.environ)\n"
     "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
     "page.grace(20)\n"
-    "def end(*_): time.sleep(2 if LEAVES else 100); print('saved', flush=True); sys.exit(0)\n"
-    "signal.signal(signal.SIGTERM, end)\n"
+    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
     "print('ready', rank, flush=True)\n"
-    "while True: signal.pause()\n"
+    "signal.sigwait([signal.SIGTERM])\n"  # a handler might run just before `signal.pause`, and nothing would end that
+    "time.sleep(2 if LEAVES else 100)\n"
+    "print('saved', flush=True)\n"
 )
 
 
@@ -142,11 +143,11 @@ def test_a_second_signal_does_not_wait_for_those_either():
 
 def test_user_signals_reach_the_programs():
     program = (
-        "import os, signal, sys\n"
-        "def end(*_): print('got it', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGUSR1, end)\n"
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "print('ready', os.environ['OMPI_COMM_WORLD_RANK'], flush=True)\n"
-        "while True: signal.pause()\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+        "print('got it', flush=True)\n"
     )
     job = start_two(program)
     job.process.send_signal(signal.SIGUSR1)

@@ -15,7 +15,7 @@ from popdist.timeline.asked import folder_beside
 from poprun.trace.merging import put_together, to_be_judged
 from poprun.trace.recordings import read_recordings
 from poprun.trace.report.findings import Cause
-from poprun.trace.report.verdict import Verdict, judge
+from poprun.trace.report.verdict import TimelineReport, judge
 from poprun.trace.spans import Sort
 
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
@@ -87,7 +87,7 @@ for batch in strategy.distribute_dataset(Rows(), batch_size=1, seed=0).epoch(0):
 """
 
 
-def verdict_of(tmp_path: Path, *words: str) -> Verdict:
+def verdict_of(tmp_path: Path, *words: str) -> TimelineReport:
     trace = tmp_path / "trace.json"
     finished = start(f"--timeline={trace}", *words).finish()
     assert finished.status == 0, finished.stderr

@@ -31,7 +31,7 @@ IN_POPRUN = (
         path="poprun/supervisor/diagnosis.py",
         old="blamed = min(failed, key=lambda each: _order(each, failed))",
         new="blamed = max(failed, key=lambda each: _order(each, failed))",
-        caught_by=("tests/poprun/test_diagnosis.py::TestFirstCause::test_the_earliest_failure",),
+        caught_by=("tests/poprun/test_diagnosis.py::TestFirstCause::test_is",),
     ),
     Fault(
         name="of several instances that waited alike one is named only",
@@ -45,7 +45,7 @@ IN_POPRUN = (
         path="poprun/supervisor/lookout.py",
         old="if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:",
         new="if limit_s and not self.in_vain and now_s - self._heeded_s < 0:",
-        caught_by=("tests/poprun/test_lookout.py::test_who_is_stuck_is_found_after_the_limit",),
+        caught_by=("tests/poprun/test_lookout.py::TestLookout::test_who_is_stuck_is_found_after_the_limit",),
     ),
     Fault(
         name="the children of children are not found when a job ends, and left",

@@ -25,7 +25,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="times in which connections of two instances are busy are added, though they overlap",
-        path="poprun/trace/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="busy[link] = max(busy.get(link, 0.0), min(lasted, (end_ns - begin_ns) / 1e9))",
         new="busy[link] = busy.get(link, 0.0) + min(lasted, (end_ns - begin_ns) / 1e9)",
         caught_by=(
@@ -34,7 +34,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a link between hosts may be busy for longer than there is time",
-        path="poprun/trace/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="min(lasted, (end_ns - begin_ns) / 1e9))",
         new="lasted)",
         caught_by=(
@@ -43,21 +43,21 @@ IN_TIMELINES = (
     ),
     Fault(
         name="the cause of lateness is what takes longer than in the mean of the others",
-        path="poprun/trace/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="np.median(category_ns[others], axis=0)",
         new="np.mean(category_ns[others], axis=0)",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_cause_of_lateness",),
     ),
     Fault(
         name="an instance is said to be late by the mean",
-        path="poprun/trace/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="float(np.median(late[own, row])) / 1e9",
         new="float(np.mean(late[own, row])) / 1e9",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_lateness_itself",),
     ),
     Fault(
         name="the load of a host is compared with the mean of the others",
-        path="poprun/trace/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old="float(np.median([waited[each] for each in others]))",
         new="float(np.mean([waited[each] for each in others]))",
         caught_by=("tests/poprun/test_timeline_confusions.py::TestWhatIsUsual::test_waits_for_cores",),
@@ -80,7 +80,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="connections inside of a host count as links between hosts",
-        path="poprun/trace/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="if link[0] != link[1]:",
         new="if True:",
         caught_by=(
@@ -89,7 +89,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a slow link is compared with the fastest one",
-        path="poprun/trace/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="usual = float(np.median([each.rate for each in by_rate[place + 1 :]]))",
         new="usual = float(np.max([each.rate for each in by_rate[place + 1 :]]))",
         caught_by=(
@@ -132,7 +132,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="one of two that are late in turn is blamed",
-        path="poprun/trace/report/lateness.py",
+        path="poprun/trace/report/findings.py",
         old=" or sums[row] < LEAST_SHARE * sums.sum():",
         new=":",
         caught_by=("tests/poprun/test_timeline_confusions.py::test_two_that_are_late_in_turn_are_none_to_blame",),
@@ -164,7 +164,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a host is blamed for slow links though others of its links are fast",
-        path="poprun/trace/report/traffic.py",
+        path="poprun/trace/report/links.py",
         old="common -= {host for each in others for host in (each.source, each.target)}",
         new="pass",
         caught_by=(
@@ -221,7 +221,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="bubbles of a pipeline are filled with the work of other replicas",
-        path="poprun/trace/report/overlap.py",
+        path="poprun/trace/report/step_table.py",
         old='replicas["name"].astype(np.int64)',
         new='0 * replicas["name"].astype(np.int64)',
         caught_by=(

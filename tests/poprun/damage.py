@@ -6,18 +6,18 @@ import random
 from collections.abc import Callable, Iterator
 
 from popdist.timeline import blocks
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 
 Harm = Callable[[random.Random, bytes], bytes]
 
 
-def header_of(recording: Recording) -> dict[str, object]:
+def header_of(recording: InstanceRecording) -> dict[str, object]:
     """What an instance says first."""
     names = ("instance", "instances", "host", "attempt", "clock", "began_ns", "began_at_s")
     return {name: getattr(recording, name) for name in names} | {"program": ["train.py"], "replicas": [0, 1, 2]}
 
 
-def file_of(recording: Recording, parts: int = 4) -> bytes:
+def file_of(recording: InstanceRecording, parts: int = 4) -> bytes:
     """The file of a recording, with its events in so many blocks."""
     data = blocks.MAGIC + blocks.json_block(blocks.HEADER, header_of(recording))
     data += blocks.json_block(blocks.JOINED, {"job": recording.job, "clocks": [recording.clock]})
@@ -96,7 +96,7 @@ ODD = (
 )
 
 
-def forged(recording: Recording, count: int, seed: int = 0) -> Iterator[bytes]:
+def forged(recording: InstanceRecording, count: int, seed: int = 0) -> Iterator[bytes]:
     """So many files whose checksums are right, and that say what no instance would."""
     chance = random.Random(seed)
     while count:

@@ -6,31 +6,48 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from popdist.records.progress import ProgressRecord, State
 from poprun.cli.log import Level
-from poprun.ipc.facts import Ended, Ending, EndKind, Verdict
+from poprun.ipc.facts import Ending, EndKind, JobEnd, Verdict
 from poprun.launch.launch import Across
-from poprun.supervisor.job_actions import Action, Ask, Examine, Finish, PassOn, Release, Say, SendToMpirun, Stop
 from poprun.supervisor.job_events import (
+    Action,
+    AgentOrder,
+    Command,
+    Deed,
+    DeedKind,
     Event,
-    InstanceClosed,
+    Finish,
+    InstanceChange,
+    InstanceChanged,
     InstanceEnded,
-    InstanceExamined,
     MemberConnected,
-    MemberLost,
-    MpirunEnded,
     ProgressCame,
+    Say,
     SignalCame,
     Tick,
 )
-from poprun.supervisor.job_machine import JobMachine, Phase
+from poprun.supervisor.job_machine import JobMachine, JobPhase
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01
 """How long agents and mpirun take to do what they are told, unless the script says otherwise."""
-_Wanted = TypeVar("_Wanted")
+
+ASK, EXAMINE, RELEASE, PASS_ON, STOP = Command
+TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
+STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
+
+
+def kind_of(action: Action) -> type[Action] | Command | DeedKind:
+    """Return the command of an order, the kind of a deed, or the class of any other action."""
+    match action:
+        case AgentOrder(command):
+            return command
+        case Deed(kind):
+            return kind
+    return type(action)
 
 
 def exited(status: int = 0, at_s: float = 0.0) -> Ending:
@@ -114,11 +131,12 @@ class Script:
         self._mpirun_is_over = False
         self._mpirun_waits = False
         self._is_over = False
+        self._tick = Tick()
         self._order = itertools.count()
         self._coming: list[tuple[float, int, Event | Callable[[], None]]] = []
         for index in range(count if connected is None else connected):
             self._tell(MemberConnected(index, 100 + index, self.instances[index].host))
-        self._tell(Tick())
+        self._tell(self._tick)
 
     # What happens.
 
@@ -134,7 +152,7 @@ class Script:
     def lose(self, at_s: float, *indices: int, fault: str = "") -> None:
         """Have the connections to some agents break, and them be gone."""
         for index in indices:
-            self.at(at_s, MemberLost(index, fault), lambda index=index: self._forget(index))
+            self.at(at_s, InstanceChanged(index, LOST, fault), lambda index=index: self._forget(index))
 
     def note(self, at_s: float, index: int, record: ProgressRecord) -> None:
         """Have an instance note something."""
@@ -144,13 +162,14 @@ class Script:
         """Send poprun a signal."""
         self.at(at_s, SignalCame(number))
 
+    def see(self, at_s: float, **changes: Any) -> None:
+        """Change attributes of the following `Tick`s."""
+        self.at(at_s, lambda: setattr(self, "_tick", replace(self._tick, **changes)))
+
     def end_mpirun(self, at_s: float, status: int) -> None:
         """Have mpirun end."""
-
-        def note() -> None:
-            self._mpirun_is_over = True
-
-        self.at(at_s, note, MpirunEnded(status))
+        self.at(at_s, lambda: setattr(self, "_mpirun_is_over", True))
+        self.see(at_s, mpirun_status=status)
 
     # What comes of it.
 
@@ -168,13 +187,14 @@ class Script:
                     event()
                 else:
                     self._tell(event)
-            self._tell(Tick())
+            self._tell(self._tick)
 
     @property
-    def ended(self) -> Ended:
+    def ended(self) -> JobEnd:
         """How the job ended; it has to be over."""
         (finish,) = self.all_of(Finish)
-        return finish.ended
+        ended: JobEnd = finish.ended
+        return ended
 
     @property
     def exit_status(self) -> int:
@@ -194,15 +214,15 @@ class Script:
     @property
     def closed_s(self) -> float:
         """When poprun decided to end everything."""
-        return min(self.times_of(Stop))
+        return min(self.times_of(STOP))
 
-    def all_of(self, kind: type[_Wanted]) -> list[_Wanted]:
-        """The actions of one kind, in order."""
-        return [action for _, action in self.done if isinstance(action, kind)]
+    def all_of(self, kind: type[Action] | Command | DeedKind) -> list[Any]:
+        """Return the actions of one kind, in order."""
+        return [action for _, action in self.done if kind_of(action) is kind]
 
-    def times_of(self, kind: type) -> list[float]:
-        """When there were actions of one kind, to the microsecond."""
-        return [round(at_s, 6) for at_s, action in self.done if isinstance(action, kind)]
+    def times_of(self, kind: type[Action] | Command | DeedKind) -> list[float]:
+        """Return when there were actions of one kind, to the microsecond."""
+        return [round(at_s, 6) for at_s, action in self.done if kind_of(action) is kind]
 
     def said(self, level: Level = Level.ERROR) -> list[str]:
         """poprun's own words of one level."""
@@ -218,29 +238,28 @@ class Script:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Ask(index):
-                if self.instances[index].answers and not self.instances[index].has_ended:
-                    self._later(lambda: self._answer(index))
-            case Stop(index):
-                if self.instances[index].stops:
-                    self._later(lambda: self._stop(index))
-            case PassOn(index, number):
-                after_s, ending = self.instances[index].after_signal
-                self._end_later(index, after_s, ending)
-            case Release(index):
-                each = self.instances[index]
-                if each.heeds:
-                    each.record = replace(each.record, heeded=action.lost)
-                self._end_later(index, *each.after_release)
-            case Examine(index):
-                each = self.instances[index]
-                if each.state:
-                    self._later(lambda: self._tell(InstanceExamined(index, each.state, each.stack)))
-            case SendToMpirun(number):
+            case AgentOrder(command, index, number):
+                self._obey(command, index, number)
+            case Deed(DeedKind.SEND_TO_MPIRUN, number):
                 if self.mpirun_heeds[number] and not self._mpirun_is_over:
                     self._end_mpirun(128 + number)
             case Finish():
                 self._is_over = True
+
+    def _obey(self, command: Command, index: int, number: int) -> None:
+        each = self.instances[index]
+        if command is ASK and each.answers and not each.has_ended:
+            self._later(lambda: self._answer(index))
+        elif command is STOP and each.stops:
+            self._later(lambda: self._stop(index))
+        elif command is PASS_ON:
+            self._end_later(index, *each.after_signal)
+        elif command is RELEASE:
+            if each.heeds:
+                each.record = replace(each.record, heeded=number)
+            self._end_later(index, *each.after_release)
+        elif command is EXAMINE and each.state:
+            self._later(lambda: self._tell(InstanceChanged(index, EXAMINED, each.state + each.stack)))
 
     def _answer(self, index: int) -> None:
         each = self.instances[index]
@@ -257,14 +276,14 @@ class Script:
         if not self.instances[index].has_ended:
             self.instances[index].has_ended = True
             self._tell(InstanceEnded(index, ending))
-            self._tell(InstanceClosed(index))
+            self._tell(InstanceChanged(index, CLOSED))
 
     def _stop(self, index: int) -> None:
         each = self.instances[index]
         if each.is_gone:
             return
         self._end(index, killed(told=True, at_s=self.now_s))
-        self._tell(MemberLost(index))
+        self._tell(InstanceChanged(index, LOST))
         self._forget(index)
 
     def _forget(self, index: int) -> None:
@@ -274,7 +293,7 @@ class Script:
 
     def _end_mpirun(self, status: int) -> None:
         self._mpirun_is_over = True
-        self._later(lambda: self._tell(MpirunEnded(status)))
+        self.see(self.now_s - BEGIN_S + ANSWER_S, mpirun_status=status)
 
     def hold_mpirun(self) -> None:
         """Have mpirun go on when its instances have ended."""
@@ -282,4 +301,4 @@ class Script:
 
 
 def is_over(script: Script) -> bool:
-    return script.machine.phase is Phase.OVER
+    return script.machine.phase is JobPhase.OVER

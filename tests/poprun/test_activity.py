@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poprun.agent.activity import LOOK_S, Activity, children_of
+from poprun.agent.process_statistics import LOOK_S, Activity, children_of
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 WRAPPED = f"{shlex.quote(sys.executable)} -c '{SLEEPS}'; true"

@@ -9,7 +9,7 @@ from poprun.cli.settings import LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
 from poprun.hosts.this_machine import Core
-from poprun.ipc.marked_words import mark, unmark
+from poprun.ipc.wire import mark, unmark
 from poprun.launch.command import AGENT, build_command
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances

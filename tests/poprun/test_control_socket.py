@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import connect, open_socket
+from poprun.ipc.sockets import connect, open_socket
 from poprun.supervisor.control import GREETING_LIMIT_S, MOST_STRANGERS, PAUSE_S, Member, Reception, strangers_to_leave
 
 

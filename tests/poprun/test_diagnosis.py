@@ -1,16 +1,25 @@
+"""The instance to blame for a failure, and what is said about it."""
+
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.ipc.facts import Ending, EndKind, Facts, Verdict
 from poprun.supervisor.diagnosis import (
+    KEPT_BYTES,
     MOST_LINES,
+    LastLines,
+    find_exception,
     find_stuck,
     first_cause,
     has_failed,
+    innermost_line,
     judge,
     judge_missing,
     judge_stuck,
@@ -19,6 +28,8 @@ from poprun.supervisor.diagnosis import (
 )
 
 HERE = "node0"
+UNUSED = ProgressRecord()
+Instance = tuple[Ending | None, ProgressRecord]
 
 
 def exited(status: int, at_s: float = 10.0, told: bool = False) -> Ending:
@@ -29,62 +40,234 @@ def killed(number: int = 9, at_s: float = 10.0, told: bool = False) -> Ending:
     return Ending(EndKind.SIGNAL, number, at_s, told)
 
 
-def lost(at_s: float = 10.0) -> Ending:
-    return Ending(EndKind.LOST, 0, at_s)
+def lost(at_s: float = 10.0, fault: str = "") -> Ending:
+    return Ending(EndKind.LOST, 0, at_s, fault=fault)
 
 
-def running(number: int = 4) -> ProgressRecord:
-    return ProgressRecord(3, number, "barrier", State.RUNNING, 1.0)
+def in_state(state: State, *waiting_for: int, number: int = 4, since_s: float = 1.0) -> ProgressRecord:
+    return ProgressRecord(3, number, "barrier", state, since_s, waiting_for)
 
 
-def inside(*waiting_for: int, number: int = 5, label: str = "all_reduce 'gradients'") -> ProgressRecord:
-    return ProgressRecord(3, number, label, State.IN_COLLECTIVE, 1.0, waiting_for)
+def running(number: int = 4, since_s: float = 1.0) -> ProgressRecord:
+    return in_state(State.RUNNING, number=number, since_s=since_s)
+
+
+def inside(*waiting_for: int, number: int = 5) -> ProgressRecord:
+    return ProgressRecord(3, number, "all_reduce 'gradients'", State.IN_COLLECTIVE, 1.0, waiting_for)
 
 
 def leaving(number: int = 4) -> ProgressRecord:
-    return ProgressRecord(3, number, "barrier", State.LEAVING, 2.0)
+    return in_state(State.LEAVING, number=number)
 
 
-def job(*instances: tuple[Ending | None, ProgressRecord]) -> list[Facts]:
+def job(*instances: Instance) -> list[Facts]:
     return [
         Facts(index, f"node{index}", 100 + index, ending, record) for index, (ending, record) in enumerate(instances)
     ]
 
 
-class TestWhatOpenMPIEnds:
-    """As where one host cannot connect to another: mpirun alone knows why."""
+def verdict_on(*instances: Instance) -> Verdict:
+    facts = job(*instances)
+    verdict = judge(facts, HERE, vain_waits(facts))
+    assert verdict is not None
+    return verdict
+
+
+class TestFirstCause:
+    CASES = {
+        "the only failure": (1, (None, inside(1)), (exited(3), running())),
+        "the earliest": (1, (exited(1, 11.0), running()), (exited(2, 10.0), running())),
+        "a signal of the same moment": (1, (exited(1, 10.0), running()), (killed(9, 10.02), running())),
+        "an exit before a signal": (0, (exited(1, 10.0), running()), (killed(9, 10.2), running())),
+        "waited for by a victim": (1, (exited(1, 10.0), inside(1)), (exited(7, 10.3), running())),
+        "the end of a chain": (
+            2,
+            (exited(1, 10.0), inside(1)),
+            (exited(1, 10.1), inside(2)),
+            (exited(1, 10.2), running()),
+        ),
+        "left with status 0": (0, (exited(0, 9.0), leaving()), (exited(1, 10.0), inside(0))),
+        "left, for too short a wait": (0, (exited(0, 9.0), leaving(4)), (exited(1, 10.0), inside(number=5))),
+        "an error outside collectives": (1, (exited(0, 9.0), leaving()), (exited(1, 10.0), running())),
+        "a signal inside": (1, (exited(0, 9.0), leaving()), (killed(), inside(0))),
+        "a time-out for one that lives": (0, (exited(1), inside(1)), (None, running())),
+        "not told to stop": (1, (killed(9, 9.0, told=True), inside()), (exited(1, 10.0), running())),
+        "an own end after MPI_Abort": (
+            1,
+            (killed(9, 10.0, told=True), inside()),
+            (exited(5, 9.9, told=True), running()),
+        ),
+        "nobody when all were told": (None, (killed(told=True), inside()), (killed(told=True), inside())),
+        "a lost agent": (1, (None, inside(1)), (lost(), running())),
+        "all had come": (0, (exited(1), inside()), (exited(0), running(number=5))),
+        "no record of the others": (0, (exited(1), inside()), (exited(0), UNUSED)),
+        "through one that leaves and waits": (
+            2,
+            (exited(1), inside(1)),
+            (None, in_state(State.LEAVING_INSIDE, 2)),
+            (killed(at_s=10.2), running()),
+        ),
+        "the first of several to go": (
+            2,
+            (exited(1), inside(1, 2)),
+            (exited(0, 9.0), running(since_s=5.0)),
+            (exited(0, 8.0), running(since_s=6.0)),
+        ),
+    }
+
+    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+    def test_is(self, case):
+        expected, *instances = case
+        facts = job(*instances)
+        assert first_cause(facts) == expected
+        assert has_failed(facts) == any(ending and ending.is_own_failure for ending, _ in instances)
+
+    def test_blame_does_not_go_round_in_circles(self):
+        assert first_cause(job((exited(1, 10.0), inside(1)), (exited(1, 10.1), inside(0)))) in (0, 1)
+
+    def test_a_vain_wait_alone_blames_the_one_that_left(self):
+        facts = job((exited(0), leaving()), (None, inside(0)))
+        assert first_cause(facts, vain_waits(facts)) == 0
+        assert first_cause(facts) is None
 
     @pytest.mark.parametrize(
-        ("record", "status", "needs_mpirun"),
+        ("given_up", "expected", "instances"),
         [
-            (ProgressRecord(0, 0, "", State.RUNNING, 0.0), 14, True),
-            (ProgressRecord(0, 0, "", State.JOINING, 1.0), 14, True),
-            (ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0, (0,)), 14, True),
-            (ProgressRecord(3, 4, "barrier", State.RUNNING, 1.0), 14, False),
-            (ProgressRecord(0, 0, "", State.JOINING, 1.0), 1, False),
+            (1, 2, [(exited(0), running()), (killed(at_s=5.0), running()), (exited(7, at_s=20.0), running())]),
+            (1, 1, [(exited(1, at_s=20.0), inside(1)), (killed(at_s=5.0), running())]),
+            (0, 1, [(exited(3, at_s=5.0), running()), (exited(14, told=True), running())]),
+        ],
+        ids=["a later failure", "the others cannot do without it", "another one ended by itself"],
+    )
+    def test_after_a_loss_that_was_survived(self, given_up, expected, instances):
+        facts = job(*instances)
+        facts[given_up] = replace(facts[given_up], is_given_up=True)
+        assert first_cause(facts) == expected
+
+    def test_one_that_was_given_up_is_not_seen_as_a_failure_again(self):
+        facts = job((None, inside(1)), (killed(), running()))
+        assert has_failed(facts)
+        facts[1] = replace(facts[1], is_given_up=True)
+        assert not has_failed(facts)
+
+
+class TestVainWaits:
+    @pytest.mark.parametrize("gone", [(exited(0), running()), (None, leaving())])
+    def test_are_for_one_that_has_ended_well_or_is_in_its_exit_handlers(self, gone):
+        assert vain_waits(job(gone, (None, inside(0)))) == {(1, 0, 5)}
+
+    @pytest.mark.parametrize(
+        "instances",
+        [
+            [(None, running()), (None, inside(0))],
+            [(exited(0), running()), (None, running())],
+            [(exited(0), running()), (None, inside())],
+            [(exited(0), leaving()), (None, leaving())],
+            [(exited(0), running()), (exited(0), inside(0))],
+            [(None, in_state(State.RUNNING, 1)), (exited(0), running())],
+            [(None, in_state(State.LEAVING, 1)), (exited(0), running())],
+            [(None, in_state(State.LEAVING_INSIDE, 1)), (exited(0), running())],
         ],
     )
-    def test_is_told_with_the_words_of_mpirun_where_it_may_have_been_open_mpi(self, record, status, needs_mpirun):
-        facts = job((None, running()), (exited(status), record))
-        assert judge(facts, HERE).is_unexplained is needs_mpirun
+    def test_nothing_else_is_one(self, instances):
+        assert vain_waits(job(*instances)) == frozenset()
+
+
+class TestVerdict:
+    def test_it_names_instance_host_end_and_collectives(self):
+        verdict = verdict_on((None, inside(1)), (exited(3), running()), (None, inside(1)))
+        assert (verdict.instance, verdict.exit_status) == (1, 3)
+        assert verdict.lines == (
+            "instance 1 on host node1 (pid 101) ended with exit status 3 in step 3, after collective 4, barrier",
+            "instances 0, 2 were in collective 5, all_reduce 'gradients', step 3, waiting for instance 1",
+        )
+
+    @pytest.mark.parametrize(
+        ("ending", "record", "status", "text"),
+        [
+            (
+                killed(11),
+                inside(),
+                139,
+                "was killed by SIGSEGV in step 3, inside collective 5, all_reduce 'gradients'",
+            ),
+            (exited(1), UNUSED, 1, "ended with exit status 1"),
+            (exited(1), ProgressRecord(3, 0, "", State.RUNNING, 1.0), 1, "ended with exit status 1 in step 3"),
+            (
+                lost(),
+                running(),
+                137,
+                "was lost: its supervisor process was killed or cut off; last heard of in step 3, after collective 4, "
+                "barrier",
+            ),
+        ],
+        ids=["a signal", "without a record", "before the first collective", "a lost agent"],
+    )
+    def test_it_is_one_line_where_nobody_waits(self, ending, record, status, text):
+        verdict = verdict_on((ending, record), (None, UNUSED))
+        assert (verdict.exit_status, verdict.lines) == (status, (f"instance 0 on host node0 (pid 100) {text}",))
+
+    @pytest.mark.parametrize(
+        ("ending", "record", "is_aborted"),
+        [
+            (exited(14), UNUSED, True),
+            (exited(14), ProgressRecord(0, 0, "", State.JOINING, 1.0), True),
+            (exited(14), inside(0), True),
+            (exited(14), running(), False),
+            (exited(3), running(), False),
+            (exited(1), UNUSED, False),
+            (exited(1), ProgressRecord(0, 0, "", State.JOINING, 1.0), False),
+            (killed(11), UNUSED, False),
+        ],
+    )
+    def test_what_open_mpi_may_have_ended_needs_its_own_words(self, ending, record, is_aborted):
+        """As if one host cannot connect to another."""
+        facts = job((None, inside(1)), (None, UNUSED), (ending, record))
+        assert judge(facts, HERE).is_unexplained is is_aborted
+        assert not judge([replace(each, host="node0") for each in facts], HERE).is_unexplained
+
+    def test_a_premature_end_names_only_those_that_still_needed_the_one_that_left(self):
+        verdict = verdict_on(
+            (exited(0), leaving()),
+            (None, inside(0)),
+            (None, inside()),  # its wait is too short to be noted, and instance 0 has not come
+            (None, running()),
+            (None, inside(1)),
+            (None, inside(number=4)),  # instance 0 has come to that one
+            (None, in_state(State.RUNNING, 0)),  # what it waited for before
+        )
+        assert verdict.exit_status == 1
+        assert verdict.lines[0] == (
+            "instance 0 on host node0 (pid 100) ended with exit status 0 too early: instances 1-2 still needed it"
+        )
+
+    def test_it_is_never_long(self):
+        assert len(verdict_on((exited(1), running()), *[(None, inside(0, number=n)) for n in range(40)]).lines) == (
+            MOST_LINES
+        )
+
+    def test_an_exit_status_of_15_is_no_sigterm(self):
+        facts = job((exited(15), running()), (None, running()))
+        facts[0] = replace(facts[0], told_at_s=9.0)
+        verdict = judge(facts, HERE)
+        assert (verdict.instance, verdict.exit_status) == (0, 15)
+
+    def test_a_broken_connection_is_of_the_hosts(self):
+        assert verdict_on((None, inside(1)), (lost(fault="Connection timed out"), running())).is_of_hosts
+        assert not verdict_on((None, inside(1)), (killed(), running())).is_of_hosts
 
 
 class TestAHostThatHasLostItsDaemon:
     """Instances 2 and 3 run on host b; Open MPI lets instance 0 on host a fail."""
 
     def facts(self, told_at_s, victim=None, record=None):
-        victim, record = victim or exited(14, 10.0), record or inside()
-        hosts = ["a", "a", "b", "b"]
-        ends = [victim, None, None, None]
-        return [
-            Facts(index, hosts[index], 100 + index, ends[index], record, told_at_s[index])
-            for index in range(len(hosts))
-        ]
+        ends = [victim or exited(14, 10.0), None, None, None]
+        record = record or inside()
+        return [Facts(index, "aabb"[index], 100 + index, ends[index], record, told_at_s[index]) for index in range(4)]
 
     def test_is_named_with_its_instances(self):
         verdict = judge(self.facts((0.0, 0.0, 9.9, 9.8)), "a")
-        assert verdict.instance is None
-        assert verdict.exit_status == 1
+        assert (verdict.instance, verdict.exit_status) == (None, 1)
         assert verdict.lines[0] == "host b has lost its daemon of Open MPI, and with it instances 2-3"
 
     @pytest.mark.parametrize(
@@ -93,9 +276,9 @@ class TestAHostThatHasLostItsDaemon:
     def test_is_none_whose_instances_were_told_later_or_not_alone(self, told_at_s):
         assert judge(self.facts(told_at_s), "a").instance == 0
 
-    def test_is_none_when_an_instance_failed_by_itself(self):
-        assert judge(self.facts((0.0, 0.0, 9.9, 9.9), record=running()), "a").instance == 0
-        assert judge(self.facts((0.0, 0.0, 9.9, 9.9), victim=killed()), "a").instance == 0
+    @pytest.mark.parametrize("options", [{"record": running()}, {"victim": killed()}])
+    def test_is_none_when_an_instance_failed_by_itself(self, options):
+        assert judge(self.facts((0.0, 0.0, 9.9, 9.9), **options), "a").instance == 0
 
     def test_is_not_the_host_of_mpirun_which_has_none(self):
         assert judge(self.facts((0.0, 0.0, 9.9, 9.8)), "b") is None
@@ -114,6 +297,10 @@ class TestAHostThatHasLostItsDaemon:
         verdict = judge([*facts, Facts(3, "a", 103, exited(14, 8.5), inside())], "a")
         line = f"host {host} has lost its daemon of Open MPI, and with it instance {'abc'.find(host)}"
         assert verdict.lines[0].startswith(line) if host else verdict is None
+
+    def test_ends_the_job_with_1(self):
+        verdict = judge([Facts(0, HERE, 7), Facts(1, "b", 8, orphaned_at_s=5.0, told_at_s=5.0)], HERE)
+        assert (verdict.instance, verdict.exit_status, verdict.lost) == (None, 1, (1,))
 
 
 class TestAJobThatABatchSystemEnds:
@@ -137,166 +324,60 @@ class TestAJobThatABatchSystemEnds:
         assert judge(self.facts(killed(9, 9.0)), HERE).instance == 0
 
     def test_is_another_one_than_an_instance_to_which_alone_the_signal_came(self):
-        assert judge([Facts(0, "node0", 100, None, inside()), Facts(1, "node1", 101, killed(15))], HERE).instance == 1
+        assert verdict_on((None, inside()), (killed(15), UNUSED)).instance == 1
 
 
-class TestFirstCause:
-    def test_the_only_failure(self):
-        assert first_cause(job((None, inside(1)), (exited(3), running()))) == 1
-
-    def test_the_earliest_failure(self):
-        assert first_cause(job((exited(1, 11.0), running()), (exited(2, 10.0), running()))) == 1
-
-    def test_a_signal_wins_over_an_exit_of_the_same_moment(self):
-        assert first_cause(job((exited(1, 10.0), running()), (killed(9, 10.02), running()))) == 1
-        assert first_cause(job((exited(1, 10.0), running()), (killed(9, 10.2), running()))) == 0
-
-    def test_a_victim_passes_the_blame_to_the_one_it_waited_for(self):
-        facts = job((exited(1, 10.0), inside(1)), (exited(7, 10.3), running()))
-        assert first_cause(facts) == 1
-
-    def test_blame_is_passed_along_a_chain(self):
-        facts = job((exited(1, 10.0), inside(1)), (exited(1, 10.1), inside(2)), (exited(1, 10.2), running()))
-        assert first_cause(facts) == 2
-
-    def test_blame_does_not_go_round_in_circles(self):
-        facts = job((exited(1, 10.0), inside(1)), (exited(1, 10.1), inside(0)))
-        assert first_cause(facts) in (0, 1)
-
-    def test_one_that_left_with_status_0_is_the_cause_of_the_error_of_another(self):
-        assert first_cause(job((exited(0, 9.0), leaving()), (exited(1, 10.0), inside(0)))) == 0
-
-    def test_that_holds_too_when_the_wait_was_too_short_to_be_noted(self):
-        assert first_cause(job((exited(0, 9.0), leaving(4)), (exited(1, 10.0), inside(number=5)))) == 0
-
-    def test_an_error_outside_collectives_is_ones_own(self):
-        assert first_cause(job((exited(0, 9.0), leaving()), (exited(1, 10.0), running()))) == 1
-
-    def test_a_signal_is_ones_own_even_inside(self):
-        assert first_cause(job((exited(0, 9.0), leaving()), (killed(), inside(0)))) == 1
-
-    def test_an_instance_that_is_alive_and_well_is_not_blamed_for_a_time_out(self):
-        assert first_cause(job((exited(1), inside(1)), (None, running()))) == 0
-
-    def test_those_told_to_stop_are_not_blamed(self):
-        facts = job((killed(9, 9.0, told=True), inside()), (exited(1, 10.0), running()))
-        assert first_cause(facts) == 1
-
-    def test_after_mpi_abort_the_one_that_ended_by_itself(self):
-        facts = job((killed(9, 10.0, told=True), inside()), (exited(5, 9.9, told=True), running()))
-        assert first_cause(facts) == 1
-
-    def test_nobody_when_all_were_told(self):
-        facts = job((killed(told=True), inside()), (killed(told=True), inside()))
-        assert first_cause(facts) is None
-        assert not has_failed(facts)
-
-    def test_a_lost_agent_is_a_failure(self):
-        assert first_cause(job((None, inside(1)), (lost(), running()))) == 1
-
-    def test_a_vain_wait_alone_blames_the_one_that_left(self):
-        facts = job((exited(0), leaving()), (None, inside(0)))
-        assert first_cause(facts, vain_waits(facts)) == 0
-        assert first_cause(facts) is None
-
-
-class TestVainWaits:
-    def test_a_wait_for_one_that_has_ended_well(self):
-        assert vain_waits(job((exited(0), running()), (None, inside(0)))) == {(1, 0, 5)}
-
-    def test_a_wait_for_one_in_its_exit_handlers(self):
-        assert vain_waits(job((None, leaving()), (None, inside(0)))) == {(1, 0, 5)}
+class TestAJobThatNoInstanceExplains:
+    STOPPED = "had to stop because mpirun said so, or is gone, or its daemon there is"
 
     @pytest.mark.parametrize(
-        "facts",
+        ("facts", "mpirun_status", "status", "lines"),
         [
-            job((None, running()), (None, inside(0))),
-            job((exited(0), running()), (None, running())),
-            job((exited(0), running()), (None, inside())),
-            job((exited(0), leaving()), (None, leaving())),
-            job((exited(0), running()), (exited(0), inside(0))),
+            (
+                [Facts(0, "h", 7, exited(0)), Facts(1, "h", 8), Facts(2), Facts(3)],
+                213,
+                213,
+                [
+                    "mpirun ended with 213 before every instance had completed",
+                    "instances 2-3 never started",
+                    "instance 1 on host h (pid 8) did not report how it ended",
+                ],
+            ),
+            (
+                [Facts(0, "h", 7), Facts(1)],
+                None,
+                1,
+                [
+                    "mpirun did not start every instance in time before every instance had completed",
+                    "instance 1 never started",
+                    "instance 0 on host h (pid 7) did not report how it ended",
+                ],
+            ),
+            (
+                [Facts(index, host, 7, exited(1, told=True)) for index, host in enumerate("abb")],
+                None,
+                1,
+                [
+                    "the job was ended before every instance had completed",
+                    f"instance 0 on host a {STOPPED}",
+                    f"instances 1-2 on host b {STOPPED}",
+                ],
+            ),
         ],
+        ids=["mpirun ended", "not in time", "all had to stop"],
     )
-    def test_everything_else_is_not_in_vain(self, facts):
-        assert vain_waits(facts) == frozenset()
+    def test_says_how_mpirun_ended_and_what_is_known_of_each(self, facts, mpirun_status, status, lines):
+        verdict = judge_missing(facts, mpirun_status)
+        assert (verdict.instance, verdict.exit_status, verdict.is_unexplained) == (None, status, True)
+        assert list(verdict.lines) == lines
 
-
-class TestVerdict:
-    def test_it_names_instance_host_end_and_collectives(self):
-        verdict = judge(job((None, inside(1)), (exited(3), running()), (None, inside(1))), HERE)
-        assert verdict is not None
-        assert (verdict.instance, verdict.exit_status) == (1, 3)
-        assert verdict.lines == (
-            "instance 1 on host node1 (pid 101) ended with exit status 3 in step 3, after collective 4, barrier",
-            "instances 0, 2 were in collective 5, all_reduce 'gradients', step 3, waiting for instance 1",
-        )
-
-    def test_what_open_mpi_ended_needs_its_own_words(self):
-        """Before the program has a record, or in a collective, on one of several hosts, with no exception's status."""
-        there = ((None, inside(1)), (None, ProgressRecord()))
-        for ending, record, is_aborted in (
-            (exited(14), ProgressRecord(), True),
-            (exited(14), inside(0), True),
-            (exited(3), running(), False),
-            (exited(1), ProgressRecord(), False),
-            (killed(11), ProgressRecord(), False),
-        ):
-            facts = job(*there, (ending, record))
-            assert judge(facts, HERE).is_unexplained is is_aborted
-            assert not judge([replace(each, host="node0") for each in facts], HERE).is_unexplained
-
-    def test_a_signal(self):
-        verdict = judge(job((killed(11), inside()), (None, ProgressRecord())), HERE)
-        assert verdict is not None
-        assert verdict.exit_status == 139
-        assert verdict.lines == (
-            "instance 0 on host node0 (pid 100) was killed by SIGSEGV in step 3, "
-            "inside collective 5, all_reduce 'gradients'",
-        )
-
-    def test_a_premature_end(self):
-        facts = job((exited(0), leaving()), (None, inside(0)))
-        verdict = judge(facts, HERE, vain_waits(facts))
-        assert verdict is not None
-        assert verdict.exit_status == 1
-        assert verdict.lines[0] == (
-            "instance 0 on host node0 (pid 100) ended with exit status 0 too early: instance 1 still needed it"
-        )
-
-    def test_a_lost_agent(self):
-        verdict = judge(job((lost(), running())), HERE)
-        assert verdict is not None
-        assert verdict.exit_status == 137
-
-    def test_without_records_it_is_one_line(self):
-        verdict = judge(job((exited(1), ProgressRecord()), (None, ProgressRecord())), HERE)
-        assert verdict is not None
-        assert verdict.lines == ("instance 0 on host node0 (pid 100) ended with exit status 1",)
-
-    def test_it_is_never_long(self):
-        others = [(None, inside(0, number=n)) for n in range(40)]
-        verdict = judge(job((exited(1), running()), *others), HERE)
-        assert verdict is not None
-        assert len(verdict.lines) == MOST_LINES
-
-    def test_missing_instances_are_named(self):
-        facts = [Facts(0, "h", 7, exited(0)), Facts(1, "h", 8), Facts(2), Facts(3)]
-        verdict = judge_missing(facts, 0)
-        assert (verdict.instance, verdict.exit_status, verdict.is_unexplained) == (None, 1, True)
-        assert verdict.lines[1:] == (
-            "instances 2-3 never started",
-            "instance 1 on host h (pid 8) did not report how it ended",
-        )
+    def test_ends_with_1_where_mpirun_ended_with_0(self):
+        assert judge_missing([Facts(0, "h", 7)], 0).exit_status == 1
 
 
 @pytest.mark.parametrize(
     ("indices", "text"),
-    [
-        ([3], "instance 3"),
-        ([0, 1, 2, 5], "instances 0-2, 5"),
-        ([4, 2], "instances 2, 4"),
-        ([0, 1], "instances 0-1"),
-    ],
+    [([3], "instance 3"), ([0, 1, 2, 5], "instances 0-2, 5"), ([4, 2], "instances 2, 4"), ([0, 1], "instances 0-1")],
 )
 def test_instances_are_listed_in_short(indices, text):
     assert list_instances(indices) == text
@@ -305,53 +386,46 @@ def test_instances_are_listed_in_short(indices, text):
 class TestAnInstanceThatIsStuck:
     """Everything in `running` and `inside` began at 1 s."""
 
-    def test_is_the_one_that_others_wait_for(self):
-        assert find_stuck(job((None, inside(1)), (None, running()), (None, inside(1))), 11.0, 10.0) == 1
+    CASES = {
+        "waited for": (1, 11.0, (None, inside(1)), (None, running()), (None, inside(1))),
+        "before one that waits itself": (2, 11.0, (None, inside(1)), (None, inside(2)), (None, running())),
+        "inside the same collective": (1, 11.0, (None, inside(1)), (None, inside())),
+        "they wait for each other": (1, 11.0, (None, inside(1)), (None, inside(0, number=4))),
+        "though others leave and are busy": (
+            1,
+            11.0,
+            (None, inside(1)),
+            (None, running()),
+            (None, leaving()),
+            (None, running(since_s=9.0)),
+        ),
+        "does not come to the end": (1, 12.0, (None, leaving()), (None, running()), (exited(0), leaving())),
+        "before the limit": (None, 10.9, (None, inside(1)), (None, running())),
+        "has done something": (None, 11.0, (None, inside(1)), (None, running(since_s=5.0))),
+        "nobody waits": (None, 100.0, (None, running()), (None, running())),
+        "waited for before": (None, 11.0, (None, in_state(State.RUNNING, 1)), (None, running())),
+        "has ended": (None, 100.0, (None, inside(1)), (exited(0), running())),
+        "at the end, busy": (None, 12.0, (None, leaving()), (None, running(since_s=5.0))),
+        "at the end, finished": (None, 12.0, (None, leaving()), (None, in_state(State.FINISHED))),
+        "at the end, without a record": (None, 12.0, (None, leaving()), (None, UNUSED)),
+        "at the end, ended": (None, 12.0, (None, leaving()), (exited(0), running())),
+        "at the end, another is busy": (
+            None,
+            11.0,
+            (None, leaving()),
+            (None, running()),
+            (None, running(since_s=5.0)),
+        ),
+    }
 
-    def test_is_meant_before_one_that_waits_itself(self):
-        facts = job((None, inside(1)), (None, inside(2)), (None, running()))
-        assert find_stuck(facts, 11.0, 10.0) == 2
+    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+    def test_is(self, case):
+        expected, now_s, *instances = case
+        assert find_stuck(job(*instances), now_s, 10.0) == expected
 
-    def test_may_be_inside_the_same_collective(self):
-        assert find_stuck(job((None, inside(1)), (None, inside())), 11.0, 10.0) == 1
-
-    def test_is_one_of_those_that_wait_for_each_other(self):
-        assert find_stuck(job((None, inside(1)), (None, inside(0, number=4))), 11.0, 10.0) == 1
-
-    def test_is_none_before_the_limit(self):
-        assert find_stuck(job((None, inside(1)), (None, running())), 10.9, 10.0) is None
-
-    def test_is_none_that_has_done_something_meanwhile(self):
-        busy = ProgressRecord(3, 4, "barrier", State.RUNNING, 5.0)
-        assert find_stuck(job((None, inside(1)), (None, busy)), 11.0, 10.0) is None
-
-    def test_is_none_that_nobody_waits_for(self):
-        assert find_stuck(job((None, running()), (None, running())), 100.0, 10.0) is None
-
-    def test_is_none_that_has_ended(self):
-        assert find_stuck(job((None, inside(1)), (exited(0), running())), 100.0, 10.0) is None
-
-    def test_is_the_one_that_does_not_come_to_the_end(self):
+    def test_is_told_from_those_at_the_end(self):
         facts = job((None, leaving()), (None, running()), (exited(0), leaving()))
-        assert find_stuck(facts, 12.0, 10.0) == 1
         assert judge_stuck(facts, 1, 10.0).lines[1:] == ("instance 0 had come to the end of the program",)
-
-    @pytest.mark.parametrize(
-        "second",
-        [
-            (None, ProgressRecord(3, 4, "barrier", State.RUNNING, 5.0)),
-            (None, ProgressRecord(3, 4, "barrier", State.FINISHED, 1.0)),
-            (None, ProgressRecord()),
-            (exited(0), running()),
-        ],
-        ids=["busy", "finished", "without a record", "ended"],
-    )
-    def test_is_none_at_the_end_that_others_need_not_wait_for(self, second):
-        assert find_stuck(job((None, leaving()), second), 12.0, 10.0) is None
-
-    def test_is_none_at_the_end_while_another_one_is_busy(self):
-        busy = ProgressRecord(3, 4, "barrier", State.RUNNING, 5.0)
-        assert find_stuck(job((None, leaving()), (None, running()), (None, busy)), 11.0, 10.0) is None
 
     @pytest.mark.parametrize(
         ("state", "stack", "where"),
@@ -374,25 +448,136 @@ class TestAnInstanceThatIsStuck:
         )
 
 
-class TestAfterALossThatWasSurvived:
-    def test_a_later_failure_has_causes_of_its_own(self):
-        facts = job((exited(0), running()), (killed(at_s=5.0), running()), (exited(7, at_s=20.0), running()))
-        facts[1] = replace(facts[1], is_given_up=True)
-        assert first_cause(facts) == 2
+MAIN = """\
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/home/me/loader.py", line 5 in load
 
-    def test_who_cannot_do_without_the_lost_one_passes_the_blame_on(self):
-        facts = job((exited(1, at_s=20.0), inside(1)), (killed(at_s=5.0), running()))
-        facts[1] = replace(facts[1], is_given_up=True)
-        assert first_cause(facts) == 1
+Current thread 0x00007f02 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/jax/core.py", line 7 in bind
+  File "/home/me/my train.py", line 31 in forward
+  File "/home/me/my train.py", line 80 in <module>
+"""
 
-    def test_it_is_not_seen_as_a_failure_again(self):
-        facts = job((None, inside(1)), (killed(), running()))
-        assert has_failed(facts)
-        facts[1] = replace(facts[1], is_given_up=True)
-        assert not has_failed(facts)
 
-    def test_a_broken_connection_is_of_the_hosts(self):
-        broken = Ending(EndKind.LOST, 0, 20.0, fault="Connection timed out")
-        facts = job((None, inside(1)), (broken, running()))
-        assert judge(facts, "node0").is_of_hosts
-        assert not judge(job((None, inside(1)), (killed(), running())), "node0").is_of_hosts
+@pytest.mark.parametrize(
+    ("stack", "line"),
+    [
+        (MAIN, "/home/me/my train.py, line 31, in forward"),
+        ('Current thread 0x1 (most recent call first):\n  File "<string>", line 3 in f\n', "<string>, line 3, in f"),
+        (
+            'Current thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/runpy.py", line 88 in _run\n',
+            "/usr/lib/python3.11/runpy.py, line 88, in _run",
+        ),
+        ("", ""),
+        ("\n", ""),
+        ("Current thread 0x1 (most recent call first):\n  <no Python frame>\n", ""),
+    ],
+    ids=["own code", "a command line", "only libraries", "empty", "no line", "no frame"],
+)
+def test_a_stack_is_described_by_the_innermost_line_of_the_program_in_its_main_thread(stack, line):
+    assert innermost_line(stack) == line
+
+
+DUMPING = """\
+import faulthandler, sys, threading
+is_over = threading.Event()
+others = [threading.Thread(target=is_over.wait) for _ in range(int(sys.argv[1]))]
+for other in others:
+    other.start()
+faulthandler.dump_traceback(sys.stdout, all_threads=True)
+is_over.set()
+"""
+
+
+@pytest.mark.parametrize(("others", "line"), [(1, "<string>, line 6, in <module>"), (101, "")])
+def test_what_faulthandler_writes_while_other_threads_run(others, line):
+    """It shows a hundred threads, the newest first."""
+    dump = subprocess.run([sys.executable, "-c", DUMPING, str(others)], capture_output=True, text=True, check=True)
+    assert innermost_line(dump.stdout) == line
+
+
+FAILED = Ending(EndKind.EXIT, 3, 1.0)
+TRACE = b"""\
+note
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+    f()
+    ^^^
+ValueError: no such data: 5 rows
+that is the second line of the message
+"""
+
+
+def cause(*pieces: bytes, ending: Ending | None = FAILED, count: int = 2, blamed: int | None = 1) -> str:
+    lines = LastLines()
+    lines.take(0, b"Traceback (most recent call last):\n  File\nLayoutMismatchError: of another one\n")
+    for piece in pieces:
+        lines.take(1, piece)
+    facts = [Facts(index, "node0", 7, ending if index == 1 else None) for index in range(count)]
+    return lines.describe_cause(Verdict(blamed, 3, ("line",)), facts)
+
+
+def test_an_exception_is_named_with_instance_and_status():
+    expected = "first cause: instance 1 on host node0: ValueError: no such data: 5 rows (exit status 3)"
+    assert cause(TRACE) == expected
+    assert cause(*(bytes([each]) for each in TRACE)) == expected
+    assert cause(TRACE, ending=None) == expected  # it has not come to its end yet
+
+
+@pytest.mark.parametrize(
+    ("program", "exception"),
+    [
+        ("raise SystemError", "SystemError"),
+        ("try: 1 / 0\nexcept ZeroDivisionError: import missing_extra", "ModuleNotFoundError: No module named "),
+        ("raise ValueError('a') from KeyError('b')", "ValueError: a"),
+        ("f(", "SyntaxError: '(' was never closed"),
+        ("class Own(Exception): pass\nraise Own('own')", "Own: own"),
+    ],
+)
+def test_what_python_shows_is_understood(program, exception):
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, timeout=60).stderr
+    assert f"host node0: {exception}" in cause(b"before\n", shown)
+
+
+def test_without_an_exception_the_last_line_is_shown():
+    expected = "first cause: instance 1 on host node0 (exit status 3), which wrote last: this needs an extra"
+    assert cause(b"first\n\nthis needs an extra\n") == expected
+    assert cause(b"10 %\r20 %\rthis needs an extra\r\n") == expected
+    assert cause(b"this needs an extra") == expected
+
+
+def test_an_exception_that_was_caught_long_before_is_not_the_reason():
+    assert cause(TRACE, b"going on\n" * 30, b"no more\n").endswith("which wrote last: no more")
+
+
+def test_a_long_traceback_and_strange_bytes_do_no_harm():
+    frames = b"Traceback (most recent call last):\n" + b'  File "x.py", line 1, in f\n    f()\n' * KEPT_BYTES
+    assert cause(frames, b"RecursionError: \x1b[31m\xff" + b"x" * 1000).startswith(
+        "first cause: instance 1 on host node0: RecursionError: ?[31m\N{REPLACEMENT CHARACTER}xxx"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"count": 1, "blamed": 0},
+        {"blamed": None},
+        {"ending": Ending(EndKind.SIGNAL, signal.SIGKILL, 1.0)},
+        {"ending": Ending(EndKind.EXIT, 0, 1.0)},
+    ],
+    ids=["alone", "nobody is to blame", "killed", "left too early"],
+)
+def test_nothing_is_said_of(options):
+    assert cause(TRACE, **options) == ""
+
+
+def test_nothing_is_said_where_nothing_was_written():
+    assert cause() == ""
+    assert cause(b"\n \n") == ""
+    assert cause(b"a warning\n", ending=None) == ""
+
+
+def test_warnings_are_no_exceptions():
+    assert find_exception(['  File "x.py", line 3', "    f()", "not an exception line"]) == ""
+    assert find_exception(["x.py:3: UserWarning: beware", "  f()", "done"]) == ""

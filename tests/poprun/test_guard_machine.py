@@ -239,7 +239,7 @@ def test_whatever_happens_it_is_over_soon_after_it_was_dismissed(seed):
         assert kinds.count(Do.TELL_TOLD) <= 1, number
 
 
-PURE = ("job_machine", "members", "survival", "lookout", "last_words", "standstill", "last_lines", "status_line")
+PURE = ("diagnosis", "job_events", "job_machine", "lookout", "members")
 
 
 class TestItIsQuickToLoad:

@@ -9,38 +9,37 @@ import random
 import signal
 
 import pytest
-from job_scripts import ANSWER_S, BEGIN_S, Script, exited, inside, is_over, joining, killed, leaving, running
+from job_scripts import (
+    ANSWER_S,
+    ASK,
+    BEGIN_S,
+    CLOSED,
+    EXAMINE,
+    ORPHANED,
+    PASS_ON,
+    RELEASE,
+    SEND_TO_MPIRUN,
+    SHOW_COMPLAINT,
+    SHOW_HIDDEN_ERRORS,
+    STOP,
+    STOP_LISTENING,
+    TOLD,
+    Script,
+    exited,
+    inside,
+    is_over,
+    joining,
+    killed,
+    kind_of,
+    leaving,
+    running,
+)
 
 from poprun.cli.log import Level
-from poprun.supervisor.job_actions import (
-    Ask,
-    CleanUp,
-    Examine,
-    Finish,
-    PassOn,
-    Release,
-    Say,
-    SendToMpirun,
-    Show,
-    ShowComplaint,
-    ShowHiddenErrors,
-    Stop,
-    StopListening,
-)
 from poprun.supervisor.job_events import (
-    InstanceClosed,
-    InstanceEnded,
-    InstanceTold,
-    MemberConnected,
-    MpirunStopped,
-    OutputCame,
-    OutputIsBehind,
-    StandardOutputClosed,
-    Tick,
-)
-from poprun.supervisor.job_limits import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
+    GRACE_ANSWER_LIMIT_S,
     INTERRUPT_GRACE_S,
     LEAVE_LIMIT_S,
     LEAVE_S,
@@ -51,6 +50,16 @@ from poprun.supervisor.job_limits import (
     SETTLE_LIMIT_S,
     SETTLE_S,
     TOLD_LIMIT_S,
+    AgentOrder,
+    CleanUp,
+    Deed,
+    Finish,
+    InstanceChanged,
+    InstanceEnded,
+    MemberConnected,
+    OutputPiece,
+    Say,
+    Tick,
 )
 from poprun.supervisor.members import MOST_QUESTIONS
 
@@ -67,7 +76,7 @@ def training(count: int = 2, **more) -> Script:
     script = Script(count, **more)
     for each in script.instances:
         each.record = running()
-    script.at(0.1, OutputCame(0, 1, b"begins\n"))
+    script.at(0.1, OutputPiece(0, 1, b"begins\n"))
     return script
 
 
@@ -94,16 +103,16 @@ class TestAJobThatSucceeds:
 
     def test_lets_nobody_in_once_all_have_connected(self):
         script = Script(2, connected=1)
-        assert script.all_of(StopListening) == []
+        assert script.all_of(STOP_LISTENING) == []
         script.at(1.0, MemberConnected(1, 101, "node0"))
         script.run(until_s=1.5)
-        assert script.times_of(StopListening) == [at(1.0)]
+        assert script.times_of(STOP_LISTENING) == [at(1.0)]
 
     def test_asks_all_five_times_a_second_what_they_do(self):
         script = training(2)
         script.run(until_s=1.1)
         assert LOOK_S == 0.2
-        assert script.times_of(Ask) == [at(each) for each in (0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0)]
+        assert script.times_of(ASK) == [at(each) for each in (0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0)]
 
     def test_may_be_left_early_where_nobody_waits(self):
         script = training(2)
@@ -115,13 +124,13 @@ class TestAJobThatSucceeds:
     def test_shows_what_it_writes_at_once(self):
         script = training(2)
         script.run(until_s=0.5)
-        assert script.times_of(Show) == [at(0.1)]
+        assert script.times_of(OutputPiece) == [at(0.1)]
 
     def test_waits_for_what_is_left_without_looking_again_and_again(self):
         script = training(2)
         for index in range(2):
             script.at(1.0, InstanceEnded(index, exited(at_s=BEGIN_S + 1.0)))
-        script.at(90.0, InstanceClosed(0), InstanceClosed(1))
+        script.at(90.0, InstanceChanged(0, CLOSED), InstanceChanged(1, CLOSED))
         script.run(until_s=2.0)
         assert script.machine.deadline_s == float("inf")
         script.run()
@@ -203,15 +212,15 @@ class TestAnInstanceThatFails:
         script = waiting_for(1)
         script.end(2.0, 1, exited(1))
         script.run()
-        kinds = [type(action) for at_s, action in script.done if at_s >= 2.0]
-        assert kinds == [Ask, Stop, Stop, CleanUp, ShowHiddenErrors, Say, Say, Finish]  # only instance 0 is asked
-        assert script.all_of(ShowHiddenErrors) == [ShowHiddenErrors(1)]
+        kinds = [kind_of(action) for at_s, action in script.done if at_s >= 2.0]
+        assert kinds == [ASK, STOP, STOP, CleanUp, SHOW_HIDDEN_ERRORS, Say, Say, Finish]  # only instance 0 is asked
+        assert script.all_of(SHOW_HIDDEN_ERRORS) == [Deed(SHOW_HIDDEN_ERRORS, 1)]
 
     def test_what_it_said_comes_last_behind_all_that_the_others_say_of_it(self):
         script = waiting_for(1, 3)
-        script.at(1.9, OutputCame(1, 2, b"Traceback (most recent call last):\n"))
-        script.at(1.91, OutputCame(1, 1, b"no error\n"), OutputCame(1, 2, b"  File\nImportError: no grain\n"))
-        script.at(1.92, OutputCame(0, 2, b"Traceback (most recent call last):\n  File\nLayoutMismatchError: differ\n"))
+        script.at(1.9, OutputPiece(1, 2, b"Traceback (most recent call last):\n"))
+        script.at(1.91, OutputPiece(1, 1, b"no error\n"), OutputPiece(1, 2, b"  File\nImportError: no grain\n"))
+        script.at(1.92, OutputPiece(0, 2, b"Traceback (most recent call last):\n  File\nLayoutMismatchError: differ\n"))
         script.end(2.0, 1, exited(1))
         script.run()
         assert script.said()[-1] == "first cause: instance 1 on host node0: ImportError: no grain (exit status 1)"
@@ -262,12 +271,12 @@ class TestAnInstanceThatFails:
         script.end(1.0, 0, exited(5))
         script.at(1.3, MemberConnected(1, 101, "node0"))
         script.run()
-        assert script.times_of(Stop) == [at(1.0 + SETTLE_S), at(1.3)]
+        assert script.times_of(STOP) == [at(1.0 + SETTLE_S), at(1.3)]
 
     def test_after_mpi_abort_the_one_with_an_end_of_its_own_is_blamed(self):
         """Open MPI tells all agents to stop before the caller has ended."""
         script = training(2)
-        script.at(1.0, InstanceTold(0), InstanceTold(1))
+        script.at(1.0, InstanceChanged(0, TOLD), InstanceChanged(1, TOLD))
         script.end(1.02, 1, exited(5))
         script.end(1.1, 0, killed(told=True))
         script.end_mpirun(1.2, 5)
@@ -306,22 +315,22 @@ class TestAnInstanceThatLeavesTooEarly:
         script = self.leaves()
         script.instances[1].after_release = (0.3, exited(3))
         script.run()
-        assert script.all_of(Release) == [Release(1, 2)]
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 1, 2)]
         assert (script.exit_status, script.verdict.instance) == (3, 1)
-        assert script.closed_s == at(script.times_of(Release)[0] + 0.3)
+        assert script.closed_s == at(script.times_of(RELEASE)[0] + 0.3)
 
     def test_in_its_exit_handlers_has_half_a_second_to_heed_that(self):
         script = self.leaves()
         script.run()
         assert script.exit_status == 1
         assert script.said()[0].endswith("left the program too early: instance 0 still needed it")
-        assert script.closed_s == at(script.times_of(Release)[0] + LEAVE_S)
+        assert script.closed_s == at(script.times_of(RELEASE)[0] + LEAVE_S)
 
     def test_in_its_exit_handlers_has_three_seconds_more_if_it_heeds(self):
         script = self.leaves()
         script.instances[1].heeds = True
         script.run()
-        assert script.closed_s == at(script.times_of(Release)[0] + LEAVE_S + LEAVE_LIMIT_S)
+        assert script.closed_s == at(script.times_of(RELEASE)[0] + LEAVE_S + LEAVE_LIMIT_S)
 
 
 class TestAnInstanceThatIsStuck:
@@ -349,14 +358,14 @@ class TestAnInstanceThatIsStuck:
             f"after collective 4, barrier: it is {where}",
             "instance 0 was in collective 5, all_reduce, step 3, waiting for instance 1",
         ]
-        (examined_s,) = script.times_of(Examine)
+        (examined_s,) = script.times_of(EXAMINE)
         assert 0.5 + limit_s <= examined_s <= 0.5 + limit_s + 2 * LOOK_S
         assert script.closed_s == at(examined_s + ANSWER_S)
 
     def test_may_be_unable_to_show_anything(self):
         script = waiting_for(1, stuck_timeout_s=1.0)
         script.run()
-        assert script.closed_s == at(script.times_of(Examine)[0] + EXAMINE_S)
+        assert script.closed_s == at(script.times_of(EXAMINE)[0] + EXAMINE_S)
         assert script.said()[0].endswith("it is at a place that it does not show")
 
     def test_after_its_last_collective_while_others_wait_at_their_end(self):
@@ -377,12 +386,12 @@ class TestAnInstanceThatIsStuck:
 
     def test_nobody_is_while_output_waits_for_its_reader(self):
         script = waiting_for(1, stuck_timeout_s=5.0)
-        script.at(1.0, OutputIsBehind(True))
-        script.at(50.0, OutputIsBehind(False))
+        script.see(1.0, is_behind=True)
+        script.see(50.0, is_behind=False)
         script.run(until_s=54.0)
-        assert script.all_of(Examine) == []
+        assert script.all_of(EXAMINE) == []
         script.run(until_s=56.0)
-        assert script.all_of(Examine) == [Examine(1)]
+        assert script.all_of(EXAMINE) == [AgentOrder(EXAMINE, 1)]
 
     def test_with_shrink_it_is_ended_and_the_others_go_on(self):
         script = waiting_for(1, stuck_timeout_s=10.0, least=1)
@@ -391,8 +400,8 @@ class TestAnInstanceThatIsStuck:
         script.end(40.0, 0, exited())
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(Stop)[0] == Stop(1)
-        assert script.all_of(Release) == [Release(0, 1)]
+        assert script.all_of(STOP)[0] == AgentOrder(STOP, 1)
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 1)]
         assert script.said(Level.WARN)[0].endswith(
             "it is stopped by a signal or a debugger; instance 0 goes on without it"
         )
@@ -438,7 +447,7 @@ class TestTheWholeLifeOfAnInstance:
     def test_one_that_works_before_init_has_ten_times_as_long(self):
         script = self.starting()
         script.run(until_s=2.0 + 10 * self.LIMIT_S)
-        assert script.all_of(Examine) == []
+        assert script.all_of(EXAMINE) == []
         script.run()
         assert script.exit_status == 124
 
@@ -510,8 +519,8 @@ class TestAHalt:
         script = training(2)
         script.instances[1].answers = False
         script.run(until_s=100.0)
-        assert script.all_of(Ask).count(Ask(1)) == MOST_QUESTIONS
-        assert script.all_of(Ask).count(Ask(0)) > 400
+        assert script.all_of(ASK).count(AgentOrder(ASK, 1)) == MOST_QUESTIONS
+        assert script.all_of(ASK).count(AgentOrder(ASK, 0)) > 400
 
     def test_an_agent_that_answers_again_is_asked_again(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
@@ -522,19 +531,19 @@ class TestAHalt:
             script._answer(1)
         script.run(until_s=100.0)
         assert not is_over(script)
-        assert script.all_of(Ask).count(Ask(1)) > 400
+        assert script.all_of(ASK).count(AgentOrder(ASK, 1)) > 400
 
     def test_nobody_is_silent_while_output_waits_for_its_reader(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
         script.instances[1].answers = False
-        script.at(1.0, OutputIsBehind(True))
+        script.see(1.0, is_behind=True)
         script.run(until_s=500.0)
         assert not is_over(script)
 
     @MODES
     def test_mpirun_that_is_stopped(self, least):
         script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
-        script.at(5.0, MpirunStopped(True))
+        script.see(5.0, is_mpirun_stopped=True)
         script.run()
         assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (124, None, True)
         assert script.said() == ["mpirun was stopped by a signal or a debugger for 20 s (--stuck-timeout-s)"]
@@ -542,8 +551,8 @@ class TestAHalt:
 
     def test_mpirun_that_was_stopped_for_less(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
-        script.at(5.0, MpirunStopped(True))
-        script.at(5.0 + self.LIMIT_S - 1, MpirunStopped(False))
+        script.see(5.0, is_mpirun_stopped=True)
+        script.see(5.0 + self.LIMIT_S - 1, is_mpirun_stopped=False)
         script.run(until_s=500.0)
         assert not is_over(script)
 
@@ -568,7 +577,7 @@ class TestAHalt:
     def test_an_agent_that_is_told_to_stop_unlike_the_others_is_lost(self):
         """By a user; mpirun would tell all, and end."""
         script = waiting_for(1)
-        script.at(2.0, InstanceTold(1))
+        script.at(2.0, InstanceChanged(1, TOLD))
         script.end(2.15, 1, killed(told=True))
         script.run()
         assert (script.exit_status, script.verdict.instance) == (137, 1)
@@ -586,9 +595,9 @@ class TestGoingOnWithoutTheLost:
         script.run()
         assert (script.exit_status, script.ended.verdict) == (0, None)
         assert [action for at_s, action in script.done if at_s == at(2.0)][:3] == [
-            Stop(1),
-            Release(0, 1),
-            Release(2, 1),
+            AgentOrder(STOP, 1),
+            AgentOrder(RELEASE, 0, 1),
+            AgentOrder(RELEASE, 2, 1),
         ]
         lost = f"instance 1 on host node0 (pid 101) {how}"
         assert script.said(Level.WARN) == [
@@ -605,7 +614,7 @@ class TestGoingOnWithoutTheLost:
         script.end(9.0, 0, exited())
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(Release)[-1] == Release(0, 3)
+        assert script.all_of(RELEASE)[-1] == AgentOrder(RELEASE, 0, 3)
         assert script.said(Level.WARN)[-1].startswith("the job completed without 3 instances: instance 1 on host")
 
     def test_two_at_once(self):
@@ -616,7 +625,7 @@ class TestGoingOnWithoutTheLost:
             script.end(9.0, index, exited())
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(Release) == [Release(0, 2), Release(2, 2)]
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 2), AgentOrder(RELEASE, 2, 2)]
 
     def test_one_whose_agent_is_lost(self):
         script = training(2, least=1)
@@ -632,9 +641,9 @@ class TestGoingOnWithoutTheLost:
         script.instances[1].stops = False
         script.at(1.0, InstanceEnded(1, killed(at_s=BEGIN_S + 1.0)))
         script.at(2.0, InstanceEnded(0, exited(at_s=BEGIN_S + 2.0)))
-        script.at(90.0, InstanceClosed(0))
+        script.at(90.0, InstanceChanged(0, CLOSED))
         script.run()
-        assert [at_s for at_s in script.times_of(Stop) if at_s > 1.0] == [at(90.0 + CLOSE_LIMIT_S)] * 2
+        assert [at_s for at_s in script.times_of(STOP) if at_s > 1.0] == [at(90.0 + CLOSE_LIMIT_S)] * 2
         assert script.exit_status == 0
 
     def test_one_that_left_too_early(self):
@@ -644,7 +653,7 @@ class TestGoingOnWithoutTheLost:
         script.end(9.0, 0, exited())
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(Release) == [Release(0, 1)]
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 1)]
         assert "ended with exit status 0 too early" in script.said(Level.WARN)[0]
 
     def test_not_below_the_least(self):
@@ -671,7 +680,7 @@ class TestGoingOnWithoutTheLost:
         script = training(2, least=0)
         script.end(1.0, 1, killed())
         script.run()
-        assert (script.exit_status, script.all_of(Release)) == (137, [])
+        assert (script.exit_status, script.all_of(RELEASE)) == (137, [])
 
     def test_not_without_mpirun(self):
         script = training(2, least=1)
@@ -686,34 +695,34 @@ class TestGoingOnWithoutTheLost:
         script.run()
         assert script.exit_status == 137
         assert script.verdict.is_of_hosts
-        assert script.all_of(Release) == []
+        assert script.all_of(RELEASE) == []
 
     def test_nothing_is_withheld_from_those_that_go_on(self):
         """One that is in its exit handlers is given up; until then it was not clear who is to blame."""
         script = waiting_for(1, stuck_timeout_s=1.0, least=1)
-        script.at(2.0, OutputCame(0, 1, b"meanwhile\n"))
+        script.at(2.0, OutputPiece(0, 1, b"meanwhile\n"))
         script.run(until_s=9.0)
-        (examined_s,) = script.times_of(Examine)
+        (examined_s,) = script.times_of(EXAMINE)
         assert examined_s < 2.0
-        shown = [(at_s, action.data) for at_s, action in script.done if isinstance(action, Show)]
+        shown = [(at_s, action.data) for at_s, action in script.done if isinstance(action, OutputPiece)]
         assert shown[1:] == [(at(examined_s + EXAMINE_S), b"meanwhile\n")]
 
 
 class TestOutputAfterAFailure:
     def shown(self, script: Script) -> list[tuple[int, bytes]]:
-        return [(each.instance, each.data) for each in script.all_of(Show)][1:]
+        return [(each.instance, each.data) for each in script.all_of(OutputPiece)][1:]
 
     def fails(self) -> Script:
         script = training(2)
         script.end(1.0, 1, exited(1))
-        script.at(1.01, OutputCame(0, 1, b"other\n"), OutputCame(1, 2, b"last words\n"))
+        script.at(1.01, OutputPiece(0, 1, b"other\n"), OutputPiece(1, 2, b"last words\n"))
         return script
 
     def test_is_withheld_until_it_is_clear_who_is_to_blame_and_then_only_that_one_is_heard(self):
         script = self.fails()
         script.run(until_s=1.0 + SETTLE_S - 0.01)
         assert self.shown(script) == []
-        script.at(1.0 + SETTLE_S + 0.005, OutputCame(0, 1, b"more\n"), OutputCame(1, 2, b"the very last\n"))
+        script.at(1.0 + SETTLE_S + 0.005, OutputPiece(0, 1, b"more\n"), OutputPiece(1, 2, b"the very last\n"))
         script.run()
         assert self.shown(script) == [(1, b"last words\n"), (1, b"the very last\n")]
 
@@ -732,7 +741,7 @@ class TestSignals:
             each.after_signal = (0.5, exited(0))
         script.interrupt(1.0, number)
         script.run()
-        assert script.all_of(PassOn) == [PassOn(0, number), PassOn(1, number)]
+        assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, 0, number), AgentOrder(PASS_ON, 1, number)]
         assert (script.exit_status, script.ended.was_told) == (128 + number, True)
         assert script.said() == [f"poprun was told to end by {number.name}, so all ended"]
         assert script.closed_s == at(1.5)
@@ -760,7 +769,7 @@ class TestSignals:
         for at_s in (1.0, 1.2, 1.3):
             script.interrupt(at_s, signal.SIGINT)
         script.run()
-        assert script.times_of(Stop) == [at(1.2)] * 2
+        assert script.times_of(STOP) == [at(1.2)] * 2
 
     def saves(self, grace_s: float = 30.0) -> Script:
         script = training(2)
@@ -773,6 +782,17 @@ class TestSignals:
         script.interrupt(1.0, signal.SIGTERM)
         script.run()
         assert script.closed_s == at(1.0 + 30.0)
+
+    @pytest.mark.parametrize(("answer_s", "closed_s"), [(2.5, 31.0), (9.0, 1.0 + GRACE_ANSWER_LIMIT_S)])
+    def test_sigterm_waits_for_late_answers_that_ask_for_that_time(self, answer_s, closed_s):
+        """As on a machine with too few cores, right after the program has begun to ask for it."""
+        script = self.saves()
+        for index, each in enumerate(script.instances):
+            each.answers = False
+            script.at(answer_s, *[lambda index=index: script._answer(index)] * MOST_QUESTIONS)
+        script.interrupt(1.0, signal.SIGTERM)
+        script.run()
+        assert script.closed_s == at(closed_s)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
     def test_other_signals_do_not(self, number):
@@ -817,7 +837,7 @@ class TestSignals:
         script.interrupt(1.0 + SETTLE_S + 0.1, signal.SIGTERM)
         script.run()
         assert (script.exit_status, script.verdict.instance) == (3, 1)
-        assert script.all_of(PassOn) == []
+        assert script.all_of(PASS_ON) == []
 
     def test_those_that_save_are_told_of_one_that_is_lost_meanwhile(self):
         """Or they would wait for it in the collective before they save."""
@@ -830,8 +850,8 @@ class TestSignals:
         for index in (0, 2):
             script.end(2.5, index, exited(0))
         script.run()
-        assert [each for each in script.all_of(Release)] == [Release(0, 1), Release(2, 1)]
-        assert script.times_of(Release) == [at(2.0)] * 2
+        assert [each for each in script.all_of(RELEASE)] == [AgentOrder(RELEASE, 0, 1), AgentOrder(RELEASE, 2, 1)]
+        assert script.times_of(RELEASE) == [at(2.0)] * 2
         assert (script.closed_s, script.exit_status) == (at(2.0), 143)
         assert script.over_s == at(2.5 + 2 * ANSWER_S)
 
@@ -840,7 +860,7 @@ class TestSignals:
         script.instances[1].after_signal = (0.1, killed(signal.SIGTERM))
         script.interrupt(1.0, signal.SIGTERM)
         script.run()
-        assert script.all_of(Release) == []
+        assert script.all_of(RELEASE) == []
 
     @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
     def test_user_signals_are_passed_on_and_nothing_else(self, number):
@@ -849,7 +869,7 @@ class TestSignals:
         for index in range(2):
             script.end(5.0, index, exited())
         script.run()
-        assert script.all_of(PassOn) == [PassOn(0, number), PassOn(1, number)]
+        assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, 0, number), AgentOrder(PASS_ON, 1, number)]
         assert (script.exit_status, script.ended.was_told, script.closed_s) == (0, False, at(5.0))
 
     def test_a_program_that_leaves_because_of_a_user_signal_was_told_to(self):
@@ -858,7 +878,7 @@ class TestSignals:
             each.after_signal = (0.1, exited(128 + signal.SIGUSR1))
         script.interrupt(1.0, signal.SIGUSR1)
         script.run()
-        assert script.all_of(Release) == []
+        assert script.all_of(RELEASE) == []
         assert (script.exit_status, script.ended.was_told) == (128 + signal.SIGUSR1, True)
 
 
@@ -875,7 +895,7 @@ class TestMpirun:
             "instance 0 on host node0 (pid 100) did not report how it ended",
             "instance 1 on host node0 (pid 101) did not report how it ended",
         ]
-        assert script.all_of(ShowComplaint) == [ShowComplaint()]
+        assert script.all_of(SHOW_COMPLAINT) == [Deed(SHOW_COMPLAINT)]
         assert script.closed_s == at(1.0 + SETTLE_S)
 
     def test_whose_instances_end_well_meanwhile_is_none(self):
@@ -922,13 +942,13 @@ class TestMpirun:
         script.at(4.0, MemberConnected(1, 101, "node0"))
         script.run(until_s=100.0)
         assert not is_over(script)
-        assert script.all_of(Stop) == []
+        assert script.all_of(STOP) == []
 
     def test_that_is_killed_lets_instances_fail_in_init_and_is_named_all_the_same(self):
         """Its connections are closed before the agents learn that it is gone; and no host is to blame but the job's."""
         script = Script(2, least=1)
         script.note(0.1, 0, joining(since_s=0.1))
-        script.at(1.0, InstanceTold(0, is_orphaned=True), InstanceTold(1, is_orphaned=True))
+        script.at(1.0, InstanceChanged(0, ORPHANED), InstanceChanged(1, ORPHANED))
         script.end(1.02, 0, exited(14))
         script.end_mpirun(1.03, 137)
         script.run()
@@ -937,7 +957,7 @@ class TestMpirun:
 
     def test_that_kills_an_agent_before_it_has_said_how_its_program_ended_blames_the_missing_one(self):
         script = Script(2, connected=1)
-        script.at(1.0, InstanceTold(0))
+        script.at(1.0, InstanceChanged(0, TOLD))
         script.lose(1.1, 0)
         script.end_mpirun(1.2, 137)
         script.run()
@@ -951,9 +971,12 @@ class TestMpirun:
             script.end(1.0, index, exited())
         script.mpirun_heeds[1] = False
         script.run()
-        assert script.all_of(SendToMpirun) == [SendToMpirun(signal.SIGHUP), SendToMpirun(signal.SIGKILL)]
+        assert script.all_of(SEND_TO_MPIRUN) == [
+            Deed(SEND_TO_MPIRUN, signal.SIGHUP),
+            Deed(SEND_TO_MPIRUN, signal.SIGKILL),
+        ]
         told_s = 1.0 + CLOSE_LIMIT_S
-        assert script.times_of(SendToMpirun) == [at(told_s), at(told_s + MPIRUN_LIMIT_S)]
+        assert script.times_of(SEND_TO_MPIRUN) == [at(told_s), at(told_s + MPIRUN_LIMIT_S)]
         assert script.over_s == at(told_s + MPIRUN_LIMIT_S + ANSWER_S)
         assert script.exit_status == 0
 
@@ -973,7 +996,7 @@ class TestMpirun:
         script.end(1.0, 1, killed())
         script.run()
         closed_s = 1.0 + SETTLE_S
-        assert script.times_of(SendToMpirun) == [
+        assert script.times_of(SEND_TO_MPIRUN) == [
             at(closed_s + CLOSE_LIMIT_S),
             at(closed_s + CLOSE_LIMIT_S + MPIRUN_LIMIT_S),
         ]
@@ -1007,7 +1030,7 @@ class TestHosts:
 
     def test_the_daemon_of_a_host_is_named_with_its_instances(self):
         script = training(3, hosts=self.HOSTS, others=("h1",))
-        script.at(1.0, InstanceTold(1, is_orphaned=True), InstanceTold(2, is_orphaned=True))
+        script.at(1.0, InstanceChanged(1, ORPHANED), InstanceChanged(2, ORPHANED))
         for index in (1, 2):
             script.end(1.1, index, killed(told=True))
         script.end_mpirun(1.15, 0)
@@ -1019,7 +1042,7 @@ class TestHosts:
     def test_a_job_that_a_batch_system_ends_blames_no_instance(self):
         """SIGTERM comes to agents and programs alike."""
         script = training(3, hosts=self.HOSTS, others=("h1",))
-        script.at(1.0, InstanceTold(1), InstanceTold(2))
+        script.at(1.0, InstanceChanged(1, TOLD), InstanceChanged(2, TOLD))
         for index in (1, 2):
             script.end(1.001, index, killed(signal.SIGTERM, told=True))
         script.end_mpirun(1.1, 143)
@@ -1053,14 +1076,14 @@ class TestHosts:
 class TestStandardOutput:
     def test_whose_reader_has_gone_ends_the_job_in_silence(self):
         script = training(2)
-        script.at(1.0, StandardOutputClosed())
+        script.see(1.0, closed="")
         script.run()
         assert (script.exit_status, script.ended.was_told, script.said()) == (141, True, [])
         assert script.closed_s == at(1.0)
 
     def test_that_cannot_be_written_ends_the_job_and_says_why(self):
         script = training(2)
-        script.at(1.0, StandardOutputClosed("No space left on device"))
+        script.see(1.0, closed="No space left on device")
         script.run()
         assert script.exit_status == 141
         assert script.said() == [
@@ -1072,7 +1095,7 @@ class TestStandardOutput:
         script = training(2)
         for index in range(2):
             script.end(1.0, index, exited(0))
-        script.at(1.0 + ANSWER_S / 2, StandardOutputClosed())
+        script.see(1.0 + ANSWER_S / 2, closed="")
         script.run()
         assert script.exit_status == 0
 
@@ -1102,9 +1125,9 @@ class TestWhateverHappens:
         ended = script.ended
         assert (ended.exit_status == 0) == (ended.verdict is None) or ended.exit_status == 141, seed
         assert 0 < len(script.said()) <= 15 or ended.exit_status in (0, 141), seed
-        released = [each.lost for each in script.all_of(Release)]
+        released = [each.number for each in script.all_of(RELEASE)]
         assert released == sorted(released) or len(script.instances) in released, seed
-        assert {each.instance for each in script.all_of(Show)} <= set(range(len(script.instances))), seed
+        assert {each.instance for each in script.all_of(OutputPiece)} <= set(range(len(script.instances))), seed
 
     def draw(self, generator: random.Random) -> Script:
         count = generator.choice([1, 2, 3, 5])
@@ -1125,7 +1148,7 @@ class TestWhateverHappens:
             for _ in range(generator.randrange(3)):
                 record = generator.choice([running(5), inside(generator.randrange(count)), leaving()])
                 script.note(generator.uniform(0, 30), index, record)
-            script.at(generator.uniform(0, 30), OutputCame(index, generator.choice([1, 2]), b"words\n"))
+            script.at(generator.uniform(0, 30), OutputPiece(index, generator.choice([1, 2]), b"words\n"))
             script.end(generator.uniform(1, 30), index, generator.choice([exited(0), exited(0), exited(1), killed()]))
         if generator.random() < 0.2:
             script.lose(generator.uniform(1, 30), generator.randrange(max(connected, 1)))
@@ -1134,9 +1157,9 @@ class TestWhateverHappens:
         for _ in range(generator.choice([0, 0, 0, 1, 2])):
             script.interrupt(generator.uniform(1, 30), generator.choice([2, 15, 1, 10]))
         if generator.random() < 0.05:
-            script.at(generator.uniform(1, 30), StandardOutputClosed())
+            script.see(generator.uniform(1, 30), closed="")
         if generator.random() < 0.1:
-            script.at(generator.uniform(1, 30), MpirunStopped(True))
+            script.see(generator.uniform(1, 30), is_mpirun_stopped=True)
         script.mpirun_heeds = {1: generator.random() < 0.8, 9: True}
         return script
 

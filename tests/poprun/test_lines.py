@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
-from poprun.agent.guard import CUT_SIGNAL, NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
-from poprun.agent.lines import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
+from poprun.agent.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
+from poprun.agent.guard_machine import CUT_SIGNAL
+from poprun.agent.program_output import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
 from poprun.cli.log import Level, format_line, level_from
 from poprun.ipc import wire
 

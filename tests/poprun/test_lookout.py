@@ -1,78 +1,265 @@
+"""Instances that stand still, are waited for in vain, or are given up; from their start to their end."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from job_scripts import RELEASE, STOP, exited, killed
 
 from popdist.records.progress import ProgressRecord, State
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.supervisor.lookout import BLIND_S, Lookout
+from poprun.supervisor.diagnosis import judge_stuck, vain_waits
+from poprun.supervisor.job_events import (
+    AgentOrder,
+    InstanceEnded,
+    MemberConnected,
+    ProgressCame,
+    Say,
+)
+from poprun.supervisor.lookout import (
+    BLIND_S,
+    BUSY_FACTOR,
+    LEAST_S,
+    Lookout,
+    Survival,
+    find_absent,
+    find_halt,
+    find_stopped,
+)
+from poprun.supervisor.members import JobMembers
 
-LIMIT_S = 10.0
-BEGIN_S = 1000.0
-WAITS = Facts(0, "node0", 100, record=ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0, (1,)))
-RUNS = Facts(1, "node1", 101, record=ProgressRecord(3, 4, "barrier", State.RUNNING, 1.0))
-HAS_LEFT = Facts(1, "node1", 101, Ending(EndKind.EXIT, 0, 2.0), ProgressRecord(3, 4, "barrier", State.RUNNING, 1.0))
-
-
-@pytest.fixture
-def lookout():
-    return Lookout(LIMIT_S, "node0", BEGIN_S)
-
-
-def heard(facts: Facts, now_s: float) -> Facts:
-    """One whose agent has just answered."""
-    return replace(facts, answered_at_s=now_s)
-
-
-def stuck_after(lookout: Lookout, begin_s: float, end_s: float, pause_s: float = 1.0, is_behind: bool = False) -> bool:
-    """Whether someone is found within that time, when one instance waits for another all along."""
-    now_s = begin_s
-    while now_s <= end_s and lookout.stuck is None:
-        lookout.look([heard(each, now_s) for each in (WAITS, RUNS)], now_s, is_behind)
-        now_s += pause_s
-    return lookout.stuck is not None
-
-
-def test_a_wait_is_in_vain_when_it_is_seen_twice(lookout):
-    lookout.look([WAITS, HAS_LEFT], 11.0, False)
-    assert lookout.useless == set()
-    lookout.look([WAITS, HAS_LEFT], 11.2, False)
-    assert (lookout.in_vain, lookout.useless) == ({(0, 1, 5)}, {1})
-    assert lookout.judge([WAITS, HAS_LEFT], None).instance == 1
+NOW_S = BEGIN_S = 1000.0
+LIMIT_S = 20.0
+UNUSED = ProgressRecord()
+IMPORTS = ProgressRecord(state=State.RUNNING)
+RUNS = ProgressRecord(3, 4, "barrier", State.RUNNING, 990.0)
+WAITS = ProgressRecord(3, 5, "barrier", State.IN_COLLECTIVE, 1.0, (1,))
+FINISHED = ProgressRecord(3, 4, "barrier", State.FINISHED, 1.0)
+DONE = Ending(EndKind.EXIT, 0, 990.0)
 
 
-def test_who_is_stuck_is_found_after_the_limit(lookout):
-    now_s = BEGIN_S
-    assert not stuck_after(lookout, now_s, now_s + LIMIT_S - 1)
-    assert stuck_after(lookout, now_s + LIMIT_S, now_s + LIMIT_S + 2)
-    assert lookout.useless == {1}
-    assert lookout.judge([WAITS, RUNS], None).exit_status == 124
-    assert "has made no progress for 10 s" in lookout.describe(RUNS, [WAITS, RUNS])
+def joins(for_s: float) -> ProgressRecord:
+    return ProgressRecord(state=State.JOINING, since_s=NOW_S - for_s)
 
 
-def test_after_a_loss_the_limit_begins_anew(lookout):
-    """Those that are left have waited for the lost one for long, and go on only now."""
-    now_s = BEGIN_S
-    assert stuck_after(lookout, now_s, now_s + LIMIT_S + 2)
-    lookout.forget(now_s + LIMIT_S + 2)
-    assert not stuck_after(lookout, now_s + LIMIT_S + 2, now_s + 2 * LIMIT_S)
-    assert stuck_after(lookout, now_s + 2 * LIMIT_S, now_s + 2 * LIMIT_S + 4)
+def job(*records: ProgressRecord, **of_the_last: object) -> list[Facts]:
+    facts = [Facts(index, "node0", 100 + index, record=record) for index, record in enumerate(records)]
+    facts = [replace(each, answered_at_s=NOW_S, busy_at_s=NOW_S) for each in facts]
+    return [*facts[:-1], replace(facts[-1], **of_the_last)]  # type: ignore[arg-type]
 
 
-def test_with_a_short_limit_a_short_pause_of_poprun_is_enough():
-    """All may have paused, and have done nothing since."""
-    now_s = BEGIN_S
-    assert not stuck_after(Lookout(1.0, "node0", BEGIN_S), now_s, now_s + 20, pause_s=0.6)
-    assert stuck_after(Lookout(1.0, "node0", BEGIN_S), now_s, now_s + 20, pause_s=0.4)
+class TestStopped:
+    @pytest.mark.parametrize("record", [UNUSED, IMPORTS, joins(1.0), RUNS, FINISHED], ids=lambda each: each.state.name)
+    @pytest.mark.parametrize("other", [None, DONE], ids=["others run", "others have ended"])
+    def test_whatever_it_does_and_whoever_waits_for_it(self, record: ProgressRecord, other: Ending | None) -> None:
+        facts = job(RUNS, record, stopped_since_s=NOW_S - LIMIT_S)
+        facts[0] = replace(facts[0], ending=other)
+        assert find_stopped(facts, NOW_S, LIMIT_S) == 1
+        assert find_stopped(facts, NOW_S - 0.1, LIMIT_S) is None
+
+    def test_of_several_the_first(self) -> None:
+        facts = [replace(each, stopped_since_s=900.0 - each.index) for each in job(RUNS, RUNS)]
+        assert find_stopped(facts, NOW_S, LIMIT_S) == 1
+
+    def test_nobody_who_has_ended_or_was_given_up(self) -> None:
+        assert find_stopped(job(RUNS, RUNS, stopped_since_s=900.0, ending=DONE), NOW_S, LIMIT_S) is None
+        assert find_stopped(job(RUNS, RUNS, stopped_since_s=900.0, is_given_up=True), NOW_S, LIMIT_S) is None
 
 
-def test_nobody_is_stuck_while_poprun_is_behind_or_has_not_looked(lookout):
-    now_s = BEGIN_S
-    assert not stuck_after(lookout, now_s, now_s + 3 * LIMIT_S, is_behind=True)
-    assert not stuck_after(lookout, now_s + 3 * LIMIT_S, now_s + 6 * LIMIT_S, pause_s=BLIND_S + 1)
+class TestAbsentFromInit:
+    @pytest.mark.parametrize("record", [UNUSED, IMPORTS], ids=["before popdist", "importing in popdist.init"])
+    def test_is_stuck_when_it_does_nothing_while_another_waits(self, record: ProgressRecord) -> None:
+        facts = job(joins(LIMIT_S), record, busy_at_s=NOW_S - LIMIT_S)
+        assert find_absent(facts, NOW_S, LIMIT_S) == 1
+        assert find_absent(facts, NOW_S - 0.1, LIMIT_S) is None
+
+    def test_may_work_ten_times_as_long(self) -> None:
+        late_s = BUSY_FACTOR * LIMIT_S
+        assert find_absent(job(joins(late_s - 0.1), IMPORTS), NOW_S, LIMIT_S) is None
+        assert find_absent(job(joins(late_s), IMPORTS), NOW_S, LIMIT_S) == 1
+
+    def test_is_not_stuck_before_another_has_waited(self) -> None:
+        assert find_absent(job(joins(LIMIT_S - 0.1), UNUSED, busy_at_s=1.0), NOW_S, LIMIT_S) is None
+
+    def test_is_nobody_where_nobody_waits(self) -> None:
+        """All may prepare data for hours, or sleep, before they begin; and a program may never use popdist."""
+        facts = [replace(each, busy_at_s=1.0) for each in job(UNUSED, UNUSED, IMPORTS)]
+        assert find_absent(facts, NOW_S, LIMIT_S) is None
+
+    def test_has_ten_seconds_on_a_busy_machine(self) -> None:
+        assert find_absent(job(joins(LEAST_S - 1), UNUSED, busy_at_s=1.0), NOW_S, 1.0) is None
+        assert find_absent(job(joins(LEAST_S), UNUSED, busy_at_s=1.0), NOW_S, 1.0) == 1
+
+    @pytest.mark.parametrize(
+        ("state", "what"),
+        [
+            ("T", "stopped by a signal or a debugger"),
+            ("S", "asleep, or waits for something (process state S)"),
+            ("D", "waiting for a disk or a file server (process state D)"),
+            ("R", "computing (process state R)"),
+        ],
+    )
+    def test_is_named_with_what_it_does(self, state: str, what: str) -> None:
+        verdict = judge_stuck(job(joins(LIMIT_S), joins(3.0), UNUSED, state=state), 2, LIMIT_S)
+        assert verdict.exit_status == 124
+        assert verdict.lines == (
+            "instance 2 on host node0 (pid 102) has made no progress for 20 s (--stuck-timeout-s) before popdist.init: "
+            f"it is {what}",
+            "instances 0-1 were in popdist.init, waiting for instance 2",
+        )
+
+    def test_is_waited_for_in_vain_once_it_has_ended(self) -> None:
+        assert vain_waits(job(joins(1.0), UNUSED, ending=DONE)) == {(0, 1, 0)}
+        assert vain_waits(job(joins(1.0), RUNS, ending=DONE)) == frozenset()  # it was there
 
 
-def test_nobody_is_stuck_without_a_limit():
-    now_s = BEGIN_S
-    assert not stuck_after(Lookout(0.0, "node0", BEGIN_S), now_s, now_s + 100.0)
+class TestAHalt:
+    def test_is_an_agent_that_does_not_answer(self) -> None:
+        facts = job(RUNS, RUNS, answered_at_s=NOW_S - LIMIT_S)
+        assert find_halt(facts, NOW_S - 0.1, LIMIT_S, 0.0) is None
+        verdict = find_halt(facts, NOW_S, LIMIT_S, 0.0)
+        assert verdict is not None
+        assert (verdict.instance, verdict.exit_status, verdict.lost, verdict.is_of_hosts) == (1, 124, (1,), True)
+        assert verdict.lines == (
+            "instance 1 on host node0 (pid 101) was lost: its supervisor process has not answered for 20 s "
+            "(--stuck-timeout-s); that process, or its host, is stopped",
+        )
+
+    def test_is_none_while_an_agent_waits_for_a_busy_machine(self) -> None:
+        facts = job(RUNS, RUNS, answered_at_s=NOW_S - LEAST_S + 1)
+        assert find_halt(facts, NOW_S, 1.0, 0.0) is None
+
+    def test_is_mpirun_that_is_stopped(self) -> None:
+        assert find_halt(job(RUNS, RUNS), NOW_S, LIMIT_S, LIMIT_S - 0.1) is None
+        verdict = find_halt(job(RUNS, RUNS), NOW_S, LIMIT_S, LIMIT_S)
+        assert verdict is not None
+        assert (verdict.instance, verdict.exit_status, verdict.is_of_hosts) == (None, 124, True)
+        assert verdict.lines == ("mpirun was stopped by a signal or a debugger for 20 s (--stuck-timeout-s)",)
+
+    def test_is_open_mpi_that_connects_nobody_though_all_have_come(self) -> None:
+        assert find_halt(job(joins(30.0), joins(LIMIT_S - 0.1)), NOW_S, LIMIT_S, 0.0) is None
+        assert find_halt(job(joins(30.0), joins(30.0), UNUSED), NOW_S, LIMIT_S, 0.0) is None
+        verdict = find_halt(job(joins(30.0), joins(LIMIT_S)), NOW_S, LIMIT_S, 0.0)
+        assert verdict is not None
+        assert verdict.lines[0].startswith("instances 0-1 have waited for 20 s (--stuck-timeout-s) in popdist.init")
+
+
+class TestLookout:
+    """Instance 0 waits for instance 1, which has come to the collective before."""
+
+    FACTS = (Facts(0, "node0", 100, record=WAITS), Facts(1, "node1", 101, record=replace(RUNS, since_s=1.0)))
+
+    @pytest.fixture
+    def lookout(self) -> Lookout:
+        return Lookout(LIMIT_S, "node0", BEGIN_S)
+
+    def is_stuck(
+        self, lookout: Lookout, begin_s: float, end_s: float, pause_s: float = 1.0, is_behind: bool = False
+    ) -> bool:
+        """Return whether someone is found within that time after the beginning."""
+        now_s = BEGIN_S + begin_s
+        while now_s <= BEGIN_S + end_s and lookout.stuck is None:
+            lookout.look([replace(each, answered_at_s=now_s) for each in self.FACTS], now_s, is_behind)
+            now_s += pause_s
+        return lookout.stuck is not None
+
+    def test_a_wait_is_in_vain_when_it_is_seen_twice(self, lookout: Lookout) -> None:
+        facts = [self.FACTS[0], replace(self.FACTS[1], ending=DONE)]
+        lookout.look(facts, 11.0, False)
+        assert lookout.useless == set()
+        lookout.look(facts, 11.2, False)
+        assert (lookout.in_vain, lookout.useless) == ({(0, 1, 5)}, {1})
+        assert lookout.judge(facts, None).instance == 1
+
+    def test_who_is_stuck_is_found_after_the_limit(self, lookout: Lookout) -> None:
+        assert not self.is_stuck(lookout, 0, LIMIT_S - 1)
+        assert self.is_stuck(lookout, LIMIT_S, LIMIT_S + 2)
+        assert lookout.useless == {1}
+        assert lookout.judge(self.FACTS, None).exit_status == 124
+        assert "has made no progress for 20 s" in lookout.describe(self.FACTS[1], self.FACTS)
+
+    def test_after_a_loss_the_limit_begins_anew(self, lookout: Lookout) -> None:
+        """Those that are left have waited for the lost one for long, and go on only now."""
+        assert self.is_stuck(lookout, 0, LIMIT_S + 2)
+        lookout.forget(BEGIN_S + LIMIT_S + 2)
+        assert not self.is_stuck(lookout, LIMIT_S + 2, 2 * LIMIT_S)
+        assert self.is_stuck(lookout, 2 * LIMIT_S, 2 * LIMIT_S + 4)
+
+    @pytest.mark.parametrize(
+        ("limit_s", "pause_s", "is_behind", "is_stuck"),
+        [
+            (1.0, 0.6, False, False),  # all may have paused, and have done nothing since
+            (1.0, 0.4, False, True),
+            (LIMIT_S, 1.0, True, False),
+            (LIMIT_S, BLIND_S + 1, False, False),
+            (0.0, 1.0, False, False),
+        ],
+        ids=["a short pause", "a shorter one", "poprun is behind", "poprun has not looked", "no limit"],
+    )
+    def test_pauses_of_poprun_count(self, limit_s: float, pause_s: float, is_behind: bool, is_stuck: bool) -> None:
+        lookout = Lookout(limit_s, "node0", BEGIN_S)
+        assert self.is_stuck(lookout, 0, 6 * LIMIT_S, pause_s, is_behind) is is_stuck
+
+
+class Group:
+    """Instances that have joined, and what becomes of them."""
+
+    def __init__(self, count: int, least: int = 1) -> None:
+        self.members = JobMembers(count)
+        self.survival = Survival(self.members, least)
+        for index in range(count):
+            self.members.take(MemberConnected(index, 100 + index, f"node{index}"), 0.5)
+            self.members.take(ProgressCame(index, WAITS), 1.0)
+
+    def end(self, index: int, ending: Ending) -> None:
+        self.members.take(InstanceEnded(index, ending), ending.at_s)
+
+    def give_up(self, *useless: int, was_told: bool = False) -> list[AgentOrder | str]:
+        """Return the orders, and the texts that are said."""
+        actions = self.survival.give_up(useless, lambda _: was_told, lambda each: f"{each.index} is lost")
+        return [action.text if isinstance(action, Say) else action for action in actions]
+
+
+class TestSurvival:
+    def test_tells_the_others_and_says_so(self) -> None:
+        group = Group(4)
+        group.end(0, exited(0, 1.5))
+        group.end(2, killed(at_s=2.0))
+        assert group.give_up() == [
+            AgentOrder(STOP, 2),
+            AgentOrder(RELEASE, 1, 1),
+            AgentOrder(RELEASE, 3, 1),
+            "2 is lost; instances 1, 3 go on without it",
+        ]
+        group.end(3, exited(3, 4.0))
+        assert group.give_up() == [
+            AgentOrder(STOP, 3),
+            AgentOrder(RELEASE, 1, 2),
+            "3 is lost; instance 1 goes on without it",
+        ]
+        assert group.survival.losses == ["2 is lost", "3 is lost"]
+
+    def test_gives_up_one_that_is_of_no_use_though_it_lives(self) -> None:
+        assert Group(3).give_up(1)[:3] == [AgentOrder(STOP, 1), AgentOrder(RELEASE, 0, 1), AgentOrder(RELEASE, 2, 1)]
+
+    @pytest.mark.parametrize(
+        ("ending", "least", "was_told"),
+        [(Ending(EndKind.EXIT, 1, 2.0, told=True), 1, False), (killed(), 1, True), (killed(), 0, False)],
+        ids=["told by mpirun", "told by the user", "without the wish"],
+    )
+    def test_gives_nobody_up(self, ending: Ending, least: int, was_told: bool) -> None:
+        group = Group(3, least)
+        group.end(0, ending)
+        assert group.give_up(was_told=was_told) == []
+        assert group.survival.obstacle == ""
+
+    def test_says_what_kept_the_others_from_going_on_first(self) -> None:
+        group = Group(4, least=3)
+        group.end(0, killed())
+        group.end(1, killed())
+        assert group.give_up() == []
+        assert group.survival.obstacle == "2 instances would be left, --min-instances is 3: the job ends"
+        group.end(2, killed(at_s=2.5))
+        assert group.give_up() == []
+        assert group.survival.obstacle == "2 instances would be left, --min-instances is 3: the job ends"

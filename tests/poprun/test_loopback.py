@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from poprun.ipc.loopback import keep_to_loopback, loopback_variables
+from poprun.ipc.sockets import keep_to_loopback, loopback_variables
 
 LISTENS = """
 import socket, sys

@@ -1,22 +1,20 @@
 from __future__ import annotations
 
-from job_scripts import exited, running
+from job_scripts import ASK, CLOSED, LOST, ORPHANED, RELEASE, STOP, TOLD, exited, running
 
 from poprun.ipc.facts import EndKind
-from poprun.supervisor.job_actions import Ask, Release, Stop
 from poprun.supervisor.job_events import (
-    InstanceClosed,
+    AgentOrder,
+    InstanceChanged,
     InstanceEnded,
-    InstanceTold,
     MemberConnected,
-    MemberLost,
     ProgressCame,
 )
-from poprun.supervisor.members import Members
+from poprun.supervisor.members import JobMembers
 
 
-def members(count: int = 1) -> Members:
-    found = Members(count)
+def members(count: int = 1) -> JobMembers:
+    found = JobMembers(count)
     for index in range(count):
         found.take(MemberConnected(index, 77, "node0"), 1.0)
     return found
@@ -25,7 +23,7 @@ def members(count: int = 1) -> Members:
 def test_whoever_has_not_answered_every_question_is_still_asked():
     only = members()
     assert not only.are_asked
-    assert only.ask() == [Ask(0)]
+    assert only.ask() == [AgentOrder(ASK, 0)]
     only.ask()
     for is_asked in (True, False):
         only.take(ProgressCame(0, running()), 2.0)
@@ -38,22 +36,22 @@ def test_whoever_has_not_answered_every_question_is_still_asked():
 def test_who_has_ended_is_asked_no_more():
     both = members(2)
     both.take(InstanceEnded(0, exited()), 2.0)
-    assert both.ask() == [Ask(1)]
+    assert both.ask() == [AgentOrder(ASK, 1)]
 
 
 def test_nobody_speaks_to_who_is_not_connected():
-    both = Members(2)
+    both = JobMembers(2)
     both.take(MemberConnected(1, 77, "node0"), 1.0)
-    assert (both.ask(), both.stop(), both.release(0, 1)) == ([Ask(1)], [Stop(1)], [])
+    assert (both.ask(), both.stop(), both.release(0, 1)) == ([AgentOrder(ASK, 1)], [AgentOrder(STOP, 1)], [])
     assert both.give_up(0) == []
-    assert both.release(1, 1) == [Release(1, 1)]
-    both.take(MemberLost(1), 2.0)
+    assert both.release(1, 1) == [AgentOrder(RELEASE, 1, 1)]
+    both.take(InstanceChanged(1, LOST), 2.0)
     assert both.stop() == []
 
 
 def test_who_is_lost_without_a_word_has_ended_now():
     only = members()
-    only.take(MemberLost(0, "Connection timed out"), 7.0)
+    only.take(InstanceChanged(0, LOST, "Connection timed out"), 7.0)
     ending = only.facts[0].ending
     assert ending is not None
     assert (ending.kind, ending.at_s, ending.fault) == (EndKind.LOST, 7.0, "Connection timed out")
@@ -63,24 +61,24 @@ def test_who_is_lost_without_a_word_has_ended_now():
 def test_who_has_ended_before_keeps_its_end():
     only = members()
     only.take(InstanceEnded(0, exited(3)), 5.0)
-    only.take(MemberLost(0), 7.0)
+    only.take(InstanceChanged(0, LOST), 7.0)
     assert only.facts[0].ending == exited(3)
 
 
 def test_all_are_closed_when_nothing_is_left_of_those_that_have_started():
-    found = Members(3)
+    found = JobMembers(3)
     assert found.all_closed
     for index in range(2):
         found.take(MemberConnected(index, 77, "node0"), 1.0)
-    found.take(InstanceClosed(0), 2.0)
+    found.take(InstanceChanged(0, CLOSED), 2.0)
     assert not found.all_closed
-    found.take(InstanceClosed(1), 2.0)
+    found.take(InstanceChanged(1, CLOSED), 2.0)
     assert found.all_closed
     assert not found.all_connected
 
 
 def test_when_it_was_told_to_stop_is_kept():
     both = members(2)
-    both.take(InstanceTold(0), 4.0)
-    both.take(InstanceTold(1, is_orphaned=True), 5.0)
+    both.take(InstanceChanged(0, TOLD), 4.0)
+    both.take(InstanceChanged(1, ORPHANED), 5.0)
     assert [(each.told_at_s, each.orphaned_at_s) for each in both.facts] == [(4.0, 0.0), (5.0, 5.0)]

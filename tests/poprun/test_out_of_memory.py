@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.agent.out_of_memory import RECENT_S, OutOfMemory
+from poprun.agent.process_statistics import RECENT_S, OutOfMemory
 
 OLD = "9:name=systemd:/\n4:cpuset,memory:/a/b\n0::/\n"
 NEW = "0::/a/b\n"

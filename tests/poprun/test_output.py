@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from poprun.cli.settings import LaunchSettings
-from poprun.output.output import TAIL_LINES, Output, Sink
-from poprun.output.output_lines import Cursor
-from poprun.output.output_style import OutputStyle, style_from
+from poprun.output.output import TAIL_LINES, Output, OutputStream
+from poprun.output.output_style import Cursor, OutputStyle, style_from
 
 HOSTS = ("node0", "node0", "node1")
 
@@ -67,7 +66,7 @@ def pipe():
 
 @pytest.fixture
 def sink(pipe):
-    made = Sink(pipe[1])
+    made = OutputStream(pipe[1])
     yield made
     made.close()
 
@@ -100,7 +99,7 @@ class TestSink:
 
     def test_a_reader_that_is_gone_is_noticed(self):
         reader, writer = os.pipe()
-        sink = Sink(writer)
+        sink = OutputStream(writer)
         os.close(reader)
         sink.write_tagged(b"[a]", b"one\n")
         assert (sink.is_closed, sink.fault) == (True, "")
@@ -110,14 +109,14 @@ class TestSink:
 
     def test_a_full_disk_is_told_from_a_reader_that_is_gone(self):
         descriptor = os.open("/dev/full", os.O_WRONLY)
-        sink = Sink(descriptor)
+        sink = OutputStream(descriptor)
         sink.write_tagged(b"[a]", b"one\n")
         os.close(descriptor)
         assert (sink.is_closed, sink.fault) == (True, os.strerror(errno.ENOSPC))
 
     def test_a_file_takes_everything(self, tmp_path):
         descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
-        sink = Sink(descriptor)
+        sink = OutputStream(descriptor)
         sink.write_tagged(b"[a]", b"x" * 1_000_000 + b"\n")
         assert sink.held_bytes == 0
         assert not sink.is_terminal
@@ -126,7 +125,7 @@ class TestSink:
 
     def test_a_terminal_is_one(self):
         ours, theirs = os.openpty()
-        sink = Sink(theirs)
+        sink = OutputStream(theirs)
         assert sink.is_terminal
         sink.close()
         os.close(theirs)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from poprun.agent.pace import AT_ONCE, PAUSE_S, Pace
+from poprun.agent.program_output import AT_ONCE, PAUSE_S, Pace
 
 PIPE_BYTES = 65536
 

@@ -4,7 +4,7 @@ import socket
 from dataclasses import replace
 
 from poprun.hosts.remote import Remote, forwarded_names, mpirun_options, need_domains, ssh_options
-from poprun.ipc.keep_alive import keep_alive, probing_times
+from poprun.ipc.sockets import keep_alive, probing_times
 
 REMOTE = Remote("10.0.0.0/24", "10.0.0.1", ("-F", "my config"), 10)
 

@@ -7,25 +7,21 @@ import socket
 import struct
 
 import pytest
+from job_scripts import ASK, CLOSED, EXAMINE, EXAMINED, LOST, ORPHANED, PASS_ON, RELEASE, STOP, TOLD
 
 from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
 from poprun.agent.guard import NEW_PAGE
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, EndKind
-from poprun.supervisor.control import Member
-from poprun.supervisor.job_actions import Ask, Examine, PassOn, Release, Stop
+from poprun.supervisor.control import InputWanted, Member, read_reports
 from poprun.supervisor.job_events import (
-    InstanceClosed,
+    AgentOrder,
+    InstanceChanged,
     InstanceEnded,
-    InstanceExamined,
-    InstanceTold,
     MemberConnected,
-    MemberLost,
-    OutputCame,
+    OutputPiece,
     ProgressCame,
 )
-from poprun.supervisor.reports import InputWanted, read_reports
-from poprun.supervisor.supervision import pack_order
 
 TOKEN = bytes(16)
 HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
@@ -42,13 +38,13 @@ def pair():
 @pytest.mark.parametrize(
     ("message", "event"),
     [
-        (wire.pack(wire.STDOUT, b"out\n"), OutputCame(0, 1, b"out\n")),
-        (wire.pack(wire.STDERR, b"err\n"), OutputCame(0, 2, b"err\n")),
-        (wire.pack_number(wire.TOLD, signal.SIGTERM), InstanceTold(0)),
-        (wire.pack_number(wire.TOLD, wire.ORPHANED), InstanceTold(0, is_orphaned=True)),
-        (wire.pack(wire.EXAMINED, b"Tstack"), InstanceExamined(0, "T", "stack")),
+        (wire.pack(wire.STDOUT, b"out\n"), OutputPiece(0, 1, b"out\n")),
+        (wire.pack(wire.STDERR, b"err\n"), OutputPiece(0, 2, b"err\n")),
+        (wire.pack_number(wire.TOLD, signal.SIGTERM), InstanceChanged(0, TOLD)),
+        (wire.pack_number(wire.TOLD, wire.ORPHANED), InstanceChanged(0, ORPHANED)),
+        (wire.pack(wire.EXAMINED, b"Tstack"), InstanceChanged(0, EXAMINED, "Tstack")),
         (wire.pack(wire.WANT), InputWanted()),
-        (wire.pack(wire.CLOSED), InstanceClosed(0)),
+        (wire.pack(wire.CLOSED), InstanceChanged(0, CLOSED)),
         (wire.pack_ended(False, False, False, 3, 5.0), InstanceEnded(0, Ending(EndKind.EXIT, 3, 5.0))),
         (
             wire.pack_ended(True, True, True, 9, 5.0),
@@ -93,7 +89,7 @@ def test_the_end_of_the_connection_is_a_loss(pair):
     theirs.sendall(HELLO)
     theirs.close()
     assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0")]
-    assert list(read_reports(member, 1)) == [MemberLost(0)]
+    assert list(read_reports(member, 1)) == [InstanceChanged(0, LOST)]
     assert not member.is_open
 
 
@@ -126,7 +122,7 @@ def test_an_instance_may_send_long_output_along_with_its_hello(pair):
     theirs, member = pair
     output = b"x" * 5000 + b"\n"
     theirs.sendall(HELLO + wire.pack(wire.STDOUT, output))
-    assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), OutputCame(0, 1, output)]
+    assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), OutputPiece(0, 1, output)]
 
 
 def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reason_known(pair):
@@ -135,7 +131,7 @@ def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reaso
     list(read_reports(member, 1))
     theirs.sendall(struct.pack("!BI", wire.STDOUT, 1 << 31))
     (lost,) = read_reports(member, 1)
-    assert lost == MemberLost(0, f"a message has {1 << 31} bytes, and {wire.MOST_BYTES} at most are taken")
+    assert lost == InstanceChanged(0, LOST, f"a message has {1 << 31} bytes, and {wire.MOST_BYTES} at most are taken")
 
 
 @pytest.mark.parametrize(("offset", "value"), [(16, 99), (16, (1 << 64) - 1)])
@@ -159,9 +155,10 @@ def test_what_a_page_says_is_one_line_that_no_terminal_obeys(pair):
     assert progress.record.label == r"sum 'a\n\x1b[2J'"
 
 
-def test_each_order_is_a_message():
-    orders = [Ask(0), Examine(0), Release(0, 2), PassOn(0, 15), Stop(0)]
-    kinds = [wire.REPORT, wire.EXAMINE, wire.RELEASE, wire.SIGNAL, wire.STOP]
-    messages = wire.MessageReader().feed(b"".join(map(pack_order, orders)))
-    assert [kind for kind, _ in messages] == kinds
+def test_each_order_is_a_message(pair):
+    theirs, member = pair
+    for command, number in ((ASK, 0), (EXAMINE, 0), (RELEASE, 2), (PASS_ON, 15), (STOP, 0)):
+        member.order(AgentOrder(command, 0, number))
+    messages = wire.MessageReader().feed(theirs.recv(1000))
+    assert [kind for kind, _ in messages] == [wire.REPORT, wire.EXAMINE, wire.RELEASE, wire.SIGNAL, wire.STOP]
     assert [wire.unpack_number(content) for _, content in messages if content] == [2, 15]

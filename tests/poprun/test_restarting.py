@@ -12,16 +12,16 @@ import pytest
 from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings
-from poprun.ipc.facts import Verdict
+from poprun.ipc.facts import JobEnd, Verdict
 from poprun.launch.launch import Launch
 from poprun.launch.plan import plan_launch
-from poprun.supervisor.restarts import Ended, Restarts
+from poprun.supervisor.restarts import Restarts
 
-GOOD = Ended(0, False, None)
+GOOD = JobEnd(0, False, None)
 
 
-def failed(line: str, is_of_hosts: bool = False, was_told: bool = False, lost: tuple[int, ...] = ()) -> Ended:
-    return Ended(9, was_told, Verdict(None, 9, (line, "more"), is_of_hosts=is_of_hosts, lost=lost))
+def failed(line: str, is_of_hosts: bool = False, was_told: bool = False, lost: tuple[int, ...] = ()) -> JobEnd:
+    return JobEnd(9, was_told, Verdict(None, 9, (line, "more"), is_of_hosts=is_of_hosts, lost=lost))
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Job:
     environ: dict[str, str]
     launches: list[Launch] = field(default_factory=list)
 
-    def run(self, ends: Sequence[Ended], **options: object) -> Ended:
+    def run(self, ends: Sequence[JobEnd], **options: object) -> JobEnd:
         """The end of the last launch; there have to be as many as ends."""
         settings = LaunchSettings(
             program=("echo",),
@@ -40,7 +40,7 @@ class Job:
         )
         rest = iter(ends)
 
-        def run_once(launch: Launch) -> Ended:
+        def run_once(launch: Launch) -> JobEnd:
             self.launches.append(launch)
             return next(rest)
 

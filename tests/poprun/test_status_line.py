@@ -12,9 +12,9 @@ import pytest
 from popdist.records.progress import ProgressRecord
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, Facts
-from poprun.output.output import Output, Sink
+from poprun.output.output import Output, OutputStream
 from poprun.output.output_style import OutputStyle
-from poprun.supervisor.status_line import SHOW_AFTER_S, StatusLine, wants_status
+from poprun.supervisor.supervision import SHOW_AFTER_S, status_text, wants_status
 
 ERASED = b"\r\x1b[K"
 
@@ -23,27 +23,25 @@ def joined(index: int, step: int = 0, ending: Ending | None = None) -> Facts:
     return Facts(index, "node0", 7, ending, ProgressRecord(step=step, since_s=1.0))
 
 
-class TestText:
-    def test_says_how_many_have_started(self):
-        status = StatusLine(4, 2, 10.0)
-        unseen = [Facts(index) for index in range(4)]
-        assert status.text(unseen, 10.0 + SHOW_AFTER_S / 2) == ""
-        assert status.text(unseen, 13.2) == "starting 4 instances on 2 hosts (3 s)"
-        some = [Facts(0, "node0", 7), *unseen[1:]]
-        assert status.text(some, 13.2) == "starting 4 instances on 2 hosts, 1 of 4 are there (3 s)"
+JOINED = [joined(0), joined(1)]
+COMPILES = "no step is completed yet: data are loaded, programs compiled (61 s)"
 
-    def test_says_nothing_of_programs_that_keep_no_record(self):
-        assert StatusLine(2, 1, 0.0).text([Facts(0, "a", 7), Facts(1, "a", 8)], 5.0) == ""
 
-    def test_tells_of_compiling_until_the_first_step_is_completed(self):
-        status = StatusLine(2, 1, 0.0)
-        text = "no step is completed yet: data are loaded, programs compiled (61 s)"
-        assert status.text([joined(0), joined(1)], 61.9) == text
-        assert status.text([joined(0), joined(1, step=1)], 62.0) == ""
-
-    def test_says_nothing_once_one_has_ended(self):
-        ended = joined(1, ending=Ending(EndKind.EXIT, 0, 3.0))
-        assert StatusLine(2, 1, 0.0).text([joined(0), ended], 5.0) == ""
+@pytest.mark.parametrize(
+    ("facts", "since_s", "text"),
+    [
+        ([Facts(0), Facts(1)], SHOW_AFTER_S / 2, ""),
+        ([Facts(0), Facts(1)], 3.2, "starting 2 instances on 2 hosts (3 s)"),
+        ([Facts(0, "node0", 7), Facts(1)], 3.2, "starting 2 instances on 2 hosts, 1 of 2 are there (3 s)"),
+        ([Facts(0, "a", 7), Facts(1, "a", 8)], 5.0, ""),
+        (JOINED, 61.9, COMPILES),
+        ([joined(0), joined(1, step=1)], 62.0, ""),
+        ([joined(0), joined(1, ending=Ending(EndKind.EXIT, 0, 3.0))], 5.0, ""),
+    ],
+    ids=["soon", "none is there", "one is there", "no record is kept", "compiling", "a step is made", "one has ended"],
+)
+def test_it_says_what_a_job_does_until_its_first_step(facts, since_s, text):
+    assert status_text(facts, 2, since_s) == text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def expect(ours: int, shown: bytes) -> None:
 class TestDrawing:
     def test_it_is_replaced_and_erased_and_never_wider_than_the_terminal(self, terminal):
         ours, theirs = terminal
-        sink = Sink(theirs)
+        sink = OutputStream(theirs)
         for text in ("one", "one", "x" * 50, "", ""):
             sink.show_status(text)
         expect(ours, ERASED + b"one" + ERASED + b"x" * 19 + ERASED)
@@ -91,7 +89,7 @@ class TestDrawing:
 
     def test_whatever_is_written_erases_it(self, terminal):
         ours, theirs = terminal
-        sink = Sink(theirs)
+        sink = OutputStream(theirs)
         sink.show_status("one")
         sink.write_own(b"own\n")
         sink.show_status("two")
@@ -103,7 +101,7 @@ class TestDrawing:
 
     def test_a_pipe_never_gets_it(self):
         reader, writer = os.pipe()
-        sink = Sink(writer)
+        sink = OutputStream(writer)
         sink.show_status("one")
         sink.write_own(b"own\n")
         assert os.read(reader, 99) == b"own\n"

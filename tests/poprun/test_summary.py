@@ -16,15 +16,14 @@ from poprun.cli.command_line import CommandLine, settings_from
 from poprun.cli.log import Level
 from poprun.cli.settings import SummaryAsked
 from poprun.errors import UsageError
-from poprun.ipc.facts import Ended, Facts, Verdict
+from poprun.ipc.facts import Facts, JobEnd, Verdict
 from poprun.monitor.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
-from poprun.monitor.summary_file import Whole, describe_job, make_room, write_summary
-from poprun.monitor.summary_lines import summary_lines
+from poprun.monitor.summary import describe_job, make_room, summary_lines, write_summary
 from poprun.supervisor.job_events import ProgressCame
 
 MIB = 2**20
-GOOD = Ended(0, False, None)
-FAILED = Ended(137, False, Verdict(1, 137, ("instance 1 was killed", "more")))
+GOOD = JobEnd(0, False, None)
+FAILED = JobEnd(137, False, Verdict(1, 137, ("instance 1 was killed", "more")))
 
 
 def made(waited_s: float = 0.0, steps: int = 101, seconds: float = 10.0, samples: int = 32) -> Made:
@@ -38,7 +37,7 @@ def facts(index: int, of: Made, peak_mib: int = 100, host: str = "node0") -> Fac
     return Facts(index, host, 77, exited(), record, peak_memory_bytes=peak_mib * MIB)
 
 
-def attempt(*all_made: Made, ended: Ended = GOOD, losses: tuple[str, ...] = ()) -> Attempt:
+def attempt(*all_made: Made, ended: JobEnd = GOOD, losses: tuple[str, ...] = ()) -> Attempt:
     return Attempt(tuple(facts(index, each) for index, each in enumerate(all_made)), 12.0, ended, losses)
 
 
@@ -150,7 +149,7 @@ class TestWhatIsAsked:
 
 
 class TestFile:
-    WHOLE = Whole(("python", "train-\udcff.py"), 1.7e9, 20.0, 0)
+    WHOLE = {"program": ["python", "train-\udcff.py"], "began_at_s": 1.7e9, "duration_s": 20.0, "exit_status": 0}
 
     def test_has_all_attempts_and_instances(self, tmp_path: Path):
         last = replace(facts(1, made(0.5), host="node1"), ending=None, is_given_up=True)
@@ -252,4 +251,4 @@ class TestAJobThatIsPlayed:
         script.lose(5.0, 2, fault="Connection timed out")
         script.run()
         assert self.attempt(script).facts[2].record.made.steps == 101
-        assert self.attempt(script).peak_memory_bytes >= 0
+        assert add_up([self.attempt(script)]).peak_memory_bytes >= 0

@@ -12,20 +12,20 @@ from popdist.timeline.connections import BUSY, SENT, Addresses
 from popdist.timeline.events import EVENT, EventKind
 from poprun.trace.aligned import align
 from poprun.trace.merging import put_together
-from poprun.trace.recordings import Recording
-from poprun.trace.report.findings import Cause, Traffic
-from poprun.trace.report.step_table import COMPILE, COMPUTE, table_of
-from poprun.trace.report.traffic import slow_traffic_of, traffic_of
+from poprun.trace.recordings import InstanceRecording
+from poprun.trace.report.findings import Cause, LinkTraffic
+from poprun.trace.report.links import slow_traffic_of, traffic_of
+from poprun.trace.report.step_table import COMPUTE, table_of
 from poprun.trace.report.verdict import judge
-from poprun.trace.spans import Sort, Spans, spans_of
+from poprun.trace.spans import COMPILE, Sort, Spans, spans_of
 
 
-def places(recording: Recording, kind: EventKind) -> np.ndarray:
+def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:
     """Where the events of a kind are."""
     return np.flatnonzero(recording.events["kind"] == kind)
 
 
-def with_event(recording: Recording, place: int, kind: EventKind, **more: int) -> Recording:
+def with_event(recording: InstanceRecording, place: int, kind: EventKind, **more: int) -> InstanceRecording:
     """One more event, before the one at a place and at the same time."""
     event = recording.events[place : place + 1].copy()
     event["kind"] = kind
@@ -35,7 +35,7 @@ def with_event(recording: Recording, place: int, kind: EventKind, **more: int) -
     return replace(recording, events=np.concatenate(events))
 
 
-def later(recording: Recording, place: int, ns: int) -> Recording:
+def later(recording: InstanceRecording, place: int, ns: int) -> InstanceRecording:
     """The events from a place on come so much later."""
     events = recording.events.copy()
     events["when_ns"][place:] += ns
@@ -91,40 +91,40 @@ def counted(**counts: tuple[Addresses, float, float]) -> Spans:
         for what, value in ((SENT, nbytes), (BUSY, busy_s)):
             measured[ends.named(what)] = (np.array([0, 10 * 10**9]), np.array([0.0, value]))
     nothing = np.zeros(0, EVENT)
-    return Spans(spans_of(Recording()).spans, nothing, nothing, measured)
+    return Spans(spans_of(InstanceRecording()).spans, nothing, nothing, measured)
 
 
 class TestTrafficBetweenHosts:
-    def of(self, *spans: Spans) -> list[Traffic]:
+    def of(self, *spans: Spans) -> list[LinkTraffic]:
         return traffic_of(["a", "a", "b"], [*spans, counted(x=(FAR, 1.0, 0.1))], 0, 10 * 10**9)[:1]
 
     def test_of_two_instances_of_a_host_is_busy_as_long_as_the_busier_one(self):
         """Their times overlap; bytes add up."""
         both = counted(x=(NEAR, 100, 4.0)), counted(x=(NEAR, 100, 6.0))
-        assert self.of(*both) == [Traffic("a", "b", 200.0, 6.0)]
+        assert self.of(*both) == [LinkTraffic("a", "b", 200.0, 6.0)]
 
     def test_is_busy_no_longer_than_there_is_time(self):
         """A kernel counts for several connections between the same two addresses."""
-        assert self.of(counted(x=(NEAR, 100, 14.0)), counted()) == [Traffic("a", "b", 100.0, 10.0)]
+        assert self.of(counted(x=(NEAR, 100, 14.0)), counted()) == [LinkTraffic("a", "b", 100.0, 10.0)]
 
     def test_has_nothing_of_what_stays_inside_of_a_host(self):
         """Also where a host has two addresses."""
         inside = counted(x=(OTHER, 5000, 5.0), y=(NEAR, 100, 1.0))
         second = counted(x=(Addresses("10.0.0.2", "10.0.0.1"), 5000, 5.0))
         assert traffic_of(["a", "a", "b"], [inside, second, counted(x=(FAR, 90, 0.5))], 0, 10 * 10**9) == [
-            Traffic("a", "b", 100.0, 1.0),
-            Traffic("b", "a", 90.0, 0.5),
+            LinkTraffic("a", "b", 100.0, 1.0),
+            LinkTraffic("b", "a", 90.0, 0.5),
         ]
 
     def test_is_compared_with_the_median_of_the_others(self):
-        links = [Traffic("a", str(rate), 10.0 * rate, 10.0) for rate in (1, 30, 40, 100)]
+        links = [LinkTraffic("a", str(rate), 10.0 * rate, 10.0) for rate in (1, 30, 40, 100)]
         slow = slow_traffic_of(links, lasted_s=10, exchange=0.9)
         assert slow is not None
         assert (slow.links, slow.usual) == ([links[0]], 40)
 
     def test_blames_a_host_only_if_all_other_links_are_fast_elsewhere(self):
-        slow = [Traffic("a", "b", 10.0, 10.0), Traffic("a", "c", 10.0, 10.0)]
-        for fast, host in ((Traffic("b", "c", 400.0, 10.0), "a"), (Traffic("c", "a", 400.0, 10.0), "")):
+        slow = [LinkTraffic("a", "b", 10.0, 10.0), LinkTraffic("a", "c", 10.0, 10.0)]
+        for fast, host in ((LinkTraffic("b", "c", 400.0, 10.0), "a"), (LinkTraffic("c", "a", 400.0, 10.0), "")):
             found = slow_traffic_of([*slow, fast], lasted_s=10, exchange=0.9)
             assert found is not None
             assert found.host == host

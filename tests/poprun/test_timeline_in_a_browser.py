@@ -12,8 +12,7 @@ import pytest
 from timeline_jobs import Made
 
 from poprun.trace.merging import put_together
-from poprun.trace.report.page import report_page
-from poprun.trace.report.pictures import COLOURS
+from poprun.trace.report.page import COLOURS, report_page
 from poprun.trace.report.verdict import judge
 
 CHROMIUM = shutil.which("chromium")

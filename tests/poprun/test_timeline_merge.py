@@ -21,12 +21,10 @@ from popdist.timeline.spilling import TimelineFile as Recorded
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.trace.aligned import align
-from poprun.trace.command import describe, folder_of, main, read_words
-from poprun.trace.memberships import of_longest_membership
-from poprun.trace.merging import merge, put_together, to_be_judged
-from poprun.trace.of_job import make_room, write_timeline
+from poprun.trace.command import describe, folder_of, main, make_room, read_words, write_timeline
+from poprun.trace.merging import merge, of_longest_membership, put_together, to_be_judged
 from poprun.trace.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
-from poprun.trace.report.sentences import findings
+from poprun.trace.report.text import findings
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import Sort, spans_of
 from poprun.trace.trace_events import write_trace

@@ -15,12 +15,9 @@ from poprun.errors import PopRunError
 from poprun.trace.command import main
 from poprun.trace.merging import put_together
 from poprun.trace.report.findings import Cause
-from poprun.trace.report.overlap import bubbles_of, common_ns
-from poprun.trace.report.page import report_page
-from poprun.trace.report.pictures import draw_curves
-from poprun.trace.report.sentences import findings, paths, time_text
-from poprun.trace.report.step_table import table_of
-from poprun.trace.report.text import report_text
+from poprun.trace.report.page import draw_curves, report_page
+from poprun.trace.report.step_table import bubbles_of, inside_ns, table_of
+from poprun.trace.report.text import findings, paths, report_text, time_text
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import SPAN
 
@@ -236,9 +233,9 @@ def replica_spans(*rows):
 class TestOverlap:
     def test_counts_what_lies_within_any_of_the_others_once(self):
         others = replica_spans((0, 10, 0, 1), (5, 20, 0, 1), (6, 7, 0, 1), (30, 40, 0, 1))
-        assert common_ns(replica_spans((8, 35, 0, 1)), others) == 17
-        assert common_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others) == 0
-        assert common_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others) == 2
+        assert inside_ns(replica_spans((8, 35, 0, 1)), others).sum() == 17
+        assert inside_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others).sum() == 0
+        assert inside_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others).sum() == 2
 
     def test_of_a_pipeline_leaves_bubbles(self):
         spans = replica_spans((0, 10, 0, 1), (10, 20, 0, 2), (100, 120, 1, 1), (100, 120, 1, 2))

@@ -11,8 +11,8 @@ from job_scripts import exited, killed
 from popdist.records.progress import Made, ProgressRecord, State
 from poprun.ipc.facts import Facts
 from poprun.monitor.picture import AWAITED, HEADINGS, picture_of
-from poprun.monitor.recent import APART_S, Recent
 from poprun.monitor.snapshot import (
+    APART_S,
     ENDED,
     JOINING,
     LEAVING,
@@ -21,6 +21,7 @@ from poprun.monitor.snapshot import (
     STARTING,
     STOPPED,
     WAITING,
+    Recent,
     Seen,
     Snapshot,
     look_at,

@@ -14,18 +14,30 @@ import pytest
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.ipc import wire
-from poprun.ipc.local_sockets import connect
-from poprun.monitor.doors import doors_in, open_doors, read_address, token_from
-from poprun.monitor.greeting import ANSWER, FULL, RANDOM_BYTES, SEEN, TOKEN_VARIABLE, answer_to, is_welcome, welcome_to
+from poprun.ipc.sockets import connect
+from poprun.monitor.doors import (
+    ANSWER,
+    FULL,
+    RANDOM_BYTES,
+    SEEN,
+    TOKEN_VARIABLE,
+    Door,
+    answer_to,
+    doors_in,
+    is_welcome,
+    open_doors,
+    read_address,
+    token_from,
+    welcome_to,
+)
 from poprun.monitor.snapshot import Seen, Snapshot
-from poprun.monitor.source import Source, call_remote
+from poprun.monitor.source import SnapshotSource, call_remote
 from poprun.monitor.viewers import (
     GREETING_LIMIT_S,
     INTERVAL_S,
     MOST_VIEWERS,
     PAUSE_S,
     UNREAD_LIMIT_S,
-    Door,
     Viewers,
 )
 
@@ -99,7 +111,7 @@ def remote() -> Iterator[Job]:
 
 
 def message(connection: socket.socket) -> tuple[int, bytes]:
-    found = Source(connection, "job").next_message(LIMIT_S)
+    found = SnapshotSource(connection, "job").next_message(LIMIT_S)
     assert found is not None
     return found
 
@@ -115,7 +127,7 @@ def is_over(connection: socket.socket) -> bool:
 class TestOnOneMachine:
     def test_there_is_a_snapshot_at_once_and_then_each_second(self, local):
         with local.call() as viewer:
-            seen = Source(viewer, "job")
+            seen = SnapshotSource(viewer, "job")
             assert seen.next(LIMIT_S) == Snapshot(
                 os.getpid(), os.uname().nodename, ("train.py",), 0.0, instances=INSTANCES
             )
@@ -165,7 +177,7 @@ class TestOnOneMachine:
         assert local.count == MOST_VIEWERS
         assert [message(each)[0] for each in viewers[:MOST_VIEWERS]] == [SEEN] * MOST_VIEWERS
         with pytest.raises(PopRunError, match="^job has too many viewers already; close one of them, and try again$"):
-            Source(viewers[-1], "job").next(LIMIT_S)
+            SnapshotSource(viewers[-1], "job").next(LIMIT_S)
         assert is_over(viewers[-1])
         for each in viewers:
             each.close()
@@ -177,11 +189,11 @@ class TestOnOneMachine:
             clock = iter([200.0, 200.5, 200.5, 201.0, 202.0, 203.0])
             local.viewers._now_s = lambda: next(clock)  # noqa: SLF001
             local.viewers.pause(0.7)
-            assert Source(viewer, "job").next(LIMIT_S).instances == ()
+            assert SnapshotSource(viewer, "job").next(LIMIT_S).instances == ()
 
     def test_the_end_of_the_job_ends_all(self, local):
         with local.call() as viewer:
-            seen = Source(viewer, "job")
+            seen = SnapshotSource(viewer, "job")
             seen.next(LIMIT_S)
             local.viewers.close()
             assert seen.next(LIMIT_S) is None
@@ -192,13 +204,13 @@ class TestOnOneMachine:
         with ours, theirs:
             theirs.sendall(data)
             with pytest.raises(PopRunError, match="^job 7: .*; use the version of poprun that runs the job"):
-                Source(ours, "job 7").next(LIMIT_S)
+                SnapshotSource(ours, "job 7").next(LIMIT_S)
 
 
 class TestOverANetwork:
     def test_who_knows_the_token_gets_snapshots(self, remote):
         host, port = remote.address
-        found: list[Source] = []
+        found: list[SnapshotSource] = []
         caller = Thread(target=lambda: found.append(call_remote(host, port, TOKEN)))
         caller.start()
         while caller.is_alive():
@@ -269,13 +281,13 @@ class TestOverANetwork:
     def test_many_strangers_keep_nobody_out_who_knows_the_token(self, remote):
         strangers = [remote.call() for _ in range(2 * MOST_VIEWERS)]
         with remote.call() as viewer:
-            seen = Source(viewer, "job")
+            seen = SnapshotSource(viewer, "job")
             _, challenge = seen.next_message(LIMIT_S)
             viewer.sendall(answer_to(TOKEN, challenge, bytes(RANDOM_BYTES)))
             remote.serve()
             assert [seen.next_message(LIMIT_S)[0], seen.next_message(LIMIT_S)[0]] == [98, SEEN]
             assert remote.count == MOST_VIEWERS
-        first = Source(strangers[0], "job")
+        first = SnapshotSource(strangers[0], "job")
         assert [first.next_message(LIMIT_S)[0], first.next_message(LIMIT_S)[0]] == [96, FULL]
         for each in strangers:
             each.close()

@@ -7,17 +7,17 @@ import os
 import pytest
 
 from poprun.errors import PopRunError, UsageError
-from poprun.monitor.command import OPTIONS, Wanted, describe, main, read_words
-from poprun.monitor.greeting import TOKEN_VARIABLE
+from poprun.monitor.command import OPTIONS, TopRequest, describe, main, read_words
+from poprun.monitor.doors import TOKEN_VARIABLE
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([], Wanted()),
-        (["--job", "7", "--once"], Wanted(job=7, once=True)),
-        (["--address=[::1]:70", "--json"], Wanted(address=("::1", 70), json=True)),
-        (["--plain"], Wanted(plain=True)),
+        ([], TopRequest()),
+        (["--job", "7", "--once"], TopRequest(job=7, once=True)),
+        (["--address=[::1]:70", "--json"], TopRequest(address=("::1", 70), json=True)),
+        (["--plain"], TopRequest(plain=True)),
         (["-h"], None),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from popdist.timeline.connections import BUSY, SENT, Addresses
 from popdist.timeline.events import EVENT, EventKind
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 
 MS = 10**6
 NAMES = (
@@ -76,7 +76,7 @@ class Made:
     jitter: float = 0.05
     seed: int = 0
 
-    def recordings(self) -> list[Recording]:
+    def recordings(self) -> list[InstanceRecording]:
         """What its instances have recorded."""
         random = np.random.default_rng(self.seed)
         pages = [_Page() for _ in range(self.instances)]
@@ -94,7 +94,7 @@ class Made:
                 page.measured("wait for cores", page.waited)
                 self._count_traffic(instance, step, page)
         return [
-            Recording(
+            InstanceRecording(
                 instance=instance,
                 instances=self.instances,
                 host=f"host{instance if self.traffic else instance // 2}",

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from feed_data import Unsized
 
-from strategies.data.datasets import DistributedDataset, InputContext, Masked, Position
+from strategies.data.datasets import DistributedDataset
+from strategies.data.input_context import InputContext
+from strategies.data.layout import Position
+from strategies.data.sources import Masked
 
 TOTAL = 8
 

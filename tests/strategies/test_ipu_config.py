@@ -22,7 +22,8 @@ from strategies.config import (
     reset_ipu_configuration,
 )
 from strategies.config.configured import Effects, in_force
-from strategies.pipelines.pipelining_ops import RecomputationMode, pipeline
+from strategies.pipelines.pipelining import RecomputationMode
+from strategies.pipelines.pipelining_ops import pipeline
 from strategies.programs.compilation import use_executable_cache
 from strategies.step.options import configured
 

@@ -20,8 +20,8 @@ from tiers import first_of
 import strategies
 from popdist.errors import EnvironmentMismatchError
 from strategies import IPUStrategy, Trainer, fingerprint
-from strategies.metrics import Sink
 from strategies.sinks import delivery as delivery_module
+from strategies.sinks.sink import Sink
 
 REPLICAS, STEPS = 4, 4
 ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3) / 64}

@@ -18,7 +18,7 @@ from popdist.timeline.events import EventKind
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
 from poprun.trace.merging import put_together
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import Sort
 from strategies import Trainer, fingerprint
@@ -60,7 +60,7 @@ def recorded():
     recorders = [Recorder(ring) for ring in rings]
     found = trained(recorders)
     recordings = [
-        Recording(
+        InstanceRecording(
             rank, 2, "here", names=recorders[rank].take_new_names(), events=rings[rank].take()[0], is_complete=True
         )
         for rank in range(2)

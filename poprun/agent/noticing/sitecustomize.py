@@ -1,4 +1,4 @@
-"""Has Python warn about libraries that would train in each of several instances alone.
+"""Warnings about libraries that would train in each of several instances alone, as Python sees their imports.
 
 The agent of instance 0 puts this folder in front of PYTHONPATH, and Python imports the file when it starts. It puts
 everything back: PYTHONPATH, `sys.path`, and the `sitecustomize` that Python would have found without it. It runs in
@@ -12,52 +12,119 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_WATCHED = frozenset(
-    (
-        "accelerate",
-        "deepspeed",
-        "horovod.torch",
-        "lightning",
-        "lightning.fabric.fabric",
-        "lightning.pytorch.trainer.trainer",
-        "lightning_fabric",
-        "lightning_fabric.fabric",
-        "pytorch_lightning",
-        "pytorch_lightning.trainer.trainer",
-        "torch.distributed.distributed_c10d",
-        "transformers.trainer",
-    )
-)
+_WAY_OUT = "give `poprun --torch-distributed-env yes`"
+_DEVICES = "Trainer(devices={local}, num_nodes={nodes})"
+_IMPORTED = {
+    "accelerate": "",
+    "deepspeed": "",
+    "horovod.torch": "",
+    "lightning": _DEVICES,
+    "lightning_fabric": _DEVICES.replace("Trainer", "Fabric"),
+    "pytorch_lightning": _DEVICES,
+    "transformers.trainer": "",
+}
+"""Libraries that train, and what their users have to write besides."""
+
+_TRAINERS = {
+    "lightning.fabric.fabric": "Fabric",
+    "lightning.pytorch.trainer.trainer": "Trainer",
+    "lightning_fabric.fabric": "Fabric",
+    "pytorch_lightning.trainer.trainer": "Trainer",
+}
+_GROUPS = "torch.distributed.distributed_c10d"
 
 
-class Watch:
-    """A finder of modules that leaves nearly all of them to the others."""
+class ImportWatch:
+    """A finder of modules that leaves all of them to the other finders, and warns once."""
 
     def __init__(self) -> None:
-        self._notices: Any = None
+        self._has_said = False
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
-        """Have the import of a watched library seen."""
-        if name not in _WATCHED:
-            return None
-        if self._notices is None:
-            self._notices = _load_notices()
-        return self._notices.see_import(name, path, [each for each in sys.meta_path if each is not self])
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Warn about a library that cannot know the other instances; look into one that can.
+
+        Returns:
+            The way in which Python is to load the module; None if that is the usual way.
+        """
+        if name in _IMPORTED and not _knows_others() and not _is_own_horovod(name, path):
+            self._warn(f"{name} was imported", _IMPORTED[name])
+        return self._looked_into(name, path) if name in _TRAINERS or name == _GROUPS else None
+
+    def _looked_into(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+        spec = _find(name, path, (each for each in sys.meta_path if each is not self))
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_look(module: ModuleType) -> None:
+            execute(module)
+            if name == _GROUPS:
+                self._look_at_groups(module)
+            elif hasattr(module, _TRAINERS[name]):
+                self._look_at_trainer(getattr(module, _TRAINERS[name]))
+
+        spec.loader.exec_module = execute_and_look  # type: ignore[method-assign]
+        return spec
+
+    def _look_at_groups(self, module: ModuleType) -> None:
+        from functools import wraps
+
+        init: Callable[..., object] = module.init_process_group
+
+        @wraps(init)
+        def init_process_group(*words: object, **options: object) -> object:
+            is_told = options.get("rank", -1) != -1 or options.get("init_method") not in (None, "env://")
+            if not _knows_others() and not is_told and len(words) < 2:
+                self._warn("torch.distributed.init_process_group was called", "")
+            return init(*words, **options)
+
+        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+    def _look_at_trainer(self, trainer: type) -> None:
+        from functools import wraps
+
+        init: Callable[..., None] = trainer.__init__  # type: ignore[misc]
+
+        @wraps(init)
+        def init_and_look(made: object, *words: object, **options: object) -> None:
+            init(made, *words, **options)
+            if getattr(made, "world_size", 0) == 1:
+                self._warn(f"a {trainer.__name__} of Lightning has world size 1", _IMPORTED["lightning"])
+
+        trainer.__init__ = init_and_look  # type: ignore[misc]
+
+    def _warn(self, fact: str, besides: str) -> None:
+        if self._has_said:
+            return
+        self._has_said = True
+        count = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+        local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", count))
+        ways = [] if _knows_others() else [_WAY_OUT]
+        ways += [f"write {besides.format(local=local, nodes=count // local)}"] if besides else []
+        sys.stderr.write(
+            f"poprun: {fact} in instance 0 of {count}, and does not know of the other instances by itself, so each may "
+            f"train a model of its own; {' and '.join(ways)}, or train with a strategy of this project\n"
+        )
 
 
-def _load_notices() -> Any:
-    from importlib.util import module_from_spec, spec_from_file_location
+def _knows_others() -> bool:
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
-    spec = spec_from_file_location("poprun_notices", os.path.join(_HERE, "notices.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Notices(os.environ, lambda text: sys.stderr.write(text))
+
+def _is_own_horovod(name: str, path: Sequence[str] | None) -> bool:
+    """Return whether this is a package of ours under the name of Horovod; Horovod itself has a `runner`."""
+    return name == "horovod.torch" and not any(os.path.isdir(os.path.join(each, "runner")) for each in path or ())
+
+
+def _find(name: str, path: Sequence[str] | None, finders: Iterable[object]) -> ModuleSpec | None:
+    """Return how the first finder that knows a module would load it; None if nobody does."""
+    specs = (finder.find_spec(name, path) for finder in finders if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _put_back() -> None:
@@ -67,18 +134,12 @@ def _put_back() -> None:
     if rest:
         os.environ["PYTHONPATH"] = rest
     hidden = _find("sitecustomize", None, sys.meta_path)
-    if hidden is not None and hasattr(hidden.loader, "exec_module"):
+    if hidden is not None and hidden.loader is not None and hasattr(hidden.loader, "exec_module"):
         module = sys.modules["sitecustomize"] = type(sys)("sitecustomize")
         module.__spec__, module.__loader__, module.__file__ = hidden, hidden.loader, hidden.origin
         hidden.loader.exec_module(module)
 
 
-def _find(name: str, path: Sequence[str] | None, finders: Sequence[Any]) -> Any:
-    """Return how the first finder that knows a module would load it; None: nobody does."""
-    specs = (finder.find_spec(name, path) for finder in finders if hasattr(finder, "find_spec"))
-    return next((spec for spec in specs if spec is not None), None)
-
-
 if __name__ == "sitecustomize":  # not in a test
-    sys.meta_path.insert(0, Watch())
+    sys.meta_path.insert(0, ImportWatch())
     _put_back()

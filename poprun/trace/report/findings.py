@@ -1,10 +1,17 @@
-"""What a report may find."""
+"""Findings of a report: who is late and why, steps that differ from most, and critical paths. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+
+from popdist.timeline.gauges import CORE_WAIT
+from poprun.trace.matching import MatchedCollectives
+from poprun.trace.report.step_table import BETWEEN, CHECKPOINT, COMPUTE, EXCHANGE, INPUT, REST, WAITING, StepTable
+from poprun.trace.spans import COMPILE, Spans
 
 LEAST_GAIN = 0.03
 """What would save less of the time is not worth a word."""
@@ -13,7 +20,7 @@ LEAST_SHARE = 0.6
 
 
 class Cause(Enum):
-    """Why an instance is late."""
+    """Reasons why an instance is late."""
 
     COMPUTE = "its own compute"
     BETWEEN = "your code between its steps"
@@ -65,8 +72,8 @@ class SlowLink:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What was on its way from a host to another one, as the kernel has counted it.
+class LinkTraffic:
+    """The data on their way from a host to another one, as the kernel has counted them.
 
     Attributes:
         source: the host that sent it.
@@ -82,7 +89,7 @@ class Traffic:
 
     @property
     def rate(self) -> float:
-        """How many bytes came in each second in which any were on their way: no link is slower than that."""
+        """The bytes per second of the time in which any were on their way: no link is slower than that."""
         return self.nbytes / self.busy_s
 
 
@@ -97,7 +104,7 @@ class SlowTraffic:
         gain: which part of the time would be saved at most if they were as fast as the others, or took no time.
     """
 
-    links: Sequence[Traffic]
+    links: Sequence[LinkTraffic]
     usual: float | None
     host: str
     gain: float
@@ -125,7 +132,7 @@ class Outlier:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PathSegment:
     """A part of the critical path of a step.
 
     Attributes:
@@ -141,7 +148,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Change:
-    """What could be done.
+    """A change that would save time.
 
     Attributes:
         what: in words.
@@ -150,3 +157,147 @@ class Change:
 
     what: str
     gain: float
+
+
+_SURPRISE = 4.0
+"""How many standard deviations oftener than by chance somebody has to be the last one."""
+_EXPLAINED = 0.5
+"""So much of the lateness a cause has to explain to be named."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lateness:
+    """The knowledge about late instances.
+
+    Attributes:
+        table: the times of steps.
+        usual: which of them are like most.
+        spans: of each instance.
+        late_ns: for each usual step and instance how long it has held the others up, by being the last one.
+        settled_ns: how long all settled steps took.
+    """
+
+    table: StepTable
+    usual: np.ndarray
+    spans: Sequence[Spans]
+    late_ns: np.ndarray
+    settled_ns: float
+
+
+def culprit_of(known: Lateness) -> Culprit | None:
+    """Return the instance that is late so often, and by so much, that it is no chance, or None."""
+    late, instances = known.late_ns, len(known.spans)
+    if not late.size or not late.sum():
+        return None
+    sums = late.sum(axis=0)
+    row = int(np.argmax(sums))
+    own = late.argmax(axis=1) == row
+    expected = len(late) / instances
+    deviation = np.sqrt(expected * (1 - 1 / instances))
+    gain = float(sums[row] / known.settled_ns)
+    is_chance = np.count_nonzero(own) - expected < _SURPRISE * deviation
+    if is_chance or gain < LEAST_GAIN or sums[row] < LEAST_SHARE * sums.sum():
+        return None
+    cause, explained = _cause(known, row, float(sums[row]))
+    return Culprit(row, cause, explained, float(own.mean()), float(np.median(late[own, row])) / 1e9, gain)
+
+
+def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
+    """Return the part that takes an instance longer than the others, and the lateness that it explains."""
+    table, spans = known.table, known.spans
+    others = [each for each in range(len(spans)) if each != row]
+
+    def longer(category_ns: np.ndarray) -> float:
+        difference = category_ns[row] - np.median(category_ns[others], axis=0)
+        return float(difference[known.usual].sum()) / late_ns
+
+    possible = {
+        Cause.COMPUTE: longer(table.own_work_ns()),
+        Cause.INPUT: longer(table.of[INPUT]),
+        Cause.LINK: longer(table.of[EXCHANGE]),
+    }
+    cause, explained = max(possible.items(), key=lambda item: item[1])
+    if explained < _EXPLAINED:
+        return Cause.UNCLEAR, min(max(explained, 0.0), 1.0)
+    if cause is Cause.COMPUTE:
+        cause, explained = _which_work(longer, table, explained)
+        waited = [_core_wait_ns(own) for own in spans]
+        of_cores = (waited[row] - float(np.median([waited[each] for each in others]))) / late_ns
+        if of_cores >= _EXPLAINED * explained:
+            return Cause.HOST, min(of_cores, 1.0)
+    return cause, min(explained, 1.0)
+
+
+def _which_work(longer: Callable[[np.ndarray], float], table: StepTable, explained: float) -> tuple[Cause, float]:
+    """Return what of an instance's own work takes longer, if one part of it does; otherwise all of it."""
+    parts = {Cause.BETWEEN: longer(table.of[BETWEEN]), Cause.REST: longer(table.of[REST])}
+    part, own = max(parts.items(), key=lambda item: item[1])
+    return (part, own) if own >= _EXPLAINED * explained else (Cause.COMPUTE, explained)
+
+
+def _core_wait_ns(spans: Spans) -> float:
+    """Return how long the program was ready to run and had no core."""
+    _, values = spans.measured.get(CORE_WAIT, (np.zeros(0), np.zeros(0)))
+    return 1e9 * float(values[-1] - values[0]) if len(values) > 1 else 0.0
+
+
+_OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
+"""By how much an outlier is longer at least: in parts of the median, in standard deviations, in parts of all steps."""
+_MOST_OUTLIERS = 5
+
+
+def are_outliers(table: StepTable) -> np.ndarray:
+    """Return a mask of the settled steps that took far longer than the median."""
+    settled = table.is_settled
+    lasted = np.where(settled, table.lasted_ns.max(axis=0), 0).astype(np.float64)
+    usual = float(np.median(lasted[settled]))
+    deviation = 1.4826 * float(np.median(np.abs(lasted[settled] - usual)))
+    longer: np.ndarray = lasted - usual > max(
+        _OF_MEDIAN * usual, _DEVIATIONS * deviation, _OF_ALL * float(lasted.sum())
+    )
+    return longer
+
+
+def outliers_of(table: StepTable) -> list[Outlier]:
+    """Return the steps that took far longer than the median, the worst first."""
+    lasted = table.lasted_ns.max(axis=0).astype(np.float64)
+    usual = float(np.median(lasted[table.is_settled]))
+    columns = np.flatnonzero(are_outliers(table))
+    found = []
+    for column in columns[np.argsort(-lasted[columns], kind="stable")][:_MOST_OUTLIERS].tolist():
+        longer = {
+            (row, category): float(times[row, column] - np.median(times[row]))
+            for category, times in table.of.items()
+            if category != WAITING
+            for row in range(len(times))
+        }
+        (row, category), most = max(longer.items(), key=lambda item: item[1])
+        step = int(table.steps[column])
+        found.append(Outlier(step, float(lasted[column]) / 1e9, usual / 1e9, row, category, most / 1e9))
+    return found
+
+
+def path_of(table: StepTable, meetings: MatchedCollectives, column: int) -> tuple[int, list[PathSegment]]:
+    """Return a step's critical path: from one collective to the next by the last instance to come."""
+    step = int(table.steps[column])
+    rows = np.flatnonzero(meetings.step == step)
+    now = float(table.begin_ns[:, column].max())
+    path: list[PathSegment] = []
+    for row in rows.tolist():
+        last = int(meetings.last[row])
+        came, left = float(meetings.came_ns[row, last]), float(meetings.left_ns[row].max())
+        path.append(
+            PathSegment(last, _mostly(table, last, column, is_first=row == rows[0]), max(came - now, 0.0) / 1e9)
+        )
+        path.append(PathSegment(last, f"exchange of {meetings.names[meetings.name[row]]}", max(left - came, 0.0) / 1e9))
+        now = max(now, left)
+    row = int(np.argmax(table.end_ns[:, column]))
+    what = "update and rest" if len(rows) else _mostly(table, row, column, True)
+    path.append(PathSegment(row, what, max(float(table.end_ns[row, column]) - now, 0.0) / 1e9))
+    return step, path
+
+
+def _mostly(table: StepTable, row: int, column: int, is_first: bool) -> str:
+    """Return what an instance did most of the time before it came to a collective."""
+    possible = (COMPUTE, INPUT, CHECKPOINT, COMPILE, BETWEEN, REST) if is_first else (COMPUTE, REST)
+    return max(possible, key=lambda category: float(table.of[category][row, column]))

@@ -1,17 +1,17 @@
-"""The report as one page of HTML, which needs neither a network nor scripts."""
+"""The report as one page of HTML with SVG pictures, which needs neither a network nor scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.trace.merging import Job
-from poprun.trace.report.findings import Segment
-from poprun.trace.report.pictures import COLOURS, draw_curves, draw_path, draw_shares, style
-from poprun.trace.report.sentences import (
+from poprun.trace.merging import RecordedJob
+from poprun.trace.report.findings import PathSegment
+from poprun.trace.report.step_table import CATEGORIES, last_attempt
+from poprun.trace.report.text import (
     changes,
     findings,
     headline,
@@ -21,8 +21,7 @@ from poprun.trace.report.sentences import (
     share_rows,
     time_text,
 )
-from poprun.trace.report.step_table import last_attempt
-from poprun.trace.report.verdict import Verdict
+from poprun.trace.report.verdict import TimelineReport
 
 _STYLE = (
     ":root{color-scheme:light dark}"
@@ -36,8 +35,8 @@ _STYLE = (
 )
 
 
-def report_page(job: Job, verdict: Verdict) -> str:
-    """The whole page."""
+def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
+    """Return the whole page."""
     blocks = [
         f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
@@ -67,16 +66,16 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wide(drawn: str) -> str:
-    """What may be wider than a narrow screen: it moves there by itself, not the page."""
+    """Wrap a wide part, so that it scrolls on a narrow screen by itself."""
     return f'<div class="wide">{drawn}</div>' if drawn else ""
 
 
-def _draw_shares(verdict: Verdict) -> str:
+def _draw_shares(verdict: TimelineReport) -> str:
     return _wide(draw_shares(verdict.titles, verdict.shares))
 
 
-def _draw_steps(verdict: Verdict) -> str:
-    """How long each step took, and how much of it was each instance's own work; as high as settled steps are."""
+def _draw_steps(verdict: TimelineReport) -> str:
+    """Draw the length of each step and each instance's own work, as high as settled steps are."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
@@ -94,7 +93,7 @@ def _draw_steps(verdict: Verdict) -> str:
     return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{_wide(drawn)}"
 
 
-def _draw_paths(verdict: Verdict) -> list[str]:
+def _draw_paths(verdict: TimelineReport) -> list[str]:
     parts = []
     for (title, words), (_, path) in zip(paths(verdict), (verdict.median_path, verdict.slowest_path), strict=True):
         drawn = draw_path([(_category_of(each), each.what, each.lasted_s) for each in path])
@@ -102,16 +101,129 @@ def _draw_paths(verdict: Verdict) -> list[str]:
     return parts
 
 
-def _category_of(segment: Segment) -> str:
+def _category_of(segment: PathSegment) -> str:
     if segment.what in COLOURS:
         return segment.what
     return "exchange" if segment.what.startswith("exchange") else "update"
 
 
-def _draw_memory(job: Job, verdict: Verdict) -> str:
+def _draw_memory(job: RecordedJob, verdict: TimelineReport) -> str:
     began = verdict.table.begin_ns.min()
     curves = {}
     for place, title in zip(last_attempt(job), verdict.titles, strict=True):
         times, values = job.spans[place].measured.get(MEMORY, (np.zeros(0), np.zeros(0)))
         curves[title.partition(" (")[0]] = ((times - began) / 1e9, values / 1e6)
     return _wide(draw_curves(curves, "MB", "s"))
+
+
+_WIDTH, _LEFT, _ROW, _BAR = 900, 200, 30, 20
+_MOST_POINTS = 400
+_CURVE_HEIGHT, _BELOW = 140, 22
+COLOURS = {
+    "compute": ("#2a78b8", "#5aa9e6"),
+    "exchange": ("#d9822b", "#f0a35e"),
+    "waiting": ("#c23b3b", "#f07178"),
+    "input": ("#6a4fb3", "#a48be0"),
+    "update": ("#2f8f5b", "#5fc98f"),
+    "checkpoint": ("#8a6d1f", "#d4b24c"),
+    "compile": ("#5d6b78", "#9aa7b4"),
+    "recovery": ("#a13d86", "#e07cc4"),
+    "between": ("#c96a9b", "#e794c0"),
+    "rest": ("#b8bec5", "#4a525b"),
+}
+"""Of categories, on a light and on a dark page."""
+
+
+def style() -> str:
+    """Return the style sheet of all pictures, for light and dark pages."""
+    light = "".join(f".{name}{{fill:{colours[0]}}}" for name, colours in COLOURS.items())
+    dark = "".join(f".{name}{{fill:{colours[1]}}}" for name, colours in COLOURS.items())
+    lines = [each[0] for each in COLOURS.values()], [each[1] for each in COLOURS.values()]
+    curves = ["".join(f".line{n}{{stroke:{c};fill:none}}.key{n}{{fill:{c}}}" for n, c in enumerate(of)) for of in lines]
+    return (
+        "svg{max-width:100%;height:auto;font:13px system-ui,sans-serif}"
+        f"svg text{{fill:#1b1f24}}.axis{{stroke:#8a949e;stroke-width:1;fill:none}}{light}{curves[0]}"
+        f"@media(prefers-color-scheme:dark){{svg text{{fill:#e6eaee}}.axis{{stroke:#77818b}}{dark}{curves[1]}}}"
+    )
+
+
+def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) -> str:
+    """Draw a bar for each instance, of the shares of its time."""
+    shown = [each for each in CATEGORIES if any(of[each] >= 0.002 for of in shares)]
+    parts = _keys([(name, name) for name in shown])
+    for row, (title, of_instance) in enumerate(zip(titles, shares, strict=True)):
+        top, left = (row + 1) * _ROW, float(_LEFT)
+        parts.append(f'<text x="0" y="{top + 15}">{escape(title)}</text>')
+        for name in shown:
+            width = of_instance[name] * (_WIDTH - _LEFT)
+            said = f"<title>{escape(title)}: {name} {of_instance[name]:.1%}</title>"
+            parts.append(_bar(name, left, top, width, said))
+            left += width
+    return _picture((len(titles) + 1) * _ROW + 4, parts, "shares of the time")
+
+
+def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
+    """Draw a critical path as one bar; each part has a category, words, and seconds."""
+    total = sum(seconds for _, _, seconds in path) or 1.0
+    parts, left = [], 0.0
+    for category, words, seconds in path:
+        width = seconds / total * _WIDTH
+        parts.append(_bar(category, left, 4, width, f"<title>{escape(words)}: {1e3 * seconds:.3g} ms</title>"))
+        left += width
+    return _picture(_ROW, parts, "critical path")
+
+
+def draw_curves(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
+) -> str:
+    """Curves over the same axis, thinned out to what can be seen, by the largest of what lies together.
+
+    Args:
+        curves: by name x and y, each of one dimension.
+        unit: of y.
+        across: what x is.
+        most: the highest y that is drawn; None: the highest there is.
+    """
+    known = {name: curve for name, curve in curves.items() if len(curve[0])}
+    if not known:
+        return ""
+    left, right = (float(f([f(x) for x, _ in known.values()])) for f in (min, max))
+    top = (max(float(y.max()) for _, y in known.values()) if most is None else most) or 1.0
+    parts = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
+    bottom = _ROW + _CURVE_HEIGHT
+    parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {_ROW}V{bottom}H{_WIDTH}"/>')
+    parts.append(f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text><text x="0" y="{bottom}">0</text>')
+    parts.append(f'<text x="{_LEFT / 2:.0f}" y="{bottom + 18}">{left:.4g}</text>')
+    parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across)} {right:.4g}</text>')
+    for number, (x, y) in enumerate(known.values()):
+        x, y = _thinned(x, y)
+        across_px = _LEFT / 2 + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT / 2)
+        up_px = bottom - np.minimum(y, top) / top * _CURVE_HEIGHT
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across_px.tolist(), up_px.tolist(), strict=True))
+        parts.append(f'<polyline class="line{number % len(COLOURS)}" points="{points}"/>')
+    return _picture(bottom + _BELOW, parts, f"{unit} over {across}")
+
+
+def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    group = -(-len(x) // _MOST_POINTS)
+    starts = np.arange(0, len(x), group)
+    return x[starts], np.maximum.reduceat(y, starts)
+
+
+def _bar(category: str, left: float, top: int, width: float, said: str) -> str:
+    return f'<rect class="{category}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}">{said}</rect>'
+
+
+def _keys(names: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line that explains the colours."""
+    parts, left = [], 0
+    for name, words in names:
+        parts.append(f'<rect class="{name}" x="{left}" y="4" width="12" height="12"/>')
+        parts.append(f'<text x="{left + 16}" y="15">{escape(words)}</text>')
+        left += 30 + 8 * len(words)
+    return parts
+
+
+def _picture(height: int, parts: Sequence[str], label: str) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
+    return head + "".join(parts) + "</svg>"

@@ -1,4 +1,4 @@
-"""How long each instance took for what in each step. Pure."""
+"""The time of each instance by category and step, and how much of it overlaps. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poprun.trace.merging import Job
-from poprun.trace.recordings import Recording
-from poprun.trace.report.overlap import inside_ns
+from poprun.trace.merging import RecordedJob
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import COMPILE, SPAN, Sort, Spans
 
 COMPUTE, EXCHANGE, WAITING, INPUT = "compute", "exchange", "waiting", "input"
@@ -48,32 +47,32 @@ class StepTable:
 
     @property
     def lasted_ns(self) -> np.ndarray:
-        """How long each step took each instance."""
+        """The length of each step, by instance."""
         lasted: np.ndarray = self.end_ns - self.begin_ns
         return lasted
 
     @property
     def is_settled(self) -> np.ndarray:
-        """Which steps are like most: all but the first two and those in which something was compiled or recovered."""
+        """A mask of steps without the first two and those in which something was compiled or recovered."""
         rare = (self.of[COMPILE] + self.of[RECOVERY]).sum(axis=0) > 0
         rare[:2] = True
         settled: np.ndarray = ~rare if (~rare).any() else np.ones(len(rare), bool)
         return settled
 
     def own_work_ns(self) -> np.ndarray:
-        """What each instance has done by itself in each step."""
+        """Return the time of each instance's own work in each step."""
         total: np.ndarray = np.sum([self.of[each] for each in OWN_WORK], axis=0)
         return total
 
 
-def last_attempt(job: Job) -> list[int]:
-    """The places of the recordings that belong to the last attempt."""
+def last_attempt(job: RecordedJob) -> list[int]:
+    """Return the places of the recordings that belong to the last attempt."""
     attempt = max(each.recording.attempt for each in job.aligned)
     return [place for place, each in enumerate(job.aligned) if each.recording.attempt == attempt]
 
 
-def table_of(job: Job) -> StepTable:
-    """The table of a job's last attempt."""
+def table_of(job: RecordedJob) -> StepTable:
+    """Return the table of a job's last attempt."""
     places = last_attempt(job)
     spans = [job.spans[place] for place in places]
     recordings = [job.aligned[place].recording for place in places]
@@ -134,7 +133,7 @@ def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
     return made_ns, np.where(follows & ~disturbed, np.minimum(previous, begin), begin), end
 
 
-def _categories(spans: Spans, recording: Recording) -> dict[str, np.ndarray]:
+def _categories(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndarray]:
     phases = spans.of(Sort.PHASE)
     found = {WAITING: spans.of(Sort.WAIT), EXCHANGE: spans.of(Sort.TRANSFER, Sort.OPERATION)}
     for number, said in recording.names.items():
@@ -144,7 +143,7 @@ def _categories(spans: Spans, recording: Recording) -> dict[str, np.ndarray]:
 
 
 def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The time of spans in each of the steps."""
+    """Sum up the time of spans in each of the steps."""
     if not len(steps) or not len(spans):
         return np.zeros(len(steps))
     rows = np.minimum(np.searchsorted(steps, spans["step"]), len(steps) - 1)
@@ -152,3 +151,58 @@ def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
     lasted = (spans["end_ns"] - spans["begin_ns"])[inside].astype(np.float64)
     sums: np.ndarray = np.bincount(rows[inside], lasted, len(steps))
     return sums
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The overlap of one instance; None for what was not recorded.
+
+    Attributes:
+        share: the part of the time of its exchanges, waits for others included, in which a replica was computing.
+        bubbles: the part of a pipeline's time in which a stage had nothing to do, on the average.
+    """
+
+    share: float | None = None
+    bubbles: float | None = None
+
+
+def overlap_of(spans: Spans) -> Overlap:
+    """Return the overlap that the spans of an instance show."""
+    replicas = spans.of(Sort.REPLICA)
+    if not len(replicas):
+        return Overlap()
+    exchange = spans.of(Sort.WAIT, Sort.TRANSFER, Sort.OPERATION)
+    steps = np.unique(replicas["step"])
+    exchange = exchange[np.isin(exchange["step"], steps)]
+    lasted = float((exchange["end_ns"] - exchange["begin_ns"]).sum())
+    share = None if not lasted else float(inside_ns(exchange, replicas).sum()) / lasted
+    return Overlap(share, bubbles_of(replicas) if np.any(replicas["track"] > 1) else None)
+
+
+def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each of the first spans how much of it lies within any of the others."""
+    if not len(others):
+        return np.zeros(len(spans))
+    order = np.argsort(others["begin_ns"], kind="stable")
+    begin, end = others["begin_ns"][order], np.maximum.accumulate(others["end_ns"][order])
+    begin = np.maximum(begin, np.append(begin[0], end[:-1]))  # what is left of each behind those before
+    end = np.maximum(begin, others["end_ns"][order])
+    points = np.stack([begin, end], axis=1).reshape(-1)
+    covered = np.cumsum(np.append(0, np.diff(points)) * (np.arange(len(points)) % 2))
+    inside: np.ndarray = np.interp(spans["end_ns"], points, covered) - np.interp(spans["begin_ns"], points, covered)
+    return inside
+
+
+def bubbles_of(replicas: np.ndarray) -> float:
+    """Return the share of the steps' time in which stages had nothing to do."""
+    lasted = (replicas["end_ns"] - replicas["begin_ns"]).astype(np.float64)
+    keys = np.stack([replicas["step"], replicas["name"].astype(np.int64)])
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    count = int(group.max()) + 1
+    begin, end = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+    np.minimum.at(begin, group, replicas["begin_ns"])
+    np.maximum.at(end, group, replicas["end_ns"])
+    stages = len(np.unique(replicas["track"]))
+    room = float((end - begin).sum()) * stages
+    return max(0.0, 1 - float(lasted.sum()) / room) if room else 0.0

@@ -9,14 +9,25 @@ import numpy as np
 
 from popdist.timeline.events import EventKind
 from poprun.cli.wording import cut_off
-from poprun.trace.matching import Meetings
-from poprun.trace.merging import Job
-from poprun.trace.recordings import Recording
-from poprun.trace.report.findings import LEAST_GAIN, Cause, Change, Culprit, Outlier, Segment, SlowLink, SlowTraffic
-from poprun.trace.report.lateness import Lateness, culprit_of
-from poprun.trace.report.overlap import Overlap, overlap_of
-from poprun.trace.report.single_steps import are_outliers, outliers_of, path_of
-from poprun.trace.report.slow_links import slow_link_of
+from poprun.trace.matching import MatchedCollectives
+from poprun.trace.merging import RecordedJob
+from poprun.trace.recordings import InstanceRecording
+from poprun.trace.report.findings import (
+    LEAST_GAIN,
+    Cause,
+    Change,
+    Culprit,
+    Lateness,
+    Outlier,
+    PathSegment,
+    SlowLink,
+    SlowTraffic,
+    are_outliers,
+    culprit_of,
+    outliers_of,
+    path_of,
+)
+from poprun.trace.report.links import slow_link_of, slow_traffic_of, traffic_of
 from poprun.trace.report.step_table import (
     BETWEEN,
     CATEGORIES,
@@ -25,19 +36,20 @@ from poprun.trace.report.step_table import (
     EXCHANGE,
     INPUT,
     REST,
+    Overlap,
     StepTable,
     last_attempt,
+    overlap_of,
     table_of,
 )
-from poprun.trace.report.traffic import slow_traffic_of, traffic_of
 from poprun.trace.spans import COMPILE, Sort, Spans
 
 _MUCH_INPUT = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
-    """What a report says.
+class TimelineReport:
+    """The contents of a report.
 
     Attributes:
         titles: of the instances.
@@ -72,17 +84,14 @@ class Verdict:
     input_bound: float
     overlap: Sequence[Overlap]
     outliers: Sequence[Outlier]
-    median_path: tuple[int, Sequence[Segment]]
-    slowest_path: tuple[int, Sequence[Segment]]
+    median_path: tuple[int, Sequence[PathSegment]]
+    slowest_path: tuple[int, Sequence[PathSegment]]
     changes: Sequence[Change]
     warnings: Sequence[str]
 
 
-def judge(job: Job) -> Verdict:
-    """What held a job's last attempt up.
-
-    Args:
-        job: with at least one recorded step.
+def judge(job: RecordedJob) -> TimelineReport:
+    """Find what held a job's last attempt up.
 
     Raises:
         ValueError: no step was recorded by all instances.
@@ -119,7 +128,7 @@ def judge(job: Job) -> Verdict:
     lasted = table.lasted_ns.max(axis=0)
     chosen = np.flatnonzero(settled)
     by_length = chosen[np.argsort(lasted[chosen], kind="stable")]
-    return Verdict(
+    return TimelineReport(
         titles=[job.aligned[place].recording.title for place in places],
         table=table,
         wall_s=float(table.end_ns.max() - table.begin_ns.min()) / 1e9,
@@ -140,14 +149,14 @@ def judge(job: Job) -> Verdict:
     )
 
 
-def _usual_line(recording: Recording) -> str:
+def _usual_line(recording: InstanceRecording) -> str:
     """Return the line of the program in which an instance was seen most often between steps; empty if in none."""
     seen = recording.events["name"][recording.events["kind"] == EventKind.SEEN_AT]
     numbers, counts = np.unique(seen, return_counts=True)
     return str(recording.names[int(numbers[counts.argmax()])]["name"]) if len(numbers) else ""
 
 
-def _why_no_step(job: Job, places: Sequence[int]) -> str:
+def _why_no_step(job: RecordedJob, places: Sequence[int]) -> str:
     without = [job.aligned[each].recording.title for each in places if not len(job.spans[each].of(Sort.STEP))]
     if not without:
         return "instances have recorded no step in common; look at the trace (poprun timeline merge)"
@@ -157,18 +166,18 @@ def _why_no_step(job: Job, places: Sequence[int]) -> str:
     return f"no step was recorded by all instances: {named} came to the end of none; remove its file to see the others"
 
 
-def _settled(meetings: Meetings, places: Sequence[int], table: StepTable) -> Meetings:
-    """The collectives of settled steps that all instances of the last attempt took part in."""
+def _settled(meetings: MatchedCollectives, places: Sequence[int], table: StepTable) -> MatchedCollectives:
+    """Return the collectives of settled steps that all instances of the last attempt took part in."""
     took_part = meetings.took_part[:, places]
     chosen = np.isin(meetings.step, table.steps[table.is_settled]) & took_part.all(axis=1)
     chosen &= len(places) > 1
     came, moved, left = (each[chosen][:, places] for each in (meetings.came_ns, meetings.moved_ns, meetings.left_ns))
     step, name = meetings.step[chosen], meetings.name[chosen]
-    return Meetings(step, name, meetings.names, came, moved, left, took_part[chosen])
+    return MatchedCollectives(step, name, meetings.names, came, moved, left, took_part[chosen])
 
 
-def _late_ns(meetings: Meetings, table: StepTable, instances: int) -> np.ndarray:
-    """For each step and instance how long it has held the others up: from when the last but one had come."""
+def _late_ns(meetings: MatchedCollectives, table: StepTable, instances: int) -> np.ndarray:
+    """Return how long each instance has held the others up in each step, since the last but one came."""
     late = np.zeros((len(table.steps), instances))
     if len(meetings.step):
         np.add.at(late, (np.searchsorted(table.steps, meetings.step), meetings.last), np.maximum(meetings.late_ns, 0))
@@ -178,7 +187,7 @@ def _late_ns(meetings: Meetings, table: StepTable, instances: int) -> np.ndarray
 def _slow_traffic(
     table: StepTable, hosts: Sequence[str], spans: Sequence[Spans], shares: Sequence[Mapping[str, float]]
 ) -> SlowTraffic | None:
-    """From the first settled step to the last one, with what lies between."""
+    """Return the slow traffic from the first settled step to the last one."""
     settled = table.is_settled
     begin_ns, end_ns = int(table.begin_ns[:, settled].min()), int(table.end_ns[:, settled].max())
     traffic = traffic_of(hosts, spans, begin_ns, end_ns)
@@ -186,7 +195,7 @@ def _slow_traffic(
 
 
 def _input_share(table: StepTable) -> float:
-    """The part of settled steps in which even those wait for data who wait least."""
+    """Return the share of settled steps in which even the fastest readers wait for data."""
     settled = table.is_settled
     lasted = table.lasted_ns[:, settled].max(axis=0).sum()
     return float(table.of[INPUT][:, settled].min(axis=0).sum() / lasted) if lasted else 0.0
@@ -201,7 +210,7 @@ def _changes(
     overlap: Sequence[Overlap],
     lines: Sequence[str],
 ) -> list[Change]:
-    """The three that would gain most."""
+    """Return the three changes that would gain most."""
     found = []
     if culprit is not None:
         advice = {

@@ -4,7 +4,7 @@ import pytest
 from small_models import TARGETS, X, bits_of, regression
 
 import strategies
-from strategies.metrics import Sink
+from strategies.sinks.sink import Sink
 
 
 class Kept(Sink):

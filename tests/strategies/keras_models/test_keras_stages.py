@@ -16,7 +16,7 @@ from strategies.keras import (
     SequentialLayerPipelineStageAssignment,
 )
 from strategies.pipelines.pipelining import RecomputationMode
-from strategies.recomputation import recomputing
+from strategies.programs.recomputation import recomputing
 
 
 def sequential():

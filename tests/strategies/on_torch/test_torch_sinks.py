@@ -4,7 +4,7 @@ import torch
 
 import strategies
 from strategies import IPUStrategy, fingerprint
-from strategies.metrics import Sink
+from strategies.sinks.sink import Sink
 from strategies.torch import Trainer
 
 ROWS = torch.arange(48, dtype=torch.float32).reshape(16, 3) / 16

@@ -18,7 +18,7 @@ from popdist import Instance
 from popdist.timeline.recorder import Recorder
 from popdist.timeline.ring_buffer import Ring
 from poprun.trace.merging import put_together
-from poprun.trace.recordings import Recording
+from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort
 from strategies.torch.poptorch.options import Options
 
@@ -73,7 +73,7 @@ def record(train, execution=None, is_recorded=True):
     bits = [each.detach().numpy().tobytes() for each in module.parameters()]
     if not is_recorded:
         return None, bits
-    recording = Recording(names=recorder.take_new_names(), events=ring.take()[0], is_complete=True)
+    recording = InstanceRecording(names=recorder.take_new_names(), events=ring.take()[0], is_complete=True)
     return put_together([recording]).spans[0], bits
 
 

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import strategies
-from strategies.pipelines.pipelining_ops import Trace, plan
+from strategies.pipelines.plan import plan
+from strategies.pipelines.trace import Trace
 
 COUNT = 8
 START = {"first": np.ones((3, 5), np.float32), "second": np.ones((5, 5), np.float32), "last": np.ones(5, np.float32)}

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from strategies import FailedPreconditionError, pipelining_ops
-from strategies.pipelines.pipelining_ops import PipelineSchedule, StageTimes, plan
+from strategies.pipelines.plan import plan
+from strategies.pipelines.schedules import PipelineSchedule
+from strategies.pipelines.times import StageTimes
 
 
 def test_length_and_bubbles_of_equal_stages():

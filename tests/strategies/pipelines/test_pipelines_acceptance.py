@@ -11,7 +11,8 @@ from tiers import first_of
 
 import strategies
 from strategies import InfeedQueue, OutfeedQueue, pipelining_ops
-from strategies.pipelines.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
+from strategies.pipelines.schedules import PipelineSchedule
 
 SUM = strategies.GradientAccumulationReductionMethod.SUM
 

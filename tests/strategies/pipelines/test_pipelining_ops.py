@@ -12,13 +12,10 @@ from tiers import first_of
 import strategies
 from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.pipelines.pipelining_ops import (
-    OptimizerFunctionOutput,
-    PipelineSchedule,
-    PipelineStageOptions,
-    RecomputationMode,
-    pipeline,
-)
+from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.pipelines.pipelining import RecomputationMode
+from strategies.pipelines.pipelining_ops import pipeline
+from strategies.pipelines.schedules import PipelineSchedule
 
 SUM, MEAN, RUNNING_MEAN = METHODS = tuple(GradientAccumulationReductionMethod)
 START = {"w": np.float32(2), "b": np.float32(1)}

@@ -1,4 +1,4 @@
-"""How fast data get from host to host, and which links are slower than others. Pure."""
+"""Slow links, between instances by their waits and between hosts by what the kernel counts. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,46 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from popdist.timeline.connections import BUSY, SENT, Addresses, ends_in
-from poprun.trace.report.findings import LEAST_GAIN, SlowTraffic, Traffic
-from poprun.trace.spans import Spans
+from poprun.trace.report.findings import LEAST_GAIN, LEAST_SHARE, LinkTraffic, SlowLink, SlowTraffic
+from poprun.trace.spans import Sort, Spans
+
+_LEAST_STEPS = 0.25
+"""In so many of the steps an exchange has to be held up there: one that was held up once shows no slow link."""
+
+
+def slow_link_of(
+    spans: Sequence[Spans], rows: Mapping[int, int], steps: np.ndarray, settled_ns: float
+) -> SlowLink | None:
+    """Return the link whose data are waited for most, in `steps`, in exchanges to which all have come, or None."""
+    waited: dict[tuple[int, int], float] = {}
+    where: dict[tuple[int, int], set[int]] = {}
+    for target, own in enumerate(spans):
+        for step, source, lasted_ns in _waits_inside(own, steps):
+            if source in rows:
+                link = rows[source], target
+                waited[link] = waited.get(link, 0.0) + lasted_ns
+                where.setdefault(link, set()).add(step)
+    if not waited:
+        return None
+    link, longest = max(waited.items(), key=lambda item: item[1])
+    share, gain = longest / sum(waited.values()), longest / settled_ns
+    is_often = len(where[link]) >= _LEAST_STEPS * len(steps)
+    return SlowLink(*link, share, gain) if is_often and share >= LEAST_SHARE and gain >= LEAST_GAIN else None
+
+
+def _waits_inside(spans: Spans, steps: np.ndarray) -> list[tuple[int, int, float]]:
+    """Each exchange of some steps with an instance for which there was a wait in it: step, instance and ns."""
+    transfers = spans.of(Sort.TRANSFER)
+    transfers = transfers[np.isin(transfers["step"], steps)]
+    if not len(transfers) or not len(spans.waits):
+        return []
+    place = np.searchsorted(transfers["begin_ns"], spans.waits["when_ns"], side="right") - 1
+    inside = (place >= 0) & (spans.waits["when_ns"] <= transfers["end_ns"][place])
+    pairs = np.unique(np.stack([place[inside], spans.waits["value"][inside]]), axis=1)
+    found = transfers[pairs[0]]
+    lasted = (found["end_ns"] - found["begin_ns"]).astype(np.float64)
+    return list(zip(found["step"].tolist(), pairs[1].tolist(), lasted.tolist(), strict=True))
+
 
 _SLOWER = 3.0
 """So many times slower than all others a link has to be: those of healthy jobs differ by less than two."""
@@ -18,15 +56,8 @@ _MUCH = 0.3
 """Where all links are alike, data have to be on their way for so much of the time to be worth a word."""
 
 
-def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[Traffic]:
-    """What was on its way between hosts in some time.
-
-    Args:
-        hosts: of each instance.
-        spans: of each instance.
-        begin_ns: when the time begins.
-        end_ns: when it ends.
-    """
+def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:
+    """Return the traffic between hosts in a period; hosts and spans are those of each instance."""
     addresses: dict[str, str] = {}
     for host, own in zip(hosts, spans, strict=True):
         addresses |= {ends.local: host for ends in _connections(own)}
@@ -40,11 +71,13 @@ def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_
                 lasted = _during(own.measured, ends.named(BUSY), begin_ns, end_ns)
                 busy[link] = max(busy.get(link, 0.0), min(lasted, (end_ns - begin_ns) / 1e9))
     most = max(sent.values(), default=0.0)
-    return [Traffic(*link, sent[link], busy[link]) for link in sent if busy[link] > 0 and sent[link] > _CARRIES * most]
+    return [
+        LinkTraffic(*link, sent[link], busy[link]) for link in sent if busy[link] > 0 and sent[link] > _CARRIES * most
+    ]
 
 
-def slow_traffic_of(traffic: Sequence[Traffic], lasted_s: float, exchange: float) -> SlowTraffic | None:
-    """The links that are far slower than all others, if that costs much; or the busiest, where there are no others.
+def slow_traffic_of(traffic: Sequence[LinkTraffic], lasted_s: float, exchange: float) -> SlowTraffic | None:
+    """Return links far slower than all others, if that costs much; without others, the busiest.
 
     Args:
         traffic: what was on its way in settled steps.
@@ -72,18 +105,18 @@ def _connections(spans: Spans) -> list[Addresses]:
 
 
 def _during(measured: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, begin_ns: int, end_ns: int) -> float:
-    """By how much a count has grown between two times."""
+    """Return the growth of a count between two times."""
     times, values = measured[name]
     before, after = np.interp([begin_ns, end_ns], times, values).tolist()
     return max(float(after) - float(before), 0.0)
 
 
-def _lost_s(traffic: Traffic, usual: float) -> float:
+def _lost_s(traffic: LinkTraffic, usual: float) -> float:
     return traffic.busy_s * (1 - traffic.rate / usual)
 
 
-def _common_host(slow: Sequence[Traffic], others: Sequence[Traffic]) -> str:
-    """The one host where all slow links end, and no other does; empty if there is none."""
+def _common_host(slow: Sequence[LinkTraffic], others: Sequence[LinkTraffic]) -> str:
+    """Return the one host where all slow links end, and no other does; "" if there is none."""
     common = set.intersection(*({each.source, each.target} for each in slow))
     common -= {host for each in others for host in (each.source, each.target)}
     return common.pop() if len(common) == 1 else ""
