@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from timing import OtherLoad, as_strategies_do, describe_machine, environment, medians, write_figures
 from training_jax import first_variables, loss_of
 
-from strategies.replicas.devices import choose_devices
+from strategies.replicas.devices import choose_grid
 
 WAYS = ("shard_map", "threads")
 MODELS = (*training_task.MODELS, "transformer")
@@ -165,7 +165,7 @@ def over_devices(replicas: int, loss_fn: Loss, variables: Any, batch: Any) -> Ca
 
 def in_threads(replicas: int, loss_fn: Loss, variables: Any, batch: Any) -> Callable[[], Any]:
     """As strategies do it."""
-    devices = choose_devices(range(replicas))
+    devices = choose_grid(range(replicas)).first
     program = devices.compile(gradients_of(loss_fn))
     variables, batch = jax.device_put(variables, devices.devices[0]), devices.place(batch)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from strategies.comparing.agreement import Terms, insist_on_agreement
-from strategies.comparing.fingerprints import fingerprint
+from strategies.comparing.digest import fingerprint
 from strategies.errors import DisagreementError
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.replicas import Replicas

@@ -13,11 +13,11 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.updates.optimizers import Arithmetic, Known, Optimizer
+from strategies.updates.optimizers import Arithmetic, Known, StepOptimizer
 
 
 @final
-class KerasOptimizer(Optimizer):
+class KerasOptimizer(StepOptimizer):
     """An optimizer of Keras as the update of a step, with its clipping, averages, decay and schedules.
 
     Of a `LossScaleOptimizer` it is the inner one; the scale is that of the step.
@@ -66,13 +66,13 @@ class KerasOptimizer(Optimizer):
         return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
 
     def init(self, variables: Any) -> Any:
-        """See `Optimizer`. A training begins with what Keras has, see `Trainer.adopt`, so only shapes are asked for."""
+        """See `StepOptimizer`. A training begins with the state of Keras (`Trainer.adopt`): only shapes matter."""
         return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
 
     def apply(
         self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
     ) -> tuple[Any, Any]:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         optimizer = self._for(variables)
 
         def update(gradients: Any, state: Any, variables: Any) -> tuple[Any, Any]:

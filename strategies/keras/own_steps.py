@@ -18,10 +18,10 @@ from keras import tree
 from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
 
 from strategies.errors import StrategyError
+from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import ALIKE, CONSTANT
-from strategies.gradients.outcome import Outcome
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
-from strategies.programs.additions import depends_on, looks
+from strategies.programs.dataflow import depends_on, looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables

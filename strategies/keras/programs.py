@@ -14,9 +14,9 @@ import numpy as np
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
 from strategies.evaluation.evaluation_program import EvaluationTask
-from strategies.gradients.outcome import Outcome
+from strategies.gradients.arguments import Outcome
 from strategies.keras.state import METRICS, VARIABLES, Seeds, words_of_metrics
-from strategies.programs.additions import looks
+from strategies.programs.dataflow import looks
 from strategies.replicas.replica_context import get_replica_context
 from strategies.roles import Batch, Key, Tree, Variables
 

@@ -19,7 +19,7 @@ from strategies.keras.programs import ModelFunctions, TrainLoss
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
 from strategies.pipelines.pipelining import Pipelining
-from strategies.programs.additions import looks
+from strategies.programs.dataflow import looks
 from strategies.programs.program import jit
 from strategies.replicas.shards import PartOfArray
 from strategies.roles import Batch

@@ -17,7 +17,7 @@ from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, dtype_of
+from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_same_bits
 
 _MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
 OF_EACH = " of each replica"
@@ -32,12 +32,9 @@ class ModelBuffers:
 
     Args:
         module: of the training; its buffers are those with which a step begins.
-        aggregation: see `TorchOptions.model_state_aggregation`.
-        count: how many replicas there are on all instances.
         shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
-        slots: where they are.
         moving: the numbers of those that a step has changed, from the first time on.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
@@ -119,7 +116,7 @@ class ModelBuffers:
     def _follow_shown(self) -> None:
         """What the program has changed in the module all replicas get."""
         for number, own in self.own.items():
-            if not torch.equal(own[self._shown], self.slots[number].tensor):
+            if not have_same_bits(own[self._shown], self.slots[number].tensor):
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:

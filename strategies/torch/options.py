@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.gradient_map import GradientMap, MapGradient
 from strategies.torch.replica_memory import as_device
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
 """How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has; not at all."""
@@ -29,7 +29,7 @@ _COMPUTE = {
 }
 
 
-class Options(TypedDict, total=False):
+class TorchTrainerOptions(TypedDict, total=False):
     """What `Trainer` takes by name; see `TorchOptions`."""
 
     check_numerics: bool
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
     stream_gradients: bool | None
     replica_device: torch.device | str | None
     before_update: Callable[[torch.nn.Module], object] | None
-    pipeline: Pipeline | None
+    pipeline: TorchPipeline | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TorchOptions:
     stream_gradients: bool | None = None
     replica_device: torch.device | str | None = None
     before_update: Callable[[torch.nn.Module], object] | None = None
-    pipeline: Pipeline | None = None
+    pipeline: TorchPipeline | None = None
 
     def __post_init__(self) -> None:
         require_switches(
@@ -133,8 +133,8 @@ class TorchOptions:
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, parameter) -> gradient, or None"
             )
-        words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
-        for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
+        words = self.model_state_aggregation or {}
+        for word in [words] if isinstance(words, str) else words.values():
             if word not in WORDS:
                 raise ValueError(
                     f"model_state_aggregation has {word!r}; use None, 'mean', 'first', 'per_replica', or a dictionary "
@@ -199,10 +199,10 @@ class TorchOptions:
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> GradientTransfer:
         """In which dtype gradients travel."""
-        dtype: Any = self.gradient_transfer_dtype
-        return Transfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+        dtype = self.gradient_transfer_dtype
+        return GradientTransfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
     @cached_property
     def device(self) -> torch.device | None:
@@ -212,21 +212,12 @@ class TorchOptions:
     @property
     def terms(self) -> Mapping[str, object]:
         """The options as all instances have to have them."""
-        return {
-            "seed": self.seed,
-            "check_numerics": self.check_numerics,
-            "digest_every": self.digest_every,
-            "verify_steps": self.verify_steps,
-            "gradient_accumulation_count": self.gradient_accumulation_count,
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "map_gradient"}
+        return given | {
             "reduction_method": self.method.name,
-            "replicated_optimizer_state_sharding": self.replicated_optimizer_state_sharding,
-            "min_elements_for_sharding": self.min_elements_for_sharding,
             "compute_dtype": self.autocast_dtype,
             "loss_scaling": self.scaling,
             "gradient_transfer_dtype": self.transfer.dtype,
-            "model_state_aggregation": self.model_state_aggregation,
-            "intra_op_threads": self.intra_op_threads,
-            "stream_gradients": self.stream_gradients,
             "replica_device": None if self.device is None else self.device.type,
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from types import CodeType, FunctionType
-from typing import Any
+from types import CellType, CodeType, FunctionType
 
 import torch
 
@@ -38,7 +37,7 @@ def _of_module(module: torch.nn.Module) -> Iterator[str]:
         yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
 
 
-def _is_compared(module: torch.nn.Module, name: str, value: Any) -> bool:
+def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:
     """Return whether an attribute belongs to the program; private ones of PyTorch may differ between processes."""
     is_private = name.startswith("_") and type(module).__module__.partition(".")[0] == "torch"
     return isinstance(value, _PLAIN) and not is_private and not name.startswith("_torch")
@@ -54,7 +53,7 @@ def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     return [type(optimizer).__qualname__, *groups]
 
 
-def lines_of_function(function: Any) -> list[str]:
+def lines_of_function(function: object) -> list[str]:
     """The instructions of a function of Python, with the numbers that it closes over; of others the name only."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
@@ -72,14 +71,14 @@ def _of_code(code: CodeType) -> Iterator[str]:
             yield f"{instruction.opname} {instruction.argrepr}"
 
 
-def _is_full(cell: Any) -> bool:
+def _is_full(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple | list):

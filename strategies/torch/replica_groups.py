@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -85,19 +84,14 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a replica has of a parameter that is grouped.
-
-    Attributes:
-        number: of the row.
-        gain: see `ReplicaGroups.gain`.
-    """
+class GroupRow:
+    """What a replica has of a parameter that is grouped."""
 
     number: int
     gain: float
 
 
-def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> Row | None:
+def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> GroupRow | None:
     """What a replica has of a parameter; None where it has all of it.
 
     Raises:
@@ -112,11 +106,10 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> R
             f"{name} is of shape {list(parameter.shape)}, and {replicas} replicas make {count} groups, each of which "
             f"has a row of it; give it a first axis of {count}"
         )
-    return Row(groups.row_of(replica, replicas), groups.gain(replicas))
+    return GroupRow(groups.row_of(replica, replicas), groups.gain(replicas))
 
 
-def part_of(parameter: torch.Tensor, row: Row | None) -> torch.Tensor:
+def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
     """What a replica sees of a parameter, in its memory."""
-    whole: Any = parameter.detach()
-    part: torch.Tensor = whole if row is None else whole[row.number]
-    return part
+    whole = parameter.detach()
+    return whole if row is None else whole[row.number]

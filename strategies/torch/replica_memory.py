@@ -12,7 +12,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.roles import Tree
 from strategies.torch.attribute_contents import Contents
-from strategies.torch.module_parts import Parts
+from strategies.torch.module_parts import ModuleParts
 from strategies.torch.parameter_writes import refuse_writes
 
 HOST = torch.device("cpu")
@@ -26,15 +26,12 @@ class ReplicaMemory:
     so do optimizer, buffers on which replicas agree, and the sums of gradients.
 
     Args:
-        module: on the host; not changed.
         device: on which the replicas compute; None for the memory of the module. The CPU is one with a copy of its own.
 
     Attributes:
-        module: see above.
         device: see above; the CPU where there is none.
         is_shared: whether replicas share a device, and so take turns on it.
         parameters: for each of the module's what replicas have in its place.
-        contents: of its attributes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -44,7 +41,7 @@ class ReplicaMemory:
         self._named = list(module.named_parameters())
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
-        self._parts = Parts(module)
+        self._parts = ModuleParts(module)
         self.contents = Contents(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
         if self.is_shared:
@@ -98,9 +95,6 @@ class ReplicaMemory:
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to parameters that replicas share, made while they computed.
-
-        Args:
-            numbers: of these parameters.
 
         Raises:
             StrategyError: if there are any.

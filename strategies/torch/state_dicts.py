@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from strategies.checkpoints.best import Best
+from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.roles import Tree
 from strategies.torch.model_buffers import OF_EACH
-from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE
+from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE, plain_number
 from strategies.torch.tensors import as_tensor
 from strategies.torch.training import IS_MADE
 
@@ -29,7 +28,7 @@ class StateDicts:
     """
 
     module: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, object]
 
     def save(self, file: str | Path) -> None:
         """Write both with `torch.save`, as `{"module": ..., "optimizer": ...}`."""
@@ -54,7 +53,7 @@ def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | 
     return StateDicts(module, _optimizer(load_part(checkpoint, ".optimizer_state")))
 
 
-def _optimizer(tree: Tree) -> dict[str, Any]:
+def _optimizer(tree: Tree) -> dict[str, object]:
     """As `optimizer.state_dict` returns it."""
     is_made = np.asarray(tree[IS_MADE])
     of_parameters = tree.get(STATE, {})
@@ -63,10 +62,6 @@ def _optimizer(tree: Tree) -> dict[str, Any]:
     return {STATE: state, GROUPS: [_group(group) for group in tree[GROUPS]]}
 
 
-def _group(numbers: Tree) -> dict[str, Any]:
-    plain = {name: _plain(value) for name, value in numbers.items() if name != PARAMS}
+def _group(numbers: Tree) -> dict[str, object]:
+    plain = {name: plain_number(value) for name, value in numbers.items() if name != PARAMS}
     return {**plain, PARAMS: np.asarray(numbers[PARAMS]).tolist()}
-
-
-def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, list) else np.asarray(value).item()

@@ -7,24 +7,23 @@ from typing import Unpack
 
 import torch
 
+from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.memory.plan import MemoryPlan
-from strategies.option_names import require_known_options
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, tell_evaluation
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
-from strategies.torch.allocator import keep_freed_memory
-from strategies.torch.evaluation import Evaluator
-from strategies.torch.options import Options, TorchOptions
+from strategies.torch.evaluation import TorchEvaluator
+from strategies.torch.memory import keep_freed_memory
+from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.torch_step import TorchStep
-from strategies.torch.training import Training, refuse_modules
-from strategies.torch.updates import ShardedUpdate, WholeUpdate, refuse_optimizers
+from strategies.torch.training import TorchTraining, refuse_modules
+from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
 
 
@@ -67,28 +66,28 @@ class Trainer:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[TorchTrainerOptions],
     ) -> None:
-        require_known_options(Trainer, options, Options.__annotations__)
+        require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
         settings = TorchOptions(seed, **options)
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
         self._strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding
         update = (
-            ShardedUpdate(replicas, optimizer, settings.min_elements_for_sharding)
+            ShardedTorchUpdate(replicas, optimizer, settings.min_elements_for_sharding)
             if sharding
-            else WholeUpdate(optimizer)
+            else WholeTorchUpdate(optimizer)
         )
-        self._training = Training(replicas, module, optimizer, update, settings)
+        self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
-        self._evaluator = Evaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._step.start()
 
     @property
@@ -231,6 +230,3 @@ class Trainer:
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._training.whole(state)
-
-    def share_notice(self) -> None:
-        """Nothing is left to do: `notice` has travelled with the gradients."""

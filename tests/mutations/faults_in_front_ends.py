@@ -170,8 +170,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
-        old="_of_thread.generator, generator\n    _include(_KEY, True)",
-        new="_of_thread.generator, generator\n    _include(_KEY, False)",
+        old="_generator.being(generator):\n        _include(_KEY, True)",
+        new="_generator.being(generator):\n        _include(_KEY, False)",
         caught_by=(
             "tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
         ),
@@ -424,7 +424,7 @@ IN_FRONT_ENDS = (
         old="for name, one in self._watch.named}\n        buffers",
         new="for name, one in self._watch.named if not digests}\n        buffers",
         caught_by=(
-            "tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_begins_with_the_same_values_where_it_is_new",
+            "tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_that_differs_between_instances_is_refused_by_name",
         ),
     ),
     Fault(
@@ -466,7 +466,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of a model leave before those of the model that came first",
         path="strategies/torch/backward_passes.py",
-        old="            if not round_.has_left:\n                return\n",
+        old="            if not model_pass.has_left:\n                return\n",
         new="",
         caught_by=(
             "tests/strategies/on_torch/test_backward_passes.py::test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first",
@@ -474,7 +474,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="LBFGS decides by the loss of its own instance",
-        path="strategies/torch/agreeing_losses.py",
+        path="strategies/torch/loop_state.py",
         old="return torch.tensor(float(mean),",
         new="return torch.tensor(float(loss),",
         caught_by=(

@@ -65,17 +65,17 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="products of an update are contracted with the sums that they go into",
-        path="strategies/programs/products.py",
+        path="strategies/programs/xla_pitfalls.py",
         old="results = [_rounded(results[0], zero)]",
         new="results = [results[0]]",
-        caught_by=("tests/strategies/test_products.py::test_no_product_is_contracted_with_a_sum",),
+        caught_by=("tests/strategies/test_xla_pitfalls.py::test_no_product_is_contracted_with_a_sum",),
     ),
     Fault(
         name="the last elements that do not fill a part are dropped from a sharded update",
         path="strategies/replicas/shards.py",
         old="return -(-size // self.replicas)",
         new="return size // self.replicas",
-        caught_by=("tests/strategies/test_shards.py::test_the_parts_of_all_instances_make_the_array",),
+        caught_by=("tests/strategies/test_sharded_update.py::test_the_parts_of_all_instances_make_the_array",),
     ),
     Fault(
         name="the files of a checkpoint are not compared with their digests",
@@ -176,12 +176,12 @@ IN_STRATEGIES = (
         ),
     ),
     Fault(
-        name="a segment gets what it takes from another micro-batch",
+        name="what a segment hands on is kept after it was taken for the last time",
         path="strategies/programs/segments.py",
-        old="intermediates.update(zip([(of_batch, number)",
-        new="intermediates.update(zip([(1 - of_batch, number)",
+        old="intermediates.pop(taken) if last[taken] == number else intermediates[taken]",
+        new="intermediates[taken]",
         caught_by=(
-            "tests/strategies/test_segments.py::test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch",
+            "tests/strategies/test_segments.py::test_residuals_are_let_go_when_they_were_taken_for_the_last_time",
         ),
     ),
     Fault(

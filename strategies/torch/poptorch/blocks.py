@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.torch.poptorch.enums import AutoStage
 from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
-from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
+from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -261,9 +261,9 @@ class ExecutionStrategy:
         return self.stages[number]
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> TorchPipeline:
         """The pipeline of a step."""
-        return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
+        return TorchPipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
     def placing(self) -> FoundStages:

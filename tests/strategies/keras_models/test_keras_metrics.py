@@ -11,7 +11,7 @@ from keras.src import backend
 from small_models import LABELS, TARGETS, X, dense
 
 from strategies.errors import StrategyError
-from strategies.programs.additions import looks
+from strategies.programs.dataflow import looks
 
 NEEDED = {
     "MeanIoU": {"num_classes": 2},

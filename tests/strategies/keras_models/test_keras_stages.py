@@ -8,7 +8,7 @@ from keras import layers
 from small_models import LABELS, TARGETS, X, bits_of, dense, largest_difference, values_of
 
 import strategies
-from strategies import fingerprint
+from strategies import fingerprint, recomputing
 from strategies.keras import (
     FunctionalLayerPipelineStageAssignment,
     FunctionalNestedModelPipelineStageAssignment,
@@ -16,7 +16,6 @@ from strategies.keras import (
     SequentialLayerPipelineStageAssignment,
 )
 from strategies.pipelines.pipelining import RecomputationMode
-from strategies.programs.recomputation import recomputing
 
 
 def sequential():

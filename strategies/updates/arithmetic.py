@@ -1,18 +1,23 @@
-"""Stochastic rounding: updates that are smaller than the distance between two numbers count on the average."""
+"""Arithmetic of updates: stochastic rounding, and clipping by the global norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from strategies.roles import Gradients, OptimizerState, Variables
+
+# ---- stochastic rounding
 
 _FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # of float32's fraction that the dtype does not have
 _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
-def round_stochastically(values: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+def round_stochastically(values: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
     """One of the two neighbours in `dtype`, the nearer one with the greater probability, so that the mean is exact.
 
     Args:
@@ -31,7 +36,9 @@ def round_stochastically(values: jax.Array, dtype: Any, bits: jax.Array) -> jax.
     return jnp.where(is_ordinary, truncated, values).astype(dtype)
 
 
-def add_stochastically(variables: Any, changes: Any, bits_of: Callable[[int, jax.Array], jax.Array]) -> Any:
+def add_stochastically(
+    variables: Variables, changes: Gradients, bits_of: Callable[[int, jax.Array], jax.Array]
+) -> Variables:
     """`optax.apply_updates`, added in float32; variables of 16 bits are rounded stochastically.
 
     Args:
@@ -48,3 +55,30 @@ def add_stochastically(variables: Any, changes: Any, bits_of: Callable[[int, jax
         else:
             changed.append((leaf + change).astype(leaf.dtype))
     return jax.tree.unflatten(structure, changed)
+
+
+# ---- clipping, for whole and for sharded optimizer state
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scales gradients down where the norm of all of them together is larger than `max_norm`.
+
+    Like `optax.clip_by_global_norm` as the first of a chain, with the same bits whether or not optimizer state is
+    sharded: `Trainer` gives it the norm of the mean gradients, of which a replica sees only a part.
+
+    Args:
+        max_norm: above 0.
+
+    Raises:
+        ValueError: if `max_norm` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it is above 0")
+
+    def update(
+        updates: Gradients, state: OptimizerState, params: Variables = None, *, gradient_norm: jax.Array, **_: object
+    ) -> tuple[Gradients, OptimizerState]:
+        factor = jnp.where(gradient_norm < max_norm, 1.0, max_norm / gradient_norm)
+        return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -1,12 +1,16 @@
-"""Axes of arrays that users name, and what lies along them."""
+"""Checks of what users give: whole numbers, axes of arrays, and names of options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from strategies.numbers import integer
+
+# ---- axes
 
 Axis = int | tuple[int, ...] | list[int]
 """One axis or several, counted from the end where negative."""
@@ -56,3 +60,36 @@ def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
     rest = [length for place, length in enumerate(array.shape) if place not in axes]
     rows = np.moveaxis(array, axes, range(len(axes))).reshape(int(np.prod(lengths)), *rest)
     return [np.asarray(row, order="C") for row in np.ascontiguousarray(rows)]
+
+
+# ---- names of options
+
+_ELSEWHERE = dict.fromkeys(
+    (
+        *("accumulate_grad_batches", "accumulation", "accumulation_steps", "grad_accumulation"),
+        *("gradient_accumulation", "gradient_accumulation_steps"),
+    ),
+    "gradient_accumulation_count",
+)
+"""Names that other libraries give to an option."""
+
+
+def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:
+    """Refuse a keyword that is no option, as a function does, and name the option that is nearest.
+
+    Args:
+        taker: the class that the user calls.
+        given: the keywords.
+        options: all there are besides the parameters of `taker`, by name.
+
+    Raises:
+        TypeError: for the first one that is unknown.
+    """
+    own = [name for name, kind in inspect.signature(taker).parameters.items() if kind.kind is not kind.VAR_KEYWORD]
+    known = [*own, *(name for name in options if name not in own)]
+    for name in given:
+        if name not in known:
+            meant = _ELSEWHERE.get(name, "")
+            nearest = [meant] if meant in known else difflib.get_close_matches(name, known, 2)
+            way_out = f"did you mean {' or '.join(nearest)}?" if nearest else f"it takes {', '.join(known)}"
+            raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}; {way_out}")

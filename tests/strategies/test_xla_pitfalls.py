@@ -1,5 +1,10 @@
 """Products are rounded by themselves: the bits of NumPy, which rounds after each operation, at any length."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +13,14 @@ import pytest
 from optax import contrib
 
 import strategies
-from strategies.programs.products import with_rounded_products
+from strategies.programs.xla_pitfalls import (
+    ROOM_BYTES,
+    behind,
+    describe_lack,
+    is_true,
+    refuse_float64,
+    with_rounded_products,
+)
 
 ROWS = np.random.default_rng(2).standard_normal((4, 65_537)).astype(np.float32)
 
@@ -110,7 +122,7 @@ OPTIMIZERS = {
     ],
 )
 def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
-    """As `ShardedUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
+    """As `ShardedStateUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -127,3 +139,93 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
     whole = trained(slice(None))
     for piece in (slice(0, 1), slice(3, 36), slice(30_000, 51_001)):
         np.testing.assert_array_equal(trained(piece), whole[piece])
+
+
+# ---- what JAX would silently make float32 is refused
+
+
+@pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])
+def test_float64_is_refused_wherever_it_is(value):
+    with pytest.raises(TypeError, match="Unsupported data type for infeed: float64; convert it to float32"):
+        refuse_float64(value, "infeed")
+
+
+@pytest.mark.parametrize("value", [1.0, np.float32(1), {"x": (jnp.ones(2), np.int64(3))}, None])
+def test_the_rest_comes_back_untouched(value):
+    assert refuse_float64(value) is value
+
+
+# ---- something in a compiled program that waits for something else
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("value", [0, 1])
+def test_what_waits_gets_its_own_value_whatever_it_waits_for(dtype, value):
+    waited_for = jnp.full((2, 2), value).astype(dtype)
+    found = jax.jit(lambda condition, array: behind(is_true(condition), array))([waited_for], jnp.arange(3.0))
+    assert found.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_also_for_what_is_not_finite(value):
+    assert bool(jax.jit(is_true)([jnp.full(1, value)]))
+
+
+def test_nothing_and_empty_arrays_are_there_at_once():
+    assert bool(is_true([]))
+    assert bool(is_true([jnp.zeros((0, 3))]))
+
+
+def test_the_compiler_cannot_leave_it_out():
+    def program(waited_for, array):
+        return behind(is_true([waited_for]), array)
+
+    text = jax.jit(program).lower(jnp.zeros(3), jnp.ones(3)).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert entry.count("parameter(") == 2
+    assert "constant(true)" not in entry
+
+
+# ---- what is said where a limit of address space is too low for XLA
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """\
+import resource
+import strategies
+from strategies.programs.xla_pitfalls import ROOM_BYTES, _used_bytes
+resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + ROOM_BYTES - (300 << 20), resource.RLIM_INFINITY))
+strategy = strategies.IPUStrategy()
+"""
+STARTED = PROGRAM.replace("resource.setrlimit", "import jax; jax.devices(); resource.setrlimit")
+
+
+def test_a_limit_that_will_do_is_not_mentioned():
+    assert describe_lack(10**9 + ROOM_BYTES, 10**9) == ""
+
+
+def test_one_that_will_not_is_explained_with_its_numbers():
+    assert describe_lack(15 * 10**8, 45 * 10**7).startswith(
+        "this process may use 1.50 GB of address space (ulimit -v) and uses 0.45 GB; XLA's threads reserve 1.34 GB"
+    )
+
+
+@pytest.mark.complete
+def test_it_is_the_first_thing_that_is_said_whatever_becomes_of_the_process():
+    said = run(PROGRAM).stderr
+    assert said.startswith("this process may use ")
+    assert "raise the limit" in said.splitlines()[0]
+
+
+def test_nothing_is_said_where_xla_has_started_already():
+    assert "this process may use" not in run(STARTED).stderr
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
