@@ -1,4 +1,4 @@
-"""How each collective ends, once all ranks have agreed on it: small arrays have arrived already, others move now."""
+"""The second half of each collective, after all ranks have agreed: small arrays are there already, others move now."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than
 
 
 def nothing(transport: Transport, parts: Parts) -> None:
-    """The agreement was all."""
+    """Do nothing: the agreement was all."""
 
 
 def allocate(transport: Transport, parts: Parts, nbytes: int) -> np.ndarray:
-    """Memory for a result."""
+    """Return memory for a result."""
     return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
 
 
 def reduce(
     transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
 ) -> None:
-    """All contributions, combined on every rank."""
+    """Combine all contributions on every rank."""
     if parts.arrays:
         reduction.reduce(parts.arrays, out, len(parts.arrays))
     elif out.size and reduction.divides_first:
@@ -37,7 +37,7 @@ def reduce(
 def reduce_into_shared(
     transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
 ) -> None:
-    """All contributions, combined once for all ranks; what has to be joined, each rank joins to the same bits."""
+    """Combine all contributions once for all ranks; what has to be joined, each rank joins to the same bits."""
     if reduction.divides_first:
         reduce(transport, parts, arrays, out, reduction)
         return
@@ -49,7 +49,7 @@ def reduce_group(
     parts: Parts,
     group: Sequence[tuple[Contributions, np.ndarray, Reduction]],
 ) -> None:
-    """All contributions to each of the group, combined on every rank."""
+    """Combine all contributions to each tensor of the group on every rank."""
     divided = [one for one in group if one[2].divides_first]
     transport.reduce_group([one for one in group if one[1].size and not one[2].divides_first], parts)
     for of_rank, out, reduction in divided:
@@ -63,7 +63,7 @@ def reduce_scatter(
     out: np.ndarray,
     reduction: Reduction,
 ) -> None:
-    """This rank's block of the combination."""
+    """Combine all contributions to this rank's block."""
     if parts.arrays:
         block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
         reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
@@ -79,7 +79,7 @@ def _join_means(
     arrays: Sequence[np.ndarray],
     out: np.ndarray,
 ) -> None:
-    """The means of 64-bit integers, from the sums of their quotients and of their remainders."""
+    """Make the means of 64-bit integers from the sums of their quotients and of their remainders."""
     totals = np.empty_like(out), np.empty_like(out)
     for contributions, total in zip(shares(arrays, parts.total), totals, strict=True):
         sum_up(contributions, total, Reduction("sum", out.dtype), parts)
@@ -87,7 +87,7 @@ def _join_means(
 
 
 def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -> None:
-    """The root's bytes."""
+    """Copy the bytes of the root."""
     if parts.arrays:
         if transport.rank != root:
             np.copyto(flat, parts.arrays[root])
@@ -96,7 +96,7 @@ def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -
 
 
 def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray) -> None:
-    """Everybody's bytes, one row each."""
+    """Copy the bytes of every rank into its row."""
     rows = out.reshape(transport.size, -1)
     if parts.arrays:
         for row, array in zip(rows, parts.arrays, strict=True):
@@ -106,7 +106,7 @@ def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.nda
 
 
 def gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray | None, root: int) -> None:
-    """Everybody's bytes, one row each, at the root."""
+    """Copy the bytes of every rank into its row at the root."""
     if out is not None and parts.arrays:
         all_gather(transport, parts, flat, out)
     elif not parts.arrays and flat.size:

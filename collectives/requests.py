@@ -101,7 +101,7 @@ class Preparations:
         weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
 
     def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
-        """In place."""
+        """Reduce in place."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
         contributions = [flat]
@@ -115,7 +115,7 @@ class Preparations:
         name: str,
         begun: str = "called",
     ) -> Request[np.ndarray]:
-        """Into `out`, which all ranks may see; `begun` is for messages."""
+        """Reduce into `out`, which all ranks may see; `begun` is for messages."""
         if not contributions:
             raise ValueError(f"ordered_all_reduce was {begun} without contributions; give one array per local replica")
         first = contributions[0]
@@ -140,7 +140,7 @@ class Preparations:
         op: str,
         names: Sequence[str],
     ) -> list[Request[np.ndarray]]:
-        """Each of a group."""
+        """Reduce each tensor of a group."""
         _check_group(contributions, outs, names)
         tensors = zip(contributions, outs, names, strict=True)
         group = [self.ordered_all_reduce(arrays, out, op, name) for arrays, out, name in tensors]
@@ -149,14 +149,14 @@ class Preparations:
         return group
 
     def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
-        """Of the root's buffer."""
+        """Copy the buffer of the root."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self._rank == root else self._private(buffer)
         return Request(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
 
     def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Request[np.ndarray]:
-        """Into `out`, one row for each rank."""
+        """Gather into `out`, one row for each rank."""
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self._size, *buffer.shape), buffer.dtype)
         flat, whole = flat_view(buffer), self._private(out)
@@ -164,7 +164,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
 
     def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
-        """Into a new array of the root, one row for each rank."""
+        """Gather into a new array of the root, one row for each rank."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("gather", name, "", buffer, root)
         out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
@@ -172,7 +172,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
 
     def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Request[np.ndarray]:
-        """Into `out`, this rank's block."""
+        """Reduce this rank's block into `out`."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
         return self._scatter(call, [flat_view(buffer)], out, reduction)
@@ -180,7 +180,7 @@ class Preparations:
     def ordered_reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray | None, op: str, name: str
     ) -> Request[np.ndarray]:
-        """Into `out`, this rank's block."""
+        """Reduce this rank's block into `out`."""
         if not contributions:
             raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
         first = contributions[0]
@@ -190,7 +190,7 @@ class Preparations:
         return self._scatter(call, arrays, out, reduction)
 
     def barrier(self, name: str) -> Request[None]:
-        """Nothing but the comparison of the calls."""
+        """Compare the calls, and nothing else."""
         call, _ = self._describe("barrier", name, "", None)
         return Request(call, (), 0, collective_ops.nothing)
 
@@ -227,11 +227,11 @@ class Preparations:
         return found
 
     def _own(self, size: int) -> slice:
-        """This rank's one of blocks of so many elements."""
+        """Return the slice of this rank's block, of blocks of so many elements."""
         return slice(self._rank * size, (self._rank + 1) * size)
 
     def _private(self, out: np.ndarray) -> np.ndarray:
-        """Memory that this rank alone will write, as one dimension."""
+        """Return memory that this rank alone will write, as one dimension."""
         if self._shared_bases and id(out.base) in self._shared_bases:
             raise UnsupportedBufferError(
                 "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "

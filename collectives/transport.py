@@ -1,4 +1,4 @@
-"""What a backend has to provide: the exchange of small messages, and the large collectives behind it."""
+"""The interface of a backend: the exchange of small messages, and the large collectives behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Contributions = Sequence[np.ndarray]  # of one rank: an array for each local rep
 
 @dataclass(frozen=True)
 class Parts:
-    """What every rank contributed to an exchange.
+    """The contributions of every rank to an exchange.
 
     Attributes:
         counts: the number of arrays that each rank contributes (its local replicas).
@@ -92,7 +92,7 @@ class Transport(ABC):
         """
 
     def announce(self, reducing: Reducing) -> None:  # noqa: B027
-        """Say what is reduced if the next exchange finds all calls equal and brings no arrays.
+        """Announce what is reduced if the next exchange finds all calls equal and brings no arrays.
 
         `reduce` or `reduce_scatter` of the same follows then, or nothing.
         """
@@ -134,7 +134,7 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Memory for results, as bytes; all ranks call it with the same size.
+        """Return memory for results, as bytes; all ranks call it with the same size.
 
         Where ranks share memory this is one array for all of them, which `reduce` then writes only once.
         """

@@ -104,7 +104,7 @@ def start(comm: object = None) -> None:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor; one that cannot be written must only be read."""
+    """Return the same memory as a tensor; one that cannot be written must only be read."""
     if not array.flags.writeable:  # torch would warn
         array = np.asarray(_Unprotected(array))
     return torch.from_numpy(array)
@@ -252,7 +252,7 @@ class HorovodTransport(Transport):
             reduction.reduce(list(rows), result, self.size)
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
-        """The messages of all ranks one after another; they may differ in size."""
+        """Return the messages of all ranks one after another; they may differ in size."""
         return self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
 
     def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
@@ -277,25 +277,25 @@ class _Sum:
         self.carrier = _carrier(self._total)
 
     def finish(self, count: int) -> None:
-        """The sum, or the mean of `count` contributions, is in `out` afterwards."""
+        """Put the sum, or the mean of `count` contributions, into `out`."""
         _take(self.carrier, self._total)
         self._reduction.finish(self._total, self._out, count)
 
 
 def _carrier(total: np.ndarray) -> np.ndarray:
-    """The array as Horovod can add it: the same memory where the width is the same."""
+    """Return the array as Horovod can add it: the same memory where the width is the same."""
     dtype = _CARRIERS[total.dtype]
     return total.view(dtype) if dtype.itemsize == total.itemsize else total.astype(dtype)
 
 
 def _take(carrier: np.ndarray, total: np.ndarray) -> None:
-    """Have what is in the carrier of `total` in `total`."""
+    """Copy the carrier of `total` into `total`, unless they share memory."""
     if carrier.itemsize != total.itemsize:
         total[...] = carrier.astype(total.dtype)
 
 
 def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
-    """The heads of the ranks' messages, and what follows each of them."""
+    """Return the heads of the ranks' messages, and what follows each of them."""
     heads: list[list[int]] = []
     bodies: list[np.ndarray] = []
     while messages.size:
@@ -308,7 +308,7 @@ def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
 
 
 def _pieces(array: np.ndarray, nbytes: int) -> list[np.ndarray]:
-    """The array in pieces of at most so many bytes."""
+    """Return the array in pieces of at most so many bytes."""
     step = max(1, nbytes // array.itemsize)
     return [array[start : start + step] for start in range(0, array.size, step)]
 
@@ -360,7 +360,7 @@ class Operations:
             self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), name)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks one after another along their first axis, which may differ."""
+        """Return the arrays of all ranks one after another along their first axis, which may differ."""
         if not array.ndim:
             raise ValueError("allgather of a scalar, which has no first dimension; give an array of one element")
         _check_movable(array)
@@ -426,7 +426,7 @@ def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: in
 
 
 def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
-    """The mean of 64-bit integers, whose sum need not fit."""
+    """Return the mean of 64-bit integers, whose sum need not fit."""
     ((quotients,), (remainders,)) = shares([flat], size)
     carriers = [_carrier(quotients), _carrier(remainders)]
 
@@ -439,7 +439,7 @@ def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
 
 
 def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Reducing:
-    """The mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
+    """Return the mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
     before, after = factors
     with np.errstate(all="ignore"):  # what does not fit is noticed by the sum of the absolute values
         scaled = flat if before == 1 else np.trunc(flat.astype(np.float64) * before)
@@ -491,7 +491,7 @@ def _check_movable(array: np.ndarray) -> None:
 
 
 def connect(settings: Settings) -> Communicator:
-    """A communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
+    """Return a communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
     start()
     number = next(_numbers)
     group = _everybody()

@@ -39,7 +39,7 @@ class SingleTransport(Transport):
         reduction.reduce(contributions, out, len(contributions))
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is no other rank."""
 
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[0], block)
@@ -52,11 +52,11 @@ class SingleTransport(Transport):
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:
-    """A communicator of this process alone."""
+    """Return a communicator of this process alone."""
     group = RankGroup(0, ["rank 0"], instances)
     queue = NamedQueue(SingleTransport(), group.watch(settings))
     return Communicator(

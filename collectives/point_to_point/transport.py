@@ -79,7 +79,7 @@ class PointToPointTransport(Transport):
         return link
 
     def _give_up(self) -> None:
-        """What was begun is of no use: wait until it needs its memory no longer."""
+        """Wait until a reduction that is of no use any more needs its memory no longer."""
         flow, self._opened = self._opened, None
         if flow is not None:
             self._watch.wait(flow.has_sent, flow.waits_for)
@@ -119,7 +119,7 @@ class PointToPointTransport(Transport):
         pending = deque(transfers)
 
         def missing() -> list[int]:
-            """What comes behind the first one may be there: whoever is lost since then is not waited for."""
+            """Return the ranks whose transfers are not done; one lost since then is not waited for."""
             return sorted({rank for transfer, rank in pending if not transfer.done()})
 
         self._watch.wait(lambda: drain(pending), missing)
@@ -146,7 +146,7 @@ class PointToPointTransport(Transport):
     def _new_flow(
         self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
     ) -> PieceFlow:
-        """A piece that begins now."""
+        """Return a piece that begins now."""
         contributions, out, reduction, scatters = reducing
         begins = self.rank * out.size if scatters else 0
         arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
@@ -205,7 +205,7 @@ def _advance(flows: Sequence[PieceFlow]) -> bool:
 
 
 def _awaited(flows: Iterable[PieceFlow]) -> list[int]:
-    """The ranks without which none of the pieces can go on."""
+    """Return the ranks without which none of the pieces can go on."""
     return sorted({rank for flow in flows for rank in flow.waits_for()})
 
 

@@ -147,7 +147,7 @@ class SharedMemoryTransport(Transport):
         return [np.ndarray(like.size, like.dtype, memory, start + replica * step) for replica in range(count)]
 
     def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
-        """What the ranks contributed where they did not all contribute as many arrays as this one."""
+        """Return what the ranks contributed where they did not all contribute as many arrays as this one."""
         words = self._words
         ranks = range(self.size)
         counts = tuple(words[rank * WORDS + COUNT + parity] for rank in ranks)
