@@ -130,7 +130,7 @@ class Communicator:
                 self._run(each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
-        tensors = [each.arguments for each in group]
+        tensors = [each.arguments[0] for each in group]
         return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:

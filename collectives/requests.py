@@ -60,14 +60,12 @@ class Request(Generic[Result]):
             LayoutMismatchError: on every rank if one differs; no buffer was touched.
         """
         call, result = self.call, self.result
-        if call.into_shared:
-            contributions, _, reduction = self.arguments
-            transport.stage(contributions, reduction)
-        elif transport.opens_reductions and self.finish in (collective_ops.reduce, collective_ops.reduce_scatter):
-            contributions, out, reduction = self.arguments
-            if not reduction.divides_first:
-                scatters = self.finish is collective_ops.reduce_scatter
-                transport.announce(Reducing(contributions, out, reduction, scatters))
+        if self.finish is collective_ops.reduce:
+            reducing: Reducing = self.arguments[0]
+            if reducing.is_shared:
+                transport.stage(reducing.contributions, reducing.reduction)
+            elif transport.opens_reductions and not reducing.reduction.divides_first:
+                transport.announce(reducing)
         parts = agree(transport, call, self.carried, self.count)
         if moves is not None:
             moves(call.nbytes)
@@ -104,8 +102,7 @@ class Preparations:
         """Reduce in place."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
-        contributions = [flat]
-        return Request(call, contributions, 1, collective_ops.reduce, (contributions, flat, reduction), buffer)
+        return self._reduce(call, Reducing([flat], flat, reduction), buffer)
 
     def ordered_all_reduce(
         self,
@@ -124,14 +121,10 @@ class Preparations:
         shared = self._shared.get(id(out))
         call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
         arrays = flat_contributions(contributions)
-        if shared is not None and out.shape == first.shape and out.dtype == first.dtype:
-            finish, flat = collective_ops.reduce_into_shared, shared
-        else:
-            result_array(out, first.shape, first.dtype)
-            finish, flat = collective_ops.reduce, self._private(out)
+        result_array(out, first.shape, first.dtype)
+        flat = self._private(out) if shared is None else shared
         refuse_partial_overlap(arrays, flat)
-        carried = () if shared is not None else arrays
-        return Request(call, carried, len(arrays), finish, (arrays, flat, reduction), out)
+        return self._reduce(call, Reducing(arrays, flat, reduction, is_shared=shared is not None), out)
 
     def grouped_ordered_all_reduce(
         self,
@@ -145,7 +138,7 @@ class Preparations:
         tensors = zip(contributions, outs, names, strict=True)
         group = [self.ordered_all_reduce(arrays, out, op, name) for arrays, out, name in tensors]
         if len(group) > 1:
-            refuse_overlaps_in_group([(each.call.name, *each.arguments[:2]) for each in group])
+            refuse_overlaps_in_group([(each.call.name, *each.arguments[0][:2]) for each in group])
         return group
 
     def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
@@ -199,7 +192,11 @@ class Preparations:
     ) -> Request[np.ndarray]:
         flat = self._private(out)
         refuse_partial_overlap(arrays, flat, self._own(flat.size))
-        return Request(call, arrays, len(arrays), collective_ops.reduce_scatter, (arrays, flat, reduction), out)
+        return self._reduce(call, Reducing(arrays, flat, reduction, scatters=True), out)
+
+    def _reduce(self, call: Call, reducing: Reducing, out: np.ndarray) -> Request[np.ndarray]:
+        arrays = reducing.contributions
+        return Request(call, () if reducing.is_shared else arrays, len(arrays), collective_ops.reduce, (reducing,), out)
 
     def _describe(
         self,

@@ -44,7 +44,7 @@ from collectives.factory import RankGroup, Settings
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared
 from collectives.reduction import Reduction, join, shares
-from collectives.transport import Contributions, Parts, Transport
+from collectives.transport import Contributions, Parts, Reducing, Transport
 from collectives.waiting import Watch
 
 try:
@@ -193,19 +193,16 @@ class HorovodTransport(Transport):
         received = [body[at : at + step].copy().view(dtype) for body in bodies for at in range(0, body.size, step)]
         return True, Parts(counts, received)
 
-    def reduce(
-        self,
-        contributions: Contributions,
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
-        self.reduce_group([(contributions, out, reduction)], parts)
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
+        contributions, out, _, scatters, _ = reducing
+        whole = np.empty_like(contributions[0]) if scatters else out
+        self.reduce_group([reducing._replace(out=whole)], parts)
+        if scatters:
+            np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
-    def reduce_group(self, group: Sequence[tuple[Contributions, np.ndarray, Reduction]], parts: Parts) -> None:
+    def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
         sums = []
-        for contributions, out, reduction in group:
+        for contributions, out, reduction, *_ in group:
             if reduction.op in ("sum", "mean"):
                 sums.append(_Sum(contributions, out, reduction))
             else:
@@ -213,11 +210,6 @@ class HorovodTransport(Transport):
         self._add_up([one.carrier for one in sums])
         for one in sums:
             one.finish(parts.total)
-
-    def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        whole = np.empty_like(contributions[0])
-        self.reduce(contributions, whole, reduction, parts)
-        np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for piece in _pieces(buffer, _PIECE_BYTES):

@@ -19,7 +19,6 @@ from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drai
 from collectives.point_to_point.link import RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
-from collectives.reduction import Reduction
 from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
 
@@ -96,21 +95,6 @@ class PointToPointTransport(Transport):
 
     # ---- reductions
 
-    def reduce(
-        self,
-        contributions: Sequence[np.ndarray],
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
-        self._flow(Reducing(contributions, out, reduction, False), parts.counts)
-
-    def reduce_scatter(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
-        self._flow(Reducing(contributions, out, reduction, True), parts.counts)
-
     def _planned_for(self, reducing: Reducing, counts: tuple[int, ...]) -> Planned:
         return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
 
@@ -124,9 +108,9 @@ class PointToPointTransport(Transport):
 
         self._watch.wait(lambda: drain(pending), missing)
 
-    def _flow(self, reducing: Reducing, counts: tuple[int, ...]) -> None:
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
         """Go through the pieces, several at the same time, from where it was begun."""
-        planned = self._planned_for(reducing, counts)
+        planned = self._planned_for(reducing, parts.counts)
         flows: deque[PieceFlow] = deque()
         last, self._opened = self._opened, None
         if last is not None:
@@ -147,7 +131,7 @@ class PointToPointTransport(Transport):
         self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
     ) -> PieceFlow:
         """Return a piece that begins now."""
-        contributions, out, reduction, scatters = reducing
+        contributions, out, reduction, scatters, _ = reducing
         begins = self.rank * out.size if scatters else 0
         arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
         itemsize, depth = reduction.accumulator.itemsize, min(UNDER_WAY, len(planned.programs))
