@@ -17,18 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import control
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import training_task
-from replicas import TASKS, add_cases, row_of_one
-from timing import ROOT, OtherLoad, describe_machine, environment, write_figures
+from timing import ROOT, Machine, command_line, environment
+from training_jax import first_variables, loss_of
 
 WAYS = ("before", "now")
+MODELS = (*training_task.MODELS, "transformer")
 COMPILING = "/jax/core/compile/backend_compile_duration"
 SETTINGS = ("commit", "models", "replicas", "batch_size", "rounds")
 HEADING = (
@@ -42,8 +46,7 @@ def main() -> None:
     if options.worker:
         serve(*options.worker, options.batch_size)
         return
-    machine = describe_machine()
-    load = OtherLoad()
+    machine = Machine()
     rows: list[dict[str, Any]] = []
     print(f"batch {options.batch_size} per replica, {options.commit} and now; medians of {options.rounds} turns")
     print(HEADING)
@@ -52,15 +55,17 @@ def main() -> None:
         for model, replicas in itertools.product(options.models, options.replicas):
             rows.append(row_of(model, replicas, before, options, rows))
             print(formatted(rows[-1]), flush=True)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
-    add_cases(parser)
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
+    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--rounds", type=int, default=40, metavar="N", help="turns of each way (%(default)s)")
     add("--turn-s", type=float, default=0.1, metavar="S", help="how long a turn takes, about (%(default)s)")
     add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
     add("--worker", nargs=4, help=argparse.SUPPRESS)
@@ -94,7 +99,7 @@ def row_of(
         for turn in range(options.rounds):
             for way in WAYS if turn % 2 else reversed(WAYS):
                 rounds_ms[way].append(1e3 * versions[way].ask(do="train", steps=steps)[0]["seconds"] / steps)
-    of_one = row_of_one(rows, model)
+    of_one = next((row for row in rows if row["model"] == model and row["replicas"] == 1), None)
     compile_s = {way: answer["compile_s"] for way, answer in first.items()}
     return {
         "model": model,
@@ -172,6 +177,62 @@ class Training:
         seconds = time.perf_counter() - began
         self._state = state
         return {"seconds": seconds, "compile_s": self.compile_s}
+
+
+# ---- what it trains
+
+
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def of_images(model: str) -> Callable[[int], tuple[Loss, Any, Any]]:
+    return lambda rows: (loss_of(model), first_variables(model), training_task.batches_of(0, rows, 1)[0])
+
+
+def transformer(
+    rows: int, *, layers: int = 3, width: int = 128, heads: int = 4, length: int = 32
+) -> tuple[Loss, Any, Any]:
+    """Blocks of attention and a wide hidden layer, each behind a normalisation; it predicts the next of 64 tokens."""
+    random = np.random.default_rng(0)
+
+    def kernel(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    blocks = [
+        {"qkv": kernel(width, 3 * width), "out": kernel(width, width), "up": kernel(width, 4 * width)}
+        | {"down": kernel(4 * width, width)}
+        for _ in range(layers)
+    ]
+    variables = {"tokens": kernel(64, width), "blocks": blocks}
+    batch = random.integers(0, 64, (rows, length + 1)).astype(np.int32)
+    mask = np.tril(np.ones((length, length), bool))
+
+    def normalised(x: jax.Array) -> jax.Array:
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def attention(block: Any, x: jax.Array) -> jax.Array:
+        q, k, v = (
+            part.reshape(*x.shape[:2], heads, width // heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1)
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width // heads).astype(np.float32)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
+
+    def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:
+        x = variables["tokens"][batch[:, :-1]]
+        for block in variables["blocks"]:
+            x = x + attention(block, normalised(x))
+            x = x + jax.nn.gelu(normalised(x) @ block["up"]) @ block["down"]
+        log = jax.nn.log_softmax(normalised(x) @ variables["tokens"].T)
+        return -jnp.take_along_axis(log, batch[:, 1:, None], axis=-1).mean()
+
+    return loss_fn, variables, batch
+
+
+TASKS: dict[str, Callable[[int], tuple[Loss, Any, Any]]] = {
+    **{model: of_images(model) for model in training_task.MODELS},
+    "transformer": transformer,
+}
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ from typing import Any
 
 import control
 from against import WAYS, checked_out, finding
-from all_reduce import in_units, size
+from all_reduce import RANK_PROGRAM, in_units, size
 from cluster import free_addresses
-from timing import ROOT, OtherLoad, describe_machine, mpirun_command, one_core_each, pinned_command, write_figures
+from timing import ROOT, Machine, command_line, mpirun_command, one_core_each, pinned_command
 
-RANK_PROGRAM = Path(__file__).with_name("against_all_reduce_rank.py")
 BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # of what is measured
 SETTINGS = ("instances", "replicas", "sizes", "rounds", "turn_s")
 CHECKS = {"before": "is_close", "now": "has_same_bits"}
@@ -40,9 +39,8 @@ Versions = dict[str, control.Group]
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(options.instances)
-    load = OtherLoad()
     other = str(options.against or options.commit)
     print(f"{options.instances} instances, {other} and now; us, medians of {options.rounds} turns")
     print(f"{'over':<8}{'size':>9}{'replicas':>9}{'before':>11}{'now':>11}{'ratio':>8}{'quarters':>14}{'of least':>10}")
@@ -52,14 +50,13 @@ def main() -> None:
         for row in compare(coordinator, before, cpus, options):
             rows.append(row)
             print(formatted(row), flush=True)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, before=other, rows=rows)
+    machine.write(options, SETTINGS, before=other, rows=rows)
     if wrong := [fault for row in rows for fault in faults(row)]:
         raise SystemExit("\n".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
     add("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, in place of a commit")
@@ -71,7 +68,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
     add("--turn-s", type=float, default=0.05, metavar="S", help="how long a turn takes, about (%(default)s)")
     add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 
@@ -85,13 +81,13 @@ def compare(
         backend = BACKENDS[over]
         if backend not in started:
             started[backend] = {way: start(coordinator, backend, way, root, cpus) for way, root in roots.items()}
-        yield row_of(started[backend], {"over": over, "nbytes": nbytes, "replicas": replicas}, options)
+        yield row_of(started[backend], {"way": over, "nbytes": nbytes, "replicas": replicas}, options)
 
 
 def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, cpus: Sequence[str]) -> control.Group:
     """The ranks of a version."""
     name = f"{way}, {backend}"
-    program = [sys.executable, str(RANK_PROGRAM), coordinator.path, name]
+    program = [sys.executable, RANK_PROGRAM, coordinator.path, name, backend]
     if backend == "mpi":
         commands = [mpirun_command(cpus, program)]
     else:
@@ -103,11 +99,12 @@ def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, 
 def row_of(versions: Versions, case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Both versions take their turn in each of the rounds, which begin with one as often as with the other one."""
     checks = {way: versions[way].ask(do="prepare", **case) for way in WAYS}
-    repeats = max(1, round(options.turn_s / max(versions["now"].ask(do="reduce", repeats=3))))
+    ask = {"do": "turn", "way": case["way"]}
+    repeats = max(1, round(options.turn_s / max(versions["now"].ask(**ask, repeats=3))))
     rounds_us: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         for way in WAYS if turn % 2 else reversed(WAYS):
-            rounds_us[way].append(1e6 * max(versions[way].ask(do="reduce", repeats=repeats)))
+            rounds_us[way].append(1e6 * max(versions[way].ask(**ask, repeats=repeats)))
     is_right = {way: all(check[CHECKS[way]] for check in checks[way]) for way in WAYS}
     return {**case, **compared(rounds_us), "is_right": is_right}
 
@@ -127,14 +124,14 @@ def compared(rounds_us: dict[str, list[float]]) -> dict[str, Any]:
 
 def faults(row: dict[str, Any]) -> list[str]:
     """In words, what is wrong with the sums of a row."""
-    case = f"{row['over']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
+    case = f"{row['way']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
     return [f"{way}: the sum over {case} is wrong" for way, is_right in row["is_right"].items() if not is_right]
 
 
 def formatted(row: dict[str, Any]) -> str:
     quarters = " - ".join(f"{ratio:.2f}" for ratio in row["quarters"])
     return (
-        f"{row['over']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>11.2f}"
+        f"{row['way']:<8}{in_units(row['nbytes']):>9}{row['replicas']:>9}{row['us']['before']:>11.2f}"
         f"{row['us']['now']:>11.2f}{row['now_over_before']:>8.3f}{quarters:>14}{row['least_over_least']:>10.3f}"
     )
 

@@ -1,154 +1,106 @@
 """How long it takes to add up the gradients of all replicas, in several ways and against the memory's bandwidth.
 
-Starts itself under mpirun, one core per instance; all ways take turns in the same run, and the result of each is
-compared with the sum in the order of the tree. Usage:
+One core per instance; all ways take turns in the same run, and the result of each is compared with the sum in the order
+of the tree. Usage:
 
     python benchmarks/all_reduce.py [--instances 2] [--replicas 1 2] [--sizes 1K 64M] [--rounds 9] [--json PATH]
         [--backends mpi,grpc,horovod]
 
-The columns for mpi: "window" (result in shared memory, as a step uses it), "window private" (result copied into
-an array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays and calls MPI_Allreduce; "gloo" does
-the same with torch, where it is installed. "bound" is (replicas + 1) x size over the bandwidth of the memory with all
-ranks adding at once; what fits into the caches can be faster. `all_reduce_grpc.py` describes the columns for grpc,
-`all_reduce_horovod.py` those for horovod.
+There is a table for each backend. Its columns, for mpi: "window" (result in shared memory, as a step uses it),
+"window_private" (result copied into an array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays
+and calls MPI_Allreduce; "gloo" does the same with torch, where it is installed. "bound" is (replicas + 1) x size over
+the bandwidth of the memory with all ranks adding at once; what fits into the caches can be faster.
+
+For grpc: "grpc" is ours between two workers on loopback, "bare" a pair of gRPC byte streams that move the same bytes.
+
+For horovod: "window" and "mpi" as above; "horovod" is `collectives.connect("horovod")`; "hvd" adds the local replicas'
+arrays and calls Horovod's all-reduce on a tensor of torch, with the settings that Horovod and Open MPI have by
+themselves; "hvd_tuned" is the same with those of `timing.TUNED`. A thread of Horovod never sleeps: each of these three
+has processes of its own, and they are stopped while it is not their turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import all_reduce_grpc
-import all_reduce_horovod
-from horovod_settings import HOROVOD_SCRIPT
-from timing import OtherLoad, describe_machine, mpirun_command, one_core_each, output_lines
+from cluster import free_addresses
+from control import Coordinator, Group
+from timing import (
+    HOROVOD_SCRIPT,
+    TUNED,
+    Machine,
+    command_line,
+    environment,
+    medians,
+    mpirun_command,
+    one_core_each,
+    pinned_command,
+)
 
-RANK_PROGRAM = Path(__file__).with_name("all_reduce_rank.py")
+HERE = Path(__file__).parent
+RANK_PROGRAM = str(HERE / "all_reduce_rank.py")
 SIZES = [1024 * 4**power for power in range(9)]  # 1 KiB to 64 MiB
-BACKENDS = ("mpi", "grpc", "horovod")
-KEEPS_ORDER = ("window", "window_private", "ring")
+FEWEST = 3  # reductions in a turn
 UNITS = {"K": 1 << 10, "M": 1 << 20}
-COLUMNS = {"window": "window", "window_private": "w. private", "ring": "ring", "mpi": "mpi", "gloo": "gloo"}
+SETTINGS = ("instances", "replicas", "rounds")
+PAIR = 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """The ways that are compared for a backend.
+
+    Attributes:
+        groups: of processes, for each way.
+        reference: the way that the others are compared with.
+        keeps_order: the ways whose sums have the bits of the tree.
+    """
+
+    groups: Mapping[str, str]
+    reference: str
+    keeps_order: Sequence[str]
+
+
+OVER_MPI = ("window", "window_private", "ring", "mpi", "gloo")
+OVER_HOROVOD = {"window": "mpi", "mpi": "mpi", "horovod": "horovod", "hvd": "hvd", "hvd_tuned": "hvd_tuned"}
+TABLES = {
+    "mpi": Table(dict.fromkeys(OVER_MPI, "mpi"), "mpi", ("window", "window_private", "ring")),
+    "grpc": Table({"grpc": "grpc", "bare": "bare"}, "bare", ("grpc",)),
+    "horovod": Table(OVER_HOROVOD, "mpi", ("window",)),
+}
 
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(options.instances)
-    load = OtherLoad()
-    rows = list(compare_over_mpi(options, cpus)) if "mpi" in options.backends else []
-    over_grpc = list(compare_over_grpc(options, cpus)) if "grpc" in options.backends else []
-    over_horovod = list(compare_over_horovod(options, cpus)) if "horovod" in options.backends else []
-    load.warn()
-    if options.json:
-        result = {"machine": machine, "other_load": load.share(), "rounds": options.rounds, "rows": rows}
-        if over_grpc:
-            memory, *grpc_rows = over_grpc
-            result["grpc"] = {"memory": memory, "rows": grpc_rows}
-        if over_horovod:
-            result["horovod"] = {"rows": over_horovod}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    wrong = [fault for row in rows for fault in faults(row, KEEPS_ORDER)]
-    wrong += [fault for row in over_horovod for fault in faults(row, all_reduce_horovod.KEEPS_ORDER)]
-    wrong += [fault for row in over_grpc[1:] for fault in all_reduce_grpc.faults(row)]
-    if wrong:
+    rows = [row for backend in options.backends for row in compare(backend, options, cpus)]
+    machine.write(options, SETTINGS, rows=rows)
+    if wrong := [fault for row in rows for fault in faults(row)]:
         raise SystemExit("\n".join(wrong))
 
 
-def compare_over_mpi(options: argparse.Namespace, cpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Prints and yields rows."""
-    with tempfile.TemporaryDirectory(prefix="all-reduce-") as folder:
-        job = {
-            "sizes": options.sizes or SIZES,
-            "local_replicas": options.replicas,
-            "rounds": options.rounds,
-            "block_s": options.block_s,
-            "stream_bytes": options.stream_size,
-            "rendezvous": f"{folder}/gloo",
-        }
-        print_header(options.instances)
-        command = mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), json.dumps(job)])
-        for line in output_lines(command, options.limit_s):
-            row = json.loads(line)
-            print_row(row)
-            yield row
-
-
-def compare_over_grpc(options: argparse.Namespace, cpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Prints and yields the extra memory and rows."""
-    sizes = options.sizes or all_reduce_grpc.SIZES
-    figures = all_reduce_grpc.measure(sizes, options.rounds, options.block_s, cpus)
-    memory = next(figures)
-    yield memory
-    all_reduce_grpc.print_header()
-    for row in figures:
-        all_reduce_grpc.print_row(row, in_units(row["bytes"]))
-        yield row
-    all_reduce_grpc.print_memory(memory, in_units(memory["bytes"]))
-
-
-def compare_over_horovod(options: argparse.Namespace, cpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Prints and yields rows."""
-    print_titles(options.instances, all_reduce_horovod.COLUMNS)
-    print(flush=True)
-    job = all_reduce_horovod.Job(options.sizes or SIZES, options.replicas, options.rounds, options.block_s)
-    for row in all_reduce_horovod.measure(job, cpus):
-        print_cells(row, all_reduce_horovod.COLUMNS)
-        print(flush=True)
-        yield row
-
-
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
-    add(
-        "--backends",
-        type=backend_names,
-        default=["mpi"],
-        metavar="NAMES",
-        help="mpi, grpc, horovod, or several with commas between them: one table for each (mpi)",
-    )
-    add("--instances", type=int, default=2, metavar="N")
-    add(
-        "--replicas",
-        type=int,
-        nargs="+",
-        default=[1, 2],
-        metavar="N",
-        help="local replicas per instance (1 2)",
-    )
-    add(
-        "--sizes",
-        type=size,
-        nargs="+",
-        metavar="BYTES",
-        help="of an array; 64K and 1M are understood (1K to 64M, over gRPC 64K to 64M)",
-    )
+    add("--backends", type=backend_names, default=["mpi"], metavar="NAMES", help="with commas between them (mpi)")
+    add("--instances", type=int, default=2, metavar="N", help="(%(default)s)")
+    add("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="local replicas per instance (1 2)")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="64K and 1M are understood (1K to 64M)")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
-    add(
-        "--block-s",
-        type=float,
-        default=0.05,
-        metavar="SECONDS",
-        help="about how long a turn lasts (%(default)s)",
-    )
-    add(
-        "--stream-size",
-        type=size,
-        default=1 << 26,
-        metavar="BYTES",
-        help="of the arrays that measure bandwidth (64M)",
-    )
-    add("--limit-s", type=float, default=1800.0, metavar="SECONDS", help="for the whole run (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
+    add("--block-s", type=float, default=0.05, metavar="S", help="about how long a turn lasts (%(default)s)")
+    add("--stream-size", type=size, default=1 << 26, metavar="BYTES", help="to measure bandwidth (64M)")
+    add("--limit-s", type=float, default=300.0, metavar="S", help="for any answer (%(default)s)")
     options = parser.parse_args()
-    if "grpc" in options.backends and options.instances != all_reduce_grpc.RANKS:
+    if "grpc" in options.backends and options.instances != PAIR:
         parser.error(f"--instances is {options.instances}, but over gRPC a pair is measured: --instances 2")
     if "horovod" in options.backends and importlib.util.find_spec("horovod") is None:
         parser.error(f"{sys.executable} has no Horovod; build and install it with: {HOROVOD_SCRIPT}")
@@ -158,9 +110,9 @@ def read_options() -> argparse.Namespace:
 def backend_names(text: str) -> list[str]:
     """Names with commas between them."""
     names = text.split(",")
-    unknown = [name for name in names if name not in BACKENDS]
+    unknown = [name for name in names if name not in TABLES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no backend here is called {unknown[0]!r}; use {', '.join(BACKENDS)}")
+        raise argparse.ArgumentTypeError(f"no backend here is called {unknown[0]!r}; use {', '.join(TABLES)}")
     return names
 
 
@@ -173,41 +125,107 @@ def size(text: str) -> int:
     return nbytes
 
 
-def faults(row: dict[str, Any], keeps_order: Collection[str]) -> list[str]:
+def compare(backend: str, options: argparse.Namespace, cpus: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Prints and yields a row for each size and number of local replicas."""
+    with (
+        tempfile.TemporaryDirectory(prefix="all-reduce-") as folder,
+        Coordinator(folder, options.limit_s) as coordinator,
+    ):
+        kinds = dict.fromkeys(TABLES[backend].groups.values())
+        started = {kind: start(coordinator, kind, cpus, f"{folder}/gloo") for kind in kinds}
+        there = set(started["mpi"].ask(do="ways")[0]) if backend == "mpi" else set(TABLES[backend].groups)
+        groups = {way: started[kind] for way, kind in TABLES[backend].groups.items() if way in there}
+        if backend == "mpi":
+            started["mpi"].ask(do="prepare_stream", nbytes=options.stream_size)
+        reference = TABLES[backend].reference
+        print(f"{options.instances} instances, one core each; medians in ms (how many times faster than {reference})")
+        print(
+            f"{'size':>7} {'replicas':>9}{''.join(f'{way:>18}' for way in groups)}{'bound':>10}{'GB/s':>7}", flush=True
+        )
+        for nbytes, replicas in product(options.sizes, options.replicas):
+            row = {"backend": backend, "bytes": nbytes, "local_replicas": replicas, "instances": options.instances}
+            row |= measure(groups, reference, nbytes, replicas, options)
+            print(formatted(row), flush=True)
+            yield row
+
+
+def start(coordinator: Coordinator, kind: str, cpus: Sequence[str], rendezvous: str) -> Group:
+    """The processes of a kind, one for each core."""
+    if kind in ("grpc", "bare"):
+        addresses = free_addresses(len(cpus))
+        program = {
+            "grpc": [RANK_PROGRAM, coordinator.path, kind, kind],
+            "bare": [str(HERE / "bare_streams.py"), coordinator.path],
+        }
+        commands = [
+            pinned_command(cpu, [sys.executable, *program[kind], str(rank), *addresses])
+            for rank, cpu in enumerate(cpus)
+        ]
+        return coordinator.start(kind, len(cpus), commands, environment())
+    words = [rendezvous] if kind == "mpi" else []
+    program = [sys.executable, RANK_PROGRAM, coordinator.path, kind, kind.removesuffix("_tuned"), *words]
+    environ = environment(**(TUNED if kind == "hvd_tuned" else {}))
+    return coordinator.start(kind, len(cpus), [mpirun_command(cpus, program)], environ, is_restless=kind != "mpi")
+
+
+def measure(
+    groups: Mapping[str, Group], reference: str, nbytes: int, replicas: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Every way takes its turn in each of the rounds."""
+    case = {"nbytes": nbytes, "replicas": replicas}
+    checks = {way: every(group.ask(do="prepare", way=in_group(way), **case)) for way, group in groups.items()}
+    turns = dict(groups) | ({"stream": groups["window"]} if "ring" in groups else {})
+    repeats = {way: max(FEWEST, round(options.block_s / turn_s(turns[way], way, FEWEST))) for way in turns}
+    times: dict[str, list[float]] = {way: [] for way in turns}
+    for _ in range(options.rounds):
+        for way, group in turns.items():
+            times[way].append(1e3 * turn_s(group, way, repeats[way]))
+    ms = medians(times)
+    ratio = f"times_faster_than_{reference}"
+    ways = {
+        way: {"ms": ms[way], ratio: ms[reference] / ms[way], "rounds_ms": times[way], **checks[way]} for way in groups
+    }
+    if "stream" not in ms:
+        return {"ways": ways}
+    bandwidth = 3 * options.stream_size * options.instances / (ms["stream"] * 1e-3)
+    bound_ms = 1e3 * (options.instances * replicas + 1) * nbytes / bandwidth
+    return {"ways": ways, "bandwidth_gb_per_s": bandwidth * 1e-9, "bound_ms": bound_ms}
+
+
+def in_group(way: str) -> str:
+    """The name of a way among those of its processes."""
+    return way.removesuffix("_tuned")
+
+
+def every(of_ranks: Sequence[dict[str, bool]]) -> dict[str, bool]:
+    """Whether each check holds on all ranks."""
+    return {check: all(of_rank[check] for of_rank in of_ranks) for check in of_ranks[0]}
+
+
+def turn_s(group: Group, way: str, repeats: int) -> float:
+    """Seconds per all-reduce, on the slowest rank."""
+    of_ranks: list[float] = group.ask(do="turn", way=in_group(way), repeats=repeats)
+    return max(of_ranks)
+
+
+def faults(row: dict[str, Any]) -> list[str]:
     """In words, what is wrong with the results of a row; to the last bit in the ways that keep the order."""
+    keeps_order = TABLES[row["backend"]].keeps_order
     where = f"{row['bytes']} bytes, {row['local_replicas']} local replicas"
     return [
         f"{name}: the sum of {where} is wrong"
         for name, way in row["ways"].items()
-        if not way["has_same_bits" if name in keeps_order else "is_close"]
+        if not way.get("has_same_bits" if name in keeps_order else "is_close", True)
     ]
 
 
-def print_header(instances: int) -> None:
-    print_titles(instances, COLUMNS)
-    print(f"{'bound':>10}{'GB/s':>7}", flush=True)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    print_cells(row, COLUMNS)
-    print(f"{row['bound_ms']:>10.4f}{row['bandwidth_gb_per_s']:>7.1f}", flush=True)
-
-
-def print_titles(instances: int, columns: Mapping[str, str]) -> None:
-    """All of the header but the end of its second line."""
-    print(f"{instances} instances, one core each; medians in ms, and in brackets how many times faster than mpi")
-    print(f"{'size':>7} {'replicas':>9}{''.join(f'{title:>18}' for title in columns.values())}", end="")
-
-
-def print_cells(row: dict[str, Any], columns: Mapping[str, str]) -> None:
-    """All of a row but the end of its line."""
-    replicas = f"{row['instances']} x {row['local_replicas']}"
-    cells = "".join(cell(row["ways"].get(name)) for name in columns)
-    print(f"{in_units(row['bytes']):>7} {replicas:>9}{cells}", end="")
-
-
-def cell(way: dict[str, Any] | None) -> str:
-    return f"{'-':>18}" if way is None else f"{way['ms']:>10.4f} ({way['times_faster_than_mpi']:>4.2f}x)"
+def formatted(row: dict[str, Any]) -> str:
+    reference = TABLES[row["backend"]].reference
+    cells = "".join(
+        f"{way['ms']:>10.4f} ({way[f'times_faster_than_{reference}']:>4.2f}x)" for way in row["ways"].values()
+    )
+    bound = f"{row['bound_ms']:>10.4f}{row['bandwidth_gb_per_s']:>7.1f}" if "bound_ms" in row else ""
+    return f"{in_units(row['bytes']):>7} {row['instances']} x {row['local_replicas']:<5}{cells}{bound}"
 
 
 def in_units(nbytes: int) -> str:

@@ -1,125 +1,219 @@
-"""What each rank of `all_reduce.py` does; rank 0 writes one line of JSON for each size and number of replicas.
+"""A rank of `all_reduce.py` and `against_all_reduce.py`: adds up arrays in the ways that it is asked for.
 
-usage: all_reduce_rank.py JOB     (JOB is JSON with the fields of the dataclass)
+usage: all_reduce_rank.py SOCKET GROUP mpi [FILE]            FILE: where the ranks of gloo meet
+       all_reduce_rank.py SOCKET GROUP grpc RANK ADDRESS...  the addresses of all
+       all_reduce_rank.py SOCKET GROUP horovod|hvd
+
+It imports nothing of the project that another version may not have.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import control
 import numpy as np
-import reductions
-from contributions import contribution, sum_checks, tree_sum
-from mpi4py import MPI
-from timing import medians
+from contributions import Contributions, Reduce, add, contribution, sum_checks, tree_sum
 
-WARM_UPS = 3
-FEWEST = 3  # reductions in a block
+Make = Callable[[Contributions], Reduce]
+"""Makes a reduction of the arrays of the local replicas, which it leaves as they are."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to measure.
+class Connection:
+    """With the other ranks.
 
     Attributes:
-        sizes: of one replica's array, in bytes.
-        local_replicas: how many arrays each rank contributes.
-        rounds: how often each way takes its turn.
-        block_s: how long a turn lasts, about; as many reductions one after another as that takes.
-        stream_bytes: of each of the arrays with which the memory's bandwidth is measured; larger than the caches.
-        rendezvous: a file that does not exist yet.
+        rank: of this process.
+        size: number of ranks.
+        ways: to add up.
+        close: ends it.
     """
 
-    sizes: Sequence[int]
-    local_replicas: Sequence[int]
-    rounds: int
-    block_s: float
-    stream_bytes: int
-    rendezvous: str
+    rank: int
+    size: int
+    ways: dict[str, Make]
+    close: Callable[[], Any]
+
+
+class Reductions:
+    """All-reduces of the arrays of this rank's replicas.
+
+    Args:
+        connection: with the other ranks.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._reduce: dict[str, Callable[[], Any]] = {}
+
+    def ways(self) -> list[str]:
+        """Return the names of all ways."""
+        return list(self._connection.ways)
+
+    def prepare(self, way: str, nbytes: int, replicas: int) -> dict[str, bool]:
+        """From now on reduce `nbytes` in that way; whether the sum is right."""
+        self._reduce.pop(way, None)
+        elements, first = nbytes // 4, self._connection.rank * replicas
+        contributions = [contribution(first + number, elements) for number in range(replicas)]
+        reduce = self._reduce[way] = self._connection.ways[way](contributions)
+        return sum_checks(reduce(), tree_sum(self._connection.size * replicas, elements))
+
+    def prepare_stream(self, nbytes: int) -> bool:
+        """Have a way "stream": a sum that reads two arrays and writes a third one, all larger than the caches."""
+        first, second, out = (np.full(nbytes // 4, value, np.float32) for value in (1, 2, 0))
+        self._reduce["stream"] = lambda: np.add(first, second, out)
+        return True
+
+    def turn(self, way: str, repeats: int) -> float:
+        """Seconds per all-reduce, of `repeats` one after another; one more before them lets all begin together."""
+        reduce = self._reduce[way]
+        reduce()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            reduce()
+        return (time.perf_counter() - began) / repeats
+
+
+def ours(communicator: Any, is_shared: bool = True) -> Make:
+    """Ours; the result lies in memory from `allocate`, as in a training step, or in an array of this rank's own."""
+
+    def make(contributions: Contributions) -> Reduce:
+        like = contributions[0]
+        out = communicator.allocate(like.shape, like.dtype) if is_shared else np.empty_like(like)
+
+        def reduce() -> np.ndarray:
+            communicator.ordered_all_reduce(contributions, out)
+            return out
+
+        return reduce
+
+    return make
+
+
+def of_local_sum(all_reduce: Callable[[np.ndarray], Callable[[], Any]]) -> Make:
+    """The local replicas' sum, then an all-reduce in place."""
+
+    def make(contributions: Contributions) -> Reduce:
+        out = np.empty_like(contributions[0])
+        in_place = all_reduce(out)
+
+        def reduce() -> np.ndarray:
+            add(contributions, out)
+            in_place()
+            return out
+
+        return reduce
+
+    return make
+
+
+def over_mpi(rendezvous: str = "") -> Connection:
+    """Ours in shared memory and over messages, MPI's own all-reduce, and gloo's where torch is installed."""
+    from mpi4py import MPI
+
+    import collectives
+
+    comm = MPI.COMM_WORLD
+    window, ring = (collectives.connect("mpi", collectives.Settings(mechanism=name)) for name in ("window", "ring"))
+    torch = start_gloo(comm, rendezvous) if rendezvous else None
+
+    def mpi(contributions: Contributions) -> Reduce:
+        out = np.empty_like(contributions[0])
+
+        def reduce() -> np.ndarray:
+            is_one = len(contributions) == 1
+            comm.Allreduce(contributions[0] if is_one else MPI.IN_PLACE, out if is_one else add(contributions, out))
+            return out
+
+        return reduce
+
+    ways = {"window": ours(window), "window_private": ours(window, is_shared=False), "ring": ours(ring), "mpi": mpi}
+    if torch is not None:
+        ways["gloo"] = of_local_sum(lambda out: lambda: torch.distributed.all_reduce(torch.from_numpy(out)))
+
+    def close() -> None:
+        window.close()
+        ring.close()
+        if torch is not None:
+            torch.distributed.destroy_process_group()
+
+    return Connection(comm.rank, comm.size, ways, close)
+
+
+def start_gloo(comm: Any, rendezvous: str) -> Any:
+    try:
+        import torch
+        import torch.distributed
+    except ImportError:
+        torch = None
+    if not all(comm.allgather(torch is not None)):
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    meeting = {"init_method": f"file://{rendezvous}", "rank": comm.rank, "world_size": comm.size}
+    torch.distributed.init_process_group("gloo", **meeting)
+    return torch
+
+
+def over_grpc(rank: str, *addresses: str) -> Connection:
+    """Ours between workers."""
+    import collectives
+
+    workers = collectives.connect("grpc", collectives.Settings(), addresses=addresses, rank=int(rank))
+    return Connection(workers.rank, workers.size, {"grpc": ours(workers)}, workers.close)
+
+
+def over_horovod() -> Connection:
+    """Ours over Horovod."""
+    import timing  # noqa: F401 - it makes the project importable
+
+    import collectives
+
+    communicator = collectives.connect("horovod")
+    return Connection(communicator.rank, communicator.size, {"horovod": ours(communicator)}, communicator.close)
+
+
+def of_horovod() -> Connection:
+    """Horovod alone: no MPI but its own, no settings but those in the environment."""
+    import torch
+    from horovod import torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+
+    def all_reduce(out: np.ndarray) -> Callable[[], Any]:
+        tensor = torch.from_numpy(out)
+        return lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=f"gradients of {out.nbytes} bytes")
+
+    return Connection(hvd.rank(), hvd.size(), {"hvd": of_local_sum(all_reduce)}, hvd.shutdown)
+
+
+CONNECT: dict[str, Callable[..., Connection]] = {
+    "mpi": over_mpi,
+    "grpc": over_grpc,
+    "horovod": over_horovod,
+    "hvd": of_horovod,
+}
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
-    connections = reductions.connect(Path(job.rendezvous))
-    stream = make_stream(job.stream_bytes)
-    for nbytes in job.sizes:
-        for count in job.local_replicas:
-            row = measure(job, connections, stream, nbytes, count)
-            if connections.mpi.rank == 0:
-                print(json.dumps(row), flush=True)
-    reductions.disconnect(connections)
-
-
-def measure(
-    job: Job, connections: reductions.Connections, stream: Callable[[], Any], nbytes: int, count: int
-) -> dict[str, Any]:
-    """One row: every way takes its turn in each of the rounds."""
-    comm = connections.mpi
-    elements = nbytes // 4
-    contributions = [contribution(comm.rank * count + number, elements) for number in range(count)]
-    expected = tree_sum(comm.size * count, elements)
-    ways = {name: reductions.WAYS[name](connections, contributions) for name in reductions.available_ways(connections)}
-    checks = {name: check(comm, reduce(), expected) for name, reduce in ways.items()}
-    turns: dict[str, Callable[[], Any]] = {**ways, "stream": stream}
-    repeats = {name: affordable_repeats(comm, turn, job.block_s) for name, turn in turns.items()}
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(job.rounds):
-        for name, turn in turns.items():
-            times[name].append(1e3 * timed(comm, turn, repeats[name]))
-    middle = medians(times)
-    bandwidth = 3 * job.stream_bytes * comm.size / (middle["stream"] * 1e-3)
-    return {
-        "bytes": nbytes,
-        "local_replicas": count,
-        "instances": comm.size,
-        "bandwidth_gb_per_s": bandwidth * 1e-9,
-        "bound_ms": 1e3 * (comm.size * count + 1) * nbytes / bandwidth,
-        "ways": {
-            name: {
-                "ms": middle[name],
-                "times_faster_than_mpi": middle["mpi"] / middle[name],
-                "rounds_ms": times[name],
-                **checks[name],
-            }
-            for name in ways
-        },
+    path, group, kind, *words = sys.argv[1:]
+    connection = CONNECT[kind](*words)
+    reductions = Reductions(connection)
+    handlers: dict[str, Callable[..., Any]] = {
+        "ways": reductions.ways,
+        "prepare": reductions.prepare,
+        "prepare_stream": reductions.prepare_stream,
+        "turn": reductions.turn,
     }
-
-
-def check(comm: MPI.Intracomm, result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:
-    """Whether the result is right on all ranks: to the last bit, and but for rounding."""
-    return {name: comm.allreduce(holds, MPI.LAND) for name, holds in sum_checks(result, expected).items()}
-
-
-def make_stream(nbytes: int) -> Callable[[], np.ndarray]:
-    """A sum that reads two arrays and writes a third one, all larger than the caches."""
-    first, second, out = (np.full(nbytes // 4, value, np.float32) for value in (1, 2, 0))
-    return lambda: np.add(first, second, out)
-
-
-def affordable_repeats(comm: MPI.Intracomm, turn: Callable[[], Any], block_s: float) -> int:
-    """How many calls take about `block_s`; the same on all ranks."""
-    repeats = FEWEST
-    while (seconds := repeats * timed(comm, turn, repeats)) < block_s / 4:
-        repeats *= 4
-    return max(FEWEST, round(repeats * block_s / seconds))
-
-
-def timed(comm: MPI.Intracomm, turn: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call of the slowest rank, of `repeats` calls one after another."""
-    for _ in range(min(WARM_UPS, repeats)):
-        turn()
-    comm.Barrier()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        turn()
-    return comm.allreduce(time.perf_counter() - began, MPI.MAX) / repeats
+    control.serve(path, group, connection.rank, handlers)
+    connection.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A worker of `all_reduce.py --backends grpc`: a pair of gRPC byte streams, one each way, and nothing else.
 
-usage: bare_streams.py SOCKET RANK OWN_ADDRESS OTHER_ADDRESS
+usage: bare_streams.py SOCKET RANK ADDRESS ADDRESS     (those of both ranks)
 
 The reference for our ring: it moves the same bytes both ways at once, in messages of the same size, each copied once
 out of and once into the memory of the program; nothing is added, checked or watched.
@@ -26,9 +26,9 @@ LIMIT_S = 60.0
 
 
 def main() -> None:
-    path, rank, own_address, other_address = sys.argv[1:]
-    streams = BareStreams(own_address, other_address)
-    control.serve(path, "bare", int(rank), {"prepare": streams.prepare, "turn": streams.timed})
+    path, rank, *addresses = sys.argv[1:]
+    streams = BareStreams(addresses[int(rank)], addresses[1 - int(rank)])
+    control.serve(path, "bare", int(rank), {"prepare": streams.prepare, "turn": streams.turn})
     streams.close()
 
 
@@ -57,18 +57,14 @@ class BareStreams(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
         """Be called by gRPC for every stream that comes in."""
         return grpc.stream_unary_rpc_method_handler(self._receive)
 
-    def prepare(self, nbytes: int) -> int:
-        """From now on an exchange is `nbytes` each way; to be called in both processes before either of them begins.
-
-        Returns:
-            how many messages that is.
-        """
+    def prepare(self, way: str, nbytes: int, replicas: int) -> dict[str, bool]:
+        """From now on an exchange is `nbytes` each way; to be called in both processes before either of them begins."""
         self._messages = max(1, nbytes // MESSAGE_BYTES)
         size = nbytes // self._messages
         self._outgoing, self._incoming = memoryview(bytearray(size)), bytearray(size)
-        return self._messages
+        return {}
 
-    def timed(self, repeats: int) -> float:
+    def turn(self, way: str, repeats: int) -> float:
         """Seconds per exchange, of `repeats` one after another; one more before them lets both begin together."""
         self._exchange()
         began = time.perf_counter()

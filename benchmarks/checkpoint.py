@@ -20,7 +20,7 @@ from typing import Any
 
 import training_task
 from control import Coordinator, Group
-from timing import OtherLoad, describe_machine, environment, medians, write_figures
+from timing import Machine, command_line, environment, medians
 
 PROGRAM = Path(__file__).with_name("training_jax.py")
 SETTINGS = ("model", "batch_size", "every", "rounds", "steps")
@@ -29,19 +29,17 @@ WIDTHS = {"instances": 9, "plain": 9, "saving": 9, "saving/plain": 14, "blocked"
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     print(
         f"{options.model}, batch {options.batch_size}, a checkpoint every {options.every} steps; ms per step, medians"
     )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
-    load = OtherLoad()
     rows = [measure_and_print(instances, options) for instances in options.instances]
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, nargs="+", default=[1, 2], metavar="N", help="with one replica each (1 2)")
     add("--model", choices=training_task.MODELS, default="mlp", help="(%(default)s)")
@@ -51,7 +49,6 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
     add("--folder", metavar="PATH", help="on the disk that is to be measured (default: that of temporary files)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

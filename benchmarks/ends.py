@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from timing import ROOT, OtherLoad, describe_machine, write_figures
+from timing import ROOT, Machine, command_line
 
 sys.path.insert(0, str(ROOT / "tests" / "jobs"))
 from poprun_jobs import MPI_HEAD, Job, await_none, start, start_mpirun, two  # noqa: E402
@@ -187,7 +187,7 @@ def trainings(strategy: str, promised_s: float, *launcher: str) -> list[Case]:
 
 def main() -> None:
     options = read_options()
-    machine, load = describe_machine(), OtherLoad()
+    machine = Machine()
     cases = [case for case in all_cases() if not options.only or any(word in case.name for word in options.only)]
     if not cases:
         raise SystemExit(f"no row has one of {', '.join(options.only)} in its name; without --only all are printed")
@@ -198,15 +198,13 @@ def main() -> None:
         late = "  late" if median(seconds) > case.promised_s else ""
         print(f"{case.name:<75} {median(seconds):>7.2f} {max(seconds):>8.2f} {case.promised_s:>9.1f}{late}", flush=True)
         rows.append({"name": case.name, "promised_s": case.promised_s, "seconds": seconds})
-    load.warn()
-    write_figures(options, ["repeats"], machine, load, rows=rows)
+    machine.write(options, ["repeats"], rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each row (%(default)s)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows with one of these in their name")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ process with all replicas. Usage:
 
 The columns, in ms per step, medians: "device" takes batches that are on the device already, "infeed" takes them from an
 `InfeedQueue`, "both" also puts the loss of each step into an `OutfeedQueue`. "device/infeed" and "device/both" are
-medians over the rounds of what the throughput keeps of that of "device"; the aim is 0.95.
+medians over the rounds of what the throughput keeps of that of "device".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import training_task
-from timing import OtherLoad, describe_machine, medians, write_figures
+from timing import Machine, command_line, medians
 
 import strategies  # isort: skip  # timing makes the project importable
 
@@ -32,28 +32,25 @@ WAYS = ("device", "infeed", "both")
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     print(
         f"mlp, batch {options.batch_size} per replica, {options.steps} steps in a loop, prefetch_depth "
         f"{options.prefetch_depth}; ms per step, medians"
     )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
     strategies.IPUStrategy(max(options.replicas))  # fixes the size of XLA's thread pool
-    load = OtherLoad()
     rows = [measure_and_print(replicas, options) for replicas in options.replicas]
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 2], metavar="R", help="(1 2)")
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
     add("--prefetch-depth", type=int, default=3, metavar="N", help="of the infeed (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

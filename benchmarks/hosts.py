@@ -17,7 +17,6 @@ Before it comes a table of launches; see `hosts_launch.py`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -31,8 +30,7 @@ import hosts_launch
 import pytest
 from all_reduce import in_units, size
 from control import Coordinator, Group
-from slow_link import bytes_per_s
-from timing import ROOT, OtherLoad, describe_machine
+from timing import ROOT, Machine, command_line
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
 
@@ -40,6 +38,7 @@ from beds import Bed, open_bed  # noqa: E402
 
 HERE = Path(__file__).parent
 SIZES = [1 << 16, 1 << 20, 1 << 24]
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WAYS = {
     "ordered": ("ours", "ordered"),
     "mpi": ("ours", "mpi"),
@@ -57,9 +56,8 @@ SETTINGS = ("hosts", "instances", "rate", "delay", "rounds")
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
-    load = OtherLoad()
-    result: dict[str, Any] = {"machine": machine, **{name: getattr(options, name) for name in SETTINGS}}
+    machine = Machine()
+    result: dict[str, Any] = {}
     with hosts(options.hosts) as bed:
         if "launch" in options.only:
             result["launch"] = hosts_launch.measure(bed, options.instances, options.rounds)
@@ -67,16 +65,13 @@ def main() -> None:
         if "all-reduce" in options.only:
             bed.link("all", f"rate={options.rate}", *([f"delay={options.delay}"] if options.delay != "0" else []))
             result["rows"] = list(compare(bed, options))
-    load.warn()
-    if options.json:
-        result["other_load"] = load.share()
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    machine.write(options, SETTINGS, **result)
     if wrong := [fault for row in result.get("rows", ()) for fault in faults(row)]:
         raise SystemExit("\n".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--hosts", type=int, default=4, metavar="N")
     add("--instances", type=int, default=2, metavar="N", help="on each host (%(default)s)")
@@ -87,7 +82,6 @@ def read_options() -> argparse.Namespace:
     add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
     add("--only", choices=PARTS, nargs=1, default=PARTS, help="leave out the other part")
     add("--chain", type=Path, metavar="FOLDER", help="with a commit that adds otherwise, to compare with")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     if options.hosts < 2:
         parser.error(f"--hosts is {options.hosts}; links are measured between 2 hosts or more")
@@ -103,6 +97,18 @@ def hosts(count: int) -> Iterator[Bed]:
                 yield bed
         except pytest.skip.Exception as reason:
             raise SystemExit(str(reason)) from None
+
+
+def bytes_per_s(rate: str) -> float:
+    """What a rate such as "200mbit" means."""
+    number, unit = rate[:-4], rate[-4:].lower()
+    try:
+        bits_per_s = float(number) * UNITS[unit]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{rate!r} is not a rate; write a number with one of {', '.join(UNITS)}: 200mbit") from error
+    if not 0 < bits_per_s < float("inf"):
+        raise ValueError(f"the rate is {rate}; it has to be positive")
+    return bits_per_s / 8
 
 
 # ---- all-reduce

@@ -39,18 +39,17 @@ from typing import Any
 from cluster import free_addresses, tf_config
 from keras_task import BATCH_SIZE, build, data, timed
 from timing import (
-    OtherLoad,
-    describe_machine,
+    Machine,
+    command_line,
     environment,
     medians,
     one_core_each,
     output_lines,
     pinned_command,
-    write_figures,
 )
 
 LIMIT_S = 600.0
-MULTI_WORKER = str(Path(__file__).with_name("keras_multi_worker.py"))
+MULTI_WORKER = str(Path(__file__).with_name("keras_task.py"))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
@@ -198,11 +197,10 @@ def told_by_workers(python: str, cpus: Sequence[str], words: Sequence[str], vers
 
 def main() -> None:
     """Measure all ways, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="of an epoch")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="has TensorFlow, and for Keras 2 tf_keras too")
-    parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--measure", choices=MEASURE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -212,7 +210,7 @@ def main() -> None:
         return
     if find_spec("keras") is None:
         raise SystemExit("Keras is not installed; run: pip install '.[keras]'")
-    machine, load = describe_machine(), OtherLoad()
+    machine = Machine()
     os.environ.update(environment(KERAS_BACKEND="jax"))
     program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
     measure = [*program, "--measure"]
@@ -245,8 +243,7 @@ def main() -> None:
         },
     }
     print(json.dumps(figures, indent=2))
-    write_figures(arguments, ("rounds", "steps"), machine, load, **figures)
-    load.warn()
+    machine.write(arguments, ("rounds", "steps"), **figures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
-"""What `keras_fit.py` trains, in all of its processes: the model, its data, and turns of the ways to train it."""
+"""What `keras_fit.py` trains, in all of its processes: the model, its data, and turns of the ways to train it.
+
+Started by itself, it is a worker with Keras's `fit` on TensorFlow, under MultiWorkerMirroredStrategy.
+
+usage: keras_task.py ROUNDS STEPS     (TF_CONFIG names the workers, TF_USE_LEGACY_KERAS=1 has Keras 2)
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,3 +49,26 @@ def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
             times[name].append(time.perf_counter() - start)
             times[name + CPU].append(time.process_time() - start_cpu)
     return {name: each[NOT_COUNTED:] for name, each in times.items()}
+
+
+def main() -> None:
+    """Train; the first worker prints the seconds of each epoch."""
+    import tensorflow as tf  # type: ignore[import-untyped,unused-ignore]
+
+    rounds, steps = map(int, sys.argv[1:])
+    distribute = tf.distribute.experimental
+    ring = distribute.CommunicationOptions(implementation=distribute.CommunicationImplementation.RING)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+    rows = strategy.num_replicas_in_sync * BATCH_SIZE
+    x, y = data(rows * steps)
+    with strategy.scope():
+        model = build(tf.keras)
+    times = timed({"multi_worker": lambda: model.fit(x, y, batch_size=rows, verbose=0)}, rounds)
+    if strategy.cluster_resolver.task_id == 0:
+        print(json.dumps(times), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # at its regular end a worker waits for the others, and complains if they were faster
+
+
+if __name__ == "__main__":
+    main()

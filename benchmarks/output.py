@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import resource
 import subprocess
@@ -28,10 +27,10 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from timing import OtherLoad, describe_machine, environment
+from timing import Machine, command_line, environment
 
 BLOCK_BYTES = 1 << 20
-LIMIT = 1.05
+SETTINGS = ("instances", "rate", "line_bytes", "seconds", "repeats", "files")
 PROGRAM = """\
 import hashlib, os, sys, time
 steps, lines, line_bytes = map(int, sys.argv[1:4])
@@ -79,31 +78,26 @@ class Job:
 
 def main() -> None:
     options = read_options()
-    load = OtherLoad()
+    machine = Machine()
     steps = count_steps(options.seconds, options.instances)
     jobs: dict[str, list[Job]] = {kind: [] for kind in KINDS}
     for _ in range(options.repeats):
         for kind in KINDS:
             jobs[kind].append(run_job(kind, steps, options))
-    load.warn()
     medians = {kind: median_job(each) for kind, each in jobs.items()}
     ratios = compare(medians, jobs)
     print_table(medians, ratios)
-    if options.json:
-        result = {"limit": LIMIT, "machine": describe_machine(), "options": vars(options), "ratios": ratios}
-        result["jobs"] = {kind: asdict(job) for kind, job in medians.items()}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    machine.write(options, SETTINGS, ratios=ratios, jobs={kind: asdict(job) for kind, job in medians.items()})
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--instances", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e6, help="bytes per second that each instance writes")
     parser.add_argument("--line-bytes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a job takes")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--files", action="store_true", help="let poprun write --output-dir too")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """What streaming gradients saves: two workers over a slow link, with streaming and without, against the ideal.
 
-As root: the workers are in two network namespaces, see `slow_link.py`. Each has one core and one replica, and trains
+As root: the workers are on two hosts of the bed of tests/cluster. Each has one core and one replica, and trains
 the MLP of `train_step.py`; both ways take turns. Usage:
 
     python benchmarks/overlap.py [--batch-sizes 1024 4096 6144] [--rate 200mbit] [--delay-ms 1] [--json PATH]
@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import training_task
 from cluster import tf_config
 from control import Coordinator, Group
-from slow_link import SlowLink, SlowLinkError, bytes_per_s, slow_link
+from hosts import bytes_per_s, hosts
 from timing import (
-    OtherLoad,
+    Machine,
     as_strategies_do,
-    describe_machine,
+    command_line,
     environment,
     medians,
     one_core_each,
     pinned_command,
-    write_figures,
 )
+
+if TYPE_CHECKING:
+    from beds import Bed
 
 PROGRAM = Path(__file__).with_name("training_jax.py")
 MODEL = "mlp"
@@ -74,30 +75,28 @@ class Place:
     """Where the workers run.
 
     Attributes:
-        link: between their hosts.
+        bed: their hosts.
+        bytes_per_s: of a link, headers included.
         cpus: one for each worker.
         limit_s: for any answer of theirs.
     """
 
-    link: SlowLink
+    bed: Bed
+    bytes_per_s: float
     cpus: tuple[str, ...]
     limit_s: float
 
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     cpus = one_core_each(WORKERS)
-    load = OtherLoad()
-    try:
-        with slow_link(options.rate, options.delay_ms * 1e-3) as link:
-            print(header(options, link), flush=True)
-            place = Place(link, cpus, options.limit_s)
-            rows = [measure_and_print(batch_size, place, options) for batch_size in options.batch_sizes]
-    except SlowLinkError as error:
-        raise SystemExit(str(error)) from error
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, delayed_by=link.delayed_by, rows=rows)
+    with hosts(WORKERS) as bed:
+        bed.link("all", f"rate={options.rate}", *([f"delay={options.delay_ms:g}ms"] if options.delay_ms else []))
+        print(header(options), flush=True)
+        place = Place(bed, bytes_per_s(options.rate), cpus, options.limit_s)
+        rows = [measure_and_print(batch_size, place, options) for batch_size in options.batch_sizes]
+    machine.write(options, SETTINGS, rows=rows)
     differing = [str(row["batch_size"]) for row in rows if not row["has_same_bits"]]
     if differing:
         raise SystemExit(f"the fingerprints of the variables differ with batches of {', '.join(differing)}")
@@ -106,7 +105,7 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add(
         "--batch-sizes",
@@ -121,7 +120,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     if options.batch_sizes is None:
         options.batch_sizes = list(BATCH_SIZES_OF_TRANSFERS if options.gradient_transfer_dtype else BATCH_SIZES)
@@ -145,7 +143,7 @@ def measure_and_print(batch_size: int, place: Place, options: argparse.Namespace
     dtype = options.gradient_transfer_dtype
     ways = transfers(dtype) if dtype else STREAMING
     figures = measure(batch_size, ways, place, options.rounds, options.steps)
-    row = figures.row(communication_ms(place.link))
+    row = figures.row(communication_ms(place.bytes_per_s))
     row |= compare_transfers(row, dtype) if dtype else compare_streaming(row)
     columns = cells(row, dtype)
     if batch_size == options.batch_sizes[0]:
@@ -187,10 +185,9 @@ class Figures:
 
 def measure(batch_size: int, ways: dict[str, Way], place: Place, rounds: int, steps: int) -> Figures:
     """Both ways, and one worker alone, take turns with batches of one size."""
-    with (
-        tempfile.TemporaryDirectory(prefix="overlap-") as folder,
-        Coordinator(folder, place.limit_s) as coordinator,
-    ):
+    folder = place.bed.shared / str(batch_size)
+    folder.mkdir()
+    with Coordinator(folder, place.limit_s) as coordinator:
         groups = {name: start_workers(coordinator, name, way, batch_size, place) for name, way in ways.items()}
         groups["compute"] = start_alone(coordinator, batch_size, place)
         for group in groups.values():
@@ -199,23 +196,23 @@ def measure(batch_size: int, ways: dict[str, Way], place: Place, rounds: int, st
         sent = {name: np.zeros(WORKERS) for name in groups}
         for _ in range(rounds):
             for name, group in groups.items():
-                before = sent_bytes(place.link)
+                before = sent_bytes(place.bed)
                 times[name].append(take_turn(group, steps))
-                sent[name] += sent_bytes(place.link) - before
+                sent[name] += sent_bytes(place.bed) - before
         fingerprints = {name: groups[name].ask(do="fingerprint") for name in ways}
     per_step = {name: (sent[name] / (rounds * steps)).tolist() for name in ways}
     return Figures(batch_size, times, per_step, fingerprints)
 
 
 def start_workers(coordinator: Coordinator, name: str, way: Way, batch_size: int, place: Place) -> Group:
-    """One worker on each host of the link; TF_CONFIG has their addresses."""
-    addresses = [f"{host.address}:{way.port}" for host in place.link.hosts]
+    """One worker on each host; TF_CONFIG has their addresses."""
+    addresses = [f"{host}:{way.port}" for host in place.bed.names]
     words = [way.kind, coordinator.path, MODEL, str(batch_size), *([way.dtype] if way.dtype else [])]
     commands = [
-        host.command(["env", f"TF_CONFIG={tf_config(addresses, index)}", *program(words, cpu)])
-        for index, (host, cpu) in enumerate(zip(place.link.hosts, place.cpus, strict=True))
+        place.bed.command(host, "env", f"TF_CONFIG={tf_config(addresses, index)}", *program(words, cpu))
+        for index, (host, cpu) in enumerate(zip(place.bed.names, place.cpus, strict=True))
     ]
-    environ = environment(POPDIST_GRPC_INSECURE="1")
+    environ = place.bed.environ | {"POPDIST_GRPC_INSECURE": "1"}
     return coordinator.start(name, WORKERS, commands, as_strategies_do(environ, WORKERS))
 
 
@@ -235,16 +232,16 @@ def take_turn(group: Group, steps: int) -> float:
     return 1e3 * max(seconds) / steps
 
 
-def sent_bytes(link: SlowLink) -> np.ndarray:
+def sent_bytes(bed: Bed) -> np.ndarray:
     """What the interface of each host has sent so far."""
-    return np.array([host.sent_bytes() for host in link.hosts], np.float64)
+    return np.array([bed.sent_bytes(host) for host in bed.names], np.float64)
 
 
-def communication_ms(link: SlowLink) -> float:
+def communication_ms(link_bytes_per_s: float) -> float:
     """For the gradients, in a ring: each of n workers sends 2 (n - 1) / n of their bytes."""
     variables = training_task.first_variables(MODEL)
     nbytes = sum(array.nbytes for layer in variables.values() for array in layer.values())
-    return 1e3 * 2 * (WORKERS - 1) / WORKERS * nbytes / link.bytes_per_s
+    return 1e3 * 2 * (WORKERS - 1) / WORKERS * nbytes / link_bytes_per_s
 
 
 def compare_streaming(row: dict[str, Any]) -> dict[str, Any]:
@@ -267,8 +264,8 @@ def compare_transfers(row: dict[str, Any], dtype: str) -> dict[str, Any]:
     }
 
 
-def header(options: argparse.Namespace, link: SlowLink) -> str:
-    where = f"{options.rate} and {options.delay_ms:g} ms (by {link.delayed_by}) in each direction"
+def header(options: argparse.Namespace) -> str:
+    where = f"{options.rate} and {options.delay_ms:g} ms in each direction"
     return f"{WORKERS} workers, one core each, over a link with {where}; ms per step, medians"
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from resident_memory import peak_bytes as largest_bytes
 from resident_memory import reset_peak, resident_bytes
-from timing import ROOT, OtherLoad, describe_machine, environment, medians, write_figures  # finds the project, too
+from timing import ROOT, Machine, command_line, environment, medians  # finds the project, too
 
 from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 
@@ -48,23 +48,21 @@ def main() -> None:
         f"{options.layers} layers of {options.width}, batch {options.batch_size}, a mark every {options.every} layers"
     )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
-    load = OtherLoad()
+    machine = Machine()
     rows = measure(options)
     for row in rows:
         print(format_row(row))
-    load.warn()
-    write_figures(options, SETTINGS, describe_machine(), load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--layers", type=int, default=32, metavar="N", help="(%(default)s)")
     add("--width", type=int, default=512, metavar="N", help="(%(default)s)")
     add("--batch-size", type=int, default=2048, metavar="N", help="(%(default)s)")
     add("--every", type=int, default=4, metavar="N", help="layers between marks (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     add("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from resident_memory import MIB
-from timing import OtherLoad, describe_machine, mpirun_command, one_core_each, output_lines, write_figures
+from timing import Machine, command_line, mpirun_command, one_core_each, output_lines
 
 RANK_PROGRAM = Path(__file__).with_name("sharded_state_rank.py")
 SETTINGS = ("instances", "width", "batch_size", "rounds", "steps")
@@ -36,18 +36,16 @@ Figures = dict[str, Any]
 def main() -> None:
     options = read_options()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # of the instances
-    machine = describe_machine()
+    machine = Machine()
     print(f"an MLP of width {options.width}, batch {options.batch_size} per replica; MiB of an instance, medians")
     titles = ("instances", "", "state", "peak", "training", "ms a step")
     print("".join(f"{title:>11}" for title in titles), flush=True)
-    load = OtherLoad()
     rows = [measure_and_print(instances, options) for instances in options.instances]
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, nargs="+", default=[2, 4], metavar="N", help="with one replica each (2 4)")
     add("--width", type=int, default=1792, metavar="N", help="of the hidden layers (%(default)s)")
@@ -55,7 +53,6 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=3, metavar="N", help="turns of each way (%(default)s)")
     add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for each turn (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

@@ -13,7 +13,6 @@ transport does: the comparison of calls, then the plan that it chooses, in its p
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ import hosts as on_hosts
 import numpy as np
 from all_reduce import in_units, size
 from control import Coordinator
-from timing import OtherLoad, describe_machine
+from timing import Machine, command_line
 
 from collectives.backends.mpi import _sizes_between_hosts
 from collectives.plans.choice import Width
@@ -44,18 +43,15 @@ SIZES = [1 << 16, 1 << 20, 1 << 24]
 
 def main() -> None:
     options = read_options()
-    machine, load = describe_machine(), OtherLoad()
+    machine = Machine()
     rows = [row for instances in options.instances for row in compare(instances, options)]
-    load.warn()
     error = median(abs(row["error"]) for row in rows)
     print(f"median error {100 * error:.0f} %")
-    if options.json:
-        figures = {"machine": machine, "other_load": load.share(), "rows": rows, "median_error": error}
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    machine.write(options, (), rows=rows, median_error=error)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, nargs="+", choices=HOSTS, default=list(HOSTS), metavar="N", help="2, 3, 4, 6, 8")
     add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="of an array (64K 1M 16M)")
@@ -63,7 +59,6 @@ def read_options() -> argparse.Namespace:
     add("--delay", default="1ms", help="of what a host sends, as tc writes it (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns (%(default)s)")
     add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

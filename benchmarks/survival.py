@@ -26,7 +26,7 @@ from typing import Any
 
 import training_task
 from control import Coordinator, Group
-from timing import OtherLoad, describe_machine, environment, medians, write_figures
+from timing import Machine, command_line, environment, medians
 
 HERE = Path(__file__).parent
 MODES = {"stop": (), "shrink": ("--on-failure", "shrink")}
@@ -35,8 +35,7 @@ COLUMNS = ("after", "compile", "step", "rest")
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
-    load = OtherLoad()
+    machine = Machine()
     overhead = measure_overhead(options)
     print(f"{options.model}, batch {options.batch_size}, 2 instances, nothing fails; ms per step, medians")
     print(f"{'stop':>9}{'shrink':>9}{'shrink/stop':>13}")
@@ -45,12 +44,11 @@ def main() -> None:
     print(f"\n{options.model}, batch {options.batch_size}, 3 x 2 replicas, one instance is killed; ms, medians")
     print("".join(f"{name:>9}" for name in COLUMNS))
     print("".join(f"{recovery[name]:9.1f}" for name in COLUMNS), flush=True)
-    load.warn()
-    write_figures(options, (), machine, load, overhead=overhead, recovery=recovery)
+    machine.write(options, (), overhead=overhead, recovery=recovery)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--model", choices=training_task.MODELS, default="mlp", help="(%(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
@@ -64,7 +62,6 @@ def read_options() -> argparse.Namespace:
         help="jobs in which an instance is killed (%(default)s)",
     )
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

@@ -4,7 +4,8 @@ Usage:
 
     python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--seconds 5] [--json PATH]
 
-An event is appended to the ring as an instrument does; the least of many short repeats counts. The step of the MLP
+An event is told to no instrument, to the progress page of poprun, or appended to the ring of a timeline; the least of
+many short repeats counts. The step of the MLP
 784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
 is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
 instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder. A clock
@@ -29,10 +30,12 @@ from typing import Any
 
 import numpy as np
 import training_task
-from timing import OtherLoad, describe_machine, write_figures  # finds the project, too
+from timing import Machine, command_line  # finds the project, too
 
 from collectives.calls import Call
-from collectives.instruments import UPDATE, Instruments
+from collectives.instruments import UPDATE, Instruments, is_seen
+from popdist.records import ProgressPage
+from popdist.records.progress import new_page
 from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
 from popdist.timeline.clocks import Alignment
@@ -78,9 +81,16 @@ _NAMES = ("data", "forward and backward", "exchange", "update", "all_reduce 'gra
 
 def main() -> None:
     options = read_options()
-    load = OtherLoad()
-    event_ns = cost_of_events(options.repeats)
-    print(f"{'an event is recorded in':<40}{event_ns:>10.0f} ns")
+    machine = Machine()
+    instruments = {
+        "with no instrument": Instruments(),
+        "with the progress page": Instruments(a_page()),
+        "with a timeline": Instruments(Recorder(Ring())),
+    }
+    events_ns = {way: cost_of_events(each, options.repeats) for way, each in instruments.items()}
+    event_ns = events_ns["with a timeline"]
+    for way, nanoseconds in events_ns.items():
+        print(f"{f'an event {way} takes':<40}{nanoseconds:>10.0f} ns")
     with tempfile.TemporaryDirectory() as folder:
         step = measure_step(Path(folder), options.repeats)
     share = step["events"] * event_ns * 1e-9 / step["step_s"] + step["writing_share"]
@@ -104,13 +114,10 @@ def main() -> None:
     for name, found in clocks.items():
         print(f"clocks over {name} are known to {found['error_us']:.0f} us; promised {LINKS[name][1]:.0f} us. ", end="")
         print(f"Said to be uncertain by {found['uncertainty_us']:.0f} us at most, by {found['least_us']:.0f} at least")
-    load.warn()
-    write_figures(
+    machine.write(
         options,
         SETTINGS,
-        describe_machine(),
-        load,
-        event_ns=event_ns,
+        events_ns=events_ns,
         step=step,
         share=share,
         connections=connections,
@@ -120,25 +127,27 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
     parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5, metavar="N", help="to compare clocks (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 
-def cost_of_events(repeats: int) -> float:
+def a_page() -> ProgressPage:
+    """A page like that of a job, which nobody reads."""
+    descriptor = os.memfd_create("progress")
+    os.write(descriptor, new_page())
+    return ProgressPage(descriptor)
+
+
+def cost_of_events(instruments: Instruments, repeats: int) -> float:
     """Ns for an event: the mean of a phase's two and a collective's three."""
-    instruments, call = Instruments(Recorder(Ring())), Call("all_reduce", "gradients")
-    statement = "with phase: pass\nbegins(1, call); moves(8); ends()"
-    names = {
-        "phase": instruments.during[UPDATE],
-        "begins": instruments.operation_begins,
-        "moves": instruments.data_moves,
-        "ends": instruments.operation_ends,
-        "call": call,
-    }
+    told = (instruments.operation_begins, instruments.data_moves, instruments.operation_ends)
+    begins, moves, ends = (each if is_seen(each) else None for each in told)  # as a communicator does
+    phase, call = instruments.during[UPDATE], Call("all_reduce", "gradients")
+    statement = "with phase: pass\nif begins: begins(1, call)\nif moves: moves(8)\nif ends: ends()"
+    names = {"phase": phase, "begins": begins, "moves": moves, "ends": ends, "call": call}
     of_loop = min(timeit.repeat("pass", number=CALLS, repeat=repeats))
     return 1e9 * (min(timeit.repeat(statement, globals=names, number=CALLS, repeat=repeats)) - of_loop) / CALLS / 5
 

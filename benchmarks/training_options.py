@@ -14,27 +14,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import training_task
-from timing import OtherLoad, describe_machine, medians
+from timing import Machine, command_line, medians
 from training_jax import first_variables, loss_of
 
-import strategies
+import strategies  # isort: skip  # timing makes the project importable
 
 COUNT = 8
-STEPS = 50
-BATCH_SIZE = 64
+SETTINGS = ("batch_size", "rounds", "steps")
 
 Batch = dict[str, Any]
 Way = Callable[[], None]
@@ -42,38 +37,41 @@ Way = Callable[[], None]
 
 def main() -> None:
     """Print a table for each kind and model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=training_task.MODELS, default=list(training_task.MODELS))
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=50, help="of an execution")
+    parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     strategy = strategies.IPUStrategy(1)
-    print(describe_machine())
-    load = OtherLoad()
+    machine = Machine()
+    figures = {}
     for model, kind in itertools.product(options.models, options.only):
         print(f"\n{model}, {kind}", flush=True)
-        MEASURES[kind](strategy, model, options.rounds)
-    print(f"\nother programs took {load.share():.0%} of the machine")
-    load.warn()
+        figures[f"{kind} of {model}, s"] = MEASURES[kind](strategy, model, options)
+    machine.write(options, SETTINGS, **figures)
 
 
-def accumulation(strategy: strategies.Strategy, model: str, rounds: int) -> None:
+def accumulation(strategy: strategies.Strategy, model: str, options: argparse.Namespace) -> dict[str, float]:
     """Rows per second, and bytes of gradients for them."""
-    batches = placed_batches(strategy, BATCH_SIZE, COUNT)
+    batches = placed_batches(strategy, options.batch_size, COUNT)
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     whole = strategy.replicas.devices.place(joined)
     apart, together = Training(strategy, model), Training(strategy, model, gradient_accumulation_count=COUNT)
-    times = take_turns({"apart": lambda: apart.steps(batches), "together": lambda: together.steps([whole])}, rounds)
+    ways: dict[str, Way] = {"apart": lambda: apart.steps(batches), "together": lambda: together.steps([whole])}
+    times = take_turns(ways, options.rounds)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first_variables(model)))
-    rows = COUNT * BATCH_SIZE
+    rows = COUNT * options.batch_size
     print(f"{COUNT} updates           {rows / times['apart']:10.0f} rows/s {COUNT * nbytes:12,d} bytes of gradients")
     print(f"1 update, {COUNT} times   {rows / times['together']:10.0f} rows/s {nbytes:12,d} bytes of gradients")
     print(f"throughput {times['apart'] / times['together']:.3f}x, bytes 1/{COUNT}")
+    return times
 
 
-def executions(strategy: strategies.Strategy, model: str, rounds: int) -> None:
+def executions(strategy: strategies.Strategy, model: str, options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds per step."""
-    batches = placed_batches(strategy, BATCH_SIZE, STEPS)
+    batches = placed_batches(strategy, options.batch_size, options.steps)
     run, single = Training(strategy, model), Training(strategy, model)
     by_hand = ByHand(model, batches)
     ways: dict[str, Way] = {
@@ -81,9 +79,10 @@ def executions(strategy: strategies.Strategy, model: str, rounds: int) -> None:
         "by hand": by_hand.run,
         "step": lambda: single.steps(batches),
     }
-    times = take_turns(ways, rounds)
+    times = take_turns(ways, options.rounds)
     for name, seconds in times.items():
-        print(f"{name:10} {seconds / STEPS * 1e3:8.3f} ms per step  {seconds / times['by hand']:.3f}x by hand")
+        print(f"{name:10} {seconds / options.steps * 1e3:8.3f} ms per step  {seconds / times['by hand']:.3f}x by hand")
+    return times
 
 
 class Training:

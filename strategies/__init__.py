@@ -1,15 +1,24 @@
 """What distribution means to a training program: replicas, steps, data and reductions."""
 
+import gc
 from importlib import import_module
 from types import ModuleType
 
-import strategies.loading_jax  # noqa: F401  # before all others
+try:  # JAX and optax make 100,000 objects that all stay: looking for garbage meanwhile takes a fifth of this import
+    _collects_garbage = gc.isenabled()
+    gc.disable()
+    import jax  # noqa: F401
+    import optax  # noqa: F401
+finally:
+    if _collects_garbage:
+        gc.enable()
+
 from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
-from strategies.checkpoints.best import Best
+from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
-from strategies.comparing.fingerprints import fingerprint
+from strategies.comparing.digest import fingerprint
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
@@ -32,9 +41,9 @@ from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.gradients.outcome import Outcome
-from strategies.horovod_strategy import IPUHorovodStrategy
+from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
+from strategies.job_strategies import IPUHorovodStrategy, PopDistStrategy
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.multi_worker import IPUMultiWorkerStrategy
@@ -42,21 +51,17 @@ from strategies.per_replica import PerReplica
 from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.popdist_strategy import PopDistStrategy
 from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
-from strategies.programs.recomputation import recomputation_checkpoint
+from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.signposts import put_up_signposts
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.updates.clipping import clip_by_global_norm
+from strategies.updates.arithmetic import clip_by_global_norm
 from strategies.updates.optimizers import MapGradientOptimizer
-
-put_up_signposts()
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -128,5 +133,6 @@ __all__ = [
     "pipeline_stage",
     "pipelining_ops",
     "recomputation_checkpoint",
+    "recomputing",
     "within_replica_ops",
 ]

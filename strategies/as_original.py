@@ -6,7 +6,6 @@ Names of devices and options that only its hardware has are accepted, and change
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from jax.typing import ArrayLike
 
@@ -15,14 +14,14 @@ from strategies.data.datasets import DistributedDataset
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.horovod_strategy import IPUHorovodStrategy as _Horovod
 from strategies.ipu import IPUStrategy as _Alone
+from strategies.job_strategies import IPUHorovodStrategy as _Horovod
+from strategies.job_strategies import PopDistStrategy as _Job
 from strategies.multi_worker import ClusterResolver
 from strategies.multi_worker import IPUMultiWorkerStrategy as _Workers
 from strategies.per_replica import PerReplica
-from strategies.popdist_strategy import PopDistStrategy as _Job
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Data, Function, Tree
+from strategies.roles import Data, Function, Scalar, Tree
 
 __all__ = [
     "IPUHorovodStrategy",
@@ -127,7 +126,7 @@ def while_loop(
     return loops.while_loop(condition, body, inputs, infeed_queue, maximum_iterations)
 
 
-def replication_index(name: str | None = None) -> Any:
+def replication_index(name: str | None = None) -> Scalar:
     """Return the index of the replica whose program is being traced, an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 

@@ -14,17 +14,16 @@ Semantics: the original's `cross_replica_ops`, `all_to_all_op`, `reduce_scatter_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from strategies.numbers import at_least
-from strategies.replicas.collective_equations import Exchange, Gather, Kind, Reduce, without_gradient
+from strategies.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
 from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 from strategies.switches import require_switches
 
 
@@ -35,7 +34,7 @@ def replication_index() -> jax.Array:
 
 def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """The sum over the replicas of a group; its gradient is the sum of their gradients."""
-    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("sum"), x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("sum"), x)
 
 
 def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
@@ -43,7 +42,7 @@ def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthog
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
     """
-    return jax.tree.map(_Group(replica_group_size, orthogonal).reducer("mean"), x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("mean"), x)
 
 
 def replication_normalise(x: Tree) -> Tree:
@@ -54,7 +53,7 @@ def replication_normalise(x: Tree) -> Tree:
     """
     total = get_replica_context().num_replicas_in_sync
 
-    def normalise(leaf: Any) -> jax.Array:
+    def normalise(leaf: Leaf) -> jax.Array:
         array = jnp.asarray(leaf)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
@@ -80,7 +79,7 @@ def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bo
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
     """
-    return jax.tree.map(_Group(replica_group_size, orthogonal).gather, x)
+    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).gather, x)
 
 
 def all_to_all(
@@ -105,7 +104,7 @@ def all_to_all(
     Raises:
         ValueError: if there is no such dimension, or it cannot be divided by k.
     """
-    group = _Group(replica_group_size, orthogonal)
+    group = _ReplicaGroup(replica_group_size, orthogonal)
     return jax.tree.map(lambda leaf: group.exchange(leaf, split_dimension, concat_dimension), x)
 
 
@@ -129,7 +128,7 @@ def reduce_scatter(
     Raises:
         ValueError: for another op, or for arrays of another rank.
     """
-    group = _Group(replica_group_size, orthogonal)
+    group = _ReplicaGroup(replica_group_size, orthogonal)
     name_of_op = parse_op(op)
     for leaf in jax.tree.leaves(x):
         if jnp.ndim(leaf) != 1:
@@ -137,7 +136,7 @@ def reduce_scatter(
     return jax.tree.map(lambda leaf: group.reduce_scatter(leaf, name_of_op), x)
 
 
-class _Group:
+class _ReplicaGroup:
     """The group of the replica whose program is being traced."""
 
     def __init__(self, size: int | None, is_orthogonal: bool) -> None:
@@ -147,7 +146,7 @@ class _Group:
         self._total = self._context.num_replicas_in_sync
         self._size = len(self._groups.members(self._total)[0])
 
-    def reducer(self, op: str) -> Callable[[Any], jax.Array]:
+    def reducer(self, op: str) -> Callable[[Tree], jax.Array]:
         """Gives the reduction over the group."""
         return lambda x: self._collect(Reduce(op), x)
 
@@ -166,7 +165,7 @@ class _Group:
                 f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; it must "
                 "be a multiple of their number"
             )
-        return self._collect(Exchange(split, concat), x)
+        return self._collect(BlockExchange(split, concat), x)
 
     def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
         """This replica's part of the reduction of vectors."""
@@ -196,7 +195,7 @@ class _Group:
             return reduce_in_order(op, [gathered[member] for member in range(self._size)])
         return collect(Reduce(op), self._groups, index, value, name)
 
-    def _collect(self, kind: Kind, x: Tree) -> jax.Array:
+    def _collect(self, kind: CollectiveKind, x: Tree) -> jax.Array:
         context = self._context
         name, index = context.next_name(), context.replica_id_in_sync_group
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)

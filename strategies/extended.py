@@ -9,7 +9,7 @@ from strategies.roles import Tree
 
 
 @dataclass(frozen=True)
-class Extended:
+class StrategyExtended:
     """The role of this instance, and other names of `Strategy.reduce`.
 
     Attributes:

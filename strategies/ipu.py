@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, final
 
 from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
@@ -12,12 +12,12 @@ from strategies.config.configured import in_force
 from strategies.config.launched import replicas_of_process
 from strategies.config.selection import Selection
 from strategies.numbers import positive
-from strategies.replicas.membership import Membership, refuse_to_carry_on
+from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
 
 @final
-class Single(Membership):
+class SingleProcess(Membership):
     """One process, with all replicas; nobody else takes part.
 
     Args:
@@ -25,6 +25,8 @@ class Single(Membership):
         ipus_per_replica: devices that each of them spans.
         attached: instruments that see what the process does.
     """
+
+    members: ClassVar[str] = "replicas of a single process"
 
     def __init__(self, num_replicas: int, ipus_per_replica: int = 1, attached: Sequence[Instrument] = ()) -> None:
         self._num_replicas, self._attached = num_replicas, attached
@@ -41,20 +43,6 @@ class Single(Membership):
             local_index=0,
         )
         return alone, connect("single", Settings(progress=Instruments(*self._attached)))
-
-    @property
-    def is_chief(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def can_carry_on(self) -> bool:
-        """There are no others who could."""
-        return False
-
-    def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
-        refuse_to_carry_on("replicas of a single process")
 
 
 @final
@@ -90,7 +78,7 @@ class IPUStrategy(Strategy):
             num_replicas, ipus_per_replica = replicas_of_process(in_force(), named)
             self._divisible = in_force().selection if named is None and ipus_per_replica == 1 else None
         positive("num_replicas", num_replicas)
-        super().__init__(Single(num_replicas, ipus_per_replica or 1, attached))
+        super().__init__(SingleProcess(num_replicas, ipus_per_replica or 1, attached))
 
     def for_stages(self, stages: int) -> IPUStrategy:
         """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""

@@ -27,8 +27,8 @@ from strategies.programs.feed_program import (
     is_traced,
     tracing,
 )
-from strategies.programs.float64 import refuse_float64
-from strategies.roles import Function, Tree
+from strategies.programs.xla_pitfalls import refuse_float64
+from strategies.roles import Function, Leaf, Tree
 
 PROGRAMS_KEPT = 64
 MOST_ITERATIONS = 2**31 - 1
@@ -109,7 +109,7 @@ class _Loop:
     body: Body
     infeed: weakref.ref[InfeedQueue] | None
     structure: jax.tree_util.PyTreeDef
-    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
     @classmethod
     def of(cls, condition: Condition | None, body: Body, inputs: Tree, infeed: InfeedQueue | None) -> _Loop:
@@ -120,10 +120,10 @@ class _Loop:
         shapes = tuple((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in refuse_float64(leaves))
         return cls(condition, body, None if infeed is None else weakref.ref(infeed), structure, shapes)
 
-    def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Any, ...]]:
+    def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Leaf, ...]]:
         """`(token, number, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
 
-        def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
+        def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Leaf, ...]:
             count = len(arrays) - len(self.shapes)
             variables = jax.tree.unflatten(self.structure, arrays[count:])
             with program.inside(token, number):
@@ -141,7 +141,7 @@ class _Loop:
             raise TypeError(f"the condition returned {answer.dtype}{list(answer.shape)}; it must be a boolean scalar")
         return answer
 
-    def _elements(self, variables: int, element: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _elements(self, variables: int, element: Sequence[Leaf]) -> tuple[Sequence[Tree], dict[str, Tree]]:
         infeed = self.queue
         if infeed is None:
             self._check_arguments(variables, 0, ())
@@ -167,7 +167,7 @@ class _Loop:
         taken.append(f"the keywords {', '.join(names)} of the infeed" if names else "")
         raise TypeError(f"the body of the loop does not take its arguments: {' and '.join(filter(None, taken))}")
 
-    def _checked(self, result: Any) -> list[jax.Array]:
+    def _checked(self, result: Tree) -> list[jax.Array]:
         """The leaves of what the body returned, if they can be the next loop variables."""
         count = len(jax.tree.unflatten(self.structure, [None] * len(self.shapes)))
         leaves, structure = jax.tree.flatten(_next_variables(result, count, self.structure))
@@ -185,7 +185,7 @@ class _Loop:
         return arrays
 
 
-def _run(loop: _Loop, inputs: Tree, count: Any) -> Any:
+def _run(loop: _Loop, inputs: Tree, count: Leaf) -> Tree:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(_listed(inputs))]
     if is_in_program():
         results = _inline(loop, current_program(), leaves, count)
@@ -200,7 +200,7 @@ def _run(loop: _Loop, inputs: Tree, count: Any) -> Any:
 # ---- loops in programs
 
 
-def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Any) -> Values:
+def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Leaf) -> Values:
     """Put the loop into the program that is being traced."""
     token = program.token
     iteration = Iteration.of(loop.flat_body(program), program, loop.queue, leaves)
@@ -213,7 +213,7 @@ def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Any) -> Va
     return results
 
 
-def _inline_alone(loop: _Loop, leaves: Values, count: Any) -> Values:
+def _inline_alone(loop: _Loop, leaves: Values, count: Leaf) -> Values:
     """Put the loop into a program that is none of ours, or in which JAX differentiates without compiling."""
     with tracing(current_program()) as program:
         return _inline(loop, program, leaves, count)
@@ -225,7 +225,7 @@ def _inline_alone(loop: _Loop, leaves: Values, count: Any) -> Values:
 class _Program:
     """A compiled loop of one replica."""
 
-    def __init__(self, loop: _Loop, leaves: Values, count: Any) -> None:
+    def __init__(self, loop: _Loop, leaves: Values, count: Leaf) -> None:
         self._error: BaseException | None = None
         self._constants: Sequence[Callable[[], bool]] = ()
         self._token = jnp.int32(0)
@@ -238,7 +238,7 @@ class _Program:
         """Whether it can be called again: a loop in a function that is differentiated depends on what is there."""
         return not any(isinstance(constant, jax.core.Tracer) for constant in self._closed.consts)
 
-    def _trace(self, token: Any, count: Any, leaves: Values) -> Values:
+    def _trace(self, token: Leaf, count: Leaf, leaves: Values) -> Values:
         program = FeedProgram(np.int32(0), Replication(range(1), 1), self._report, token)
         reads = [Reads(function) for function in (self._loop.condition, self._loop.body) if function is not None]
         with tracing(program):
@@ -256,7 +256,7 @@ class _Program:
     def _report(self, error: BaseException) -> None:
         self._error = error
 
-    def __call__(self, leaves: Values, count: Any) -> Values:
+    def __call__(self, leaves: Values, count: Leaf) -> Values:
         self._error = None
         results: Values
         _, *results = jax.block_until_ready(self._compiled(*jax.tree.leaves((self._token, count, leaves))))
@@ -268,7 +268,7 @@ class _Program:
 _programs: OrderedDict[Any, _Program] = OrderedDict()
 
 
-def _call(loop: _Loop, leaves: Values, count: Any) -> Values:
+def _call(loop: _Loop, leaves: Values, count: Leaf) -> Values:
     """Compile the loop, unless that is done, and run it."""
     dynamic = None if count is None else jnp.asarray(count, jnp.int32)
     program = _programs.get(loop)
@@ -285,7 +285,7 @@ def _call(loop: _Loop, leaves: Values, count: Any) -> Values:
 # ---- arguments
 
 
-def _count(name: str, n: Any) -> Any:
+def _count(name: str, n: object) -> Leaf:
     """An int, or an array that the program computes."""
     if isinstance(n, jax.Array) and n.shape == () and jnp.issubdtype(n.dtype, jnp.integer):
         return n
@@ -306,13 +306,13 @@ def _require_function(name: str, function: object) -> None:
         raise TypeError(f"the {name} of the loop is {function!r}, a {type(function).__name__}; use a function")
 
 
-def _listed(inputs: Tree) -> list[Any]:
+def _listed(inputs: Tree) -> list[Tree]:
     if inputs is None:
         return []
     return list(inputs) if isinstance(inputs, list | tuple) else [inputs]
 
 
-def _next_variables(result: Any, count: int, structure: jax.tree_util.PyTreeDef) -> list[Any]:
+def _next_variables(result: Tree, count: int, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
     """What the body returned as a list of loop variables, without what `enqueue` returned."""
     if count == 1 and jax.tree.structure([result]) == structure:
         return [result]
@@ -323,7 +323,7 @@ def _next_variables(result: Any, count: int, structure: jax.tree_util.PyTreeDef)
     return variables if all(value is None for value in others) else values
 
 
-def _takes(function: Callable[..., Any], positional: int, names: Sequence[str]) -> bool:
+def _takes(function: Function, positional: int, names: Sequence[str]) -> bool:
     try:
         signature = inspect.signature(function)
     except ValueError:  # functions of libraries have none

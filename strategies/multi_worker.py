@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import popdist
 from collectives import Communicator
@@ -12,7 +12,7 @@ from popdist.instance import Instance
 from strategies.config.configured import in_force
 from strategies.config.launched import refuse_other_process, replicas_of_instance
 from strategies.numbers import positive
-from strategies.replicas.membership import Membership, refuse_to_carry_on
+from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
 
@@ -32,7 +32,7 @@ class ClusterResolver(Protocol):
 
 
 @final
-class Workers(Membership):
+class WorkerCluster(Membership):
     """The workers of a cluster, connected by a ring over gRPC; who is lost ends the job of all.
 
     Args:
@@ -40,6 +40,8 @@ class Workers(Membership):
         num_local_replicas: replicas of each.
         ipus_per_replica: devices that each replica spans.
     """
+
+    members: ClassVar[str] = "workers of a cluster"
 
     def __init__(self, cluster: Cluster, num_local_replicas: int, ipus_per_replica: int) -> None:
         self._cluster = cluster
@@ -51,20 +53,6 @@ class Workers(Membership):
         join_cluster(self._cluster, self._num_local_replicas * len(self._cluster.addresses))
         refuse_other_process(in_force(), popdist.instance())
         return popdist.instance(), popdist.communicator()
-
-    @property
-    def is_chief(self) -> bool:
-        """Worker 0 is."""
-        return self.instance.is_leader
-
-    @property
-    def can_carry_on(self) -> bool:
-        """The others cannot."""
-        return False
-
-    def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
-        refuse_to_carry_on("workers of a cluster")
 
 
 @final
@@ -105,7 +93,7 @@ class IPUMultiWorkerStrategy(Strategy):
         if num_local_replicas is None:
             num_local_replicas = replicas_of_instance(in_force(), ipus_per_replica) or 1
         positive("num_local_replicas", num_local_replicas)
-        membership = Workers(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
+        membership = WorkerCluster(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 

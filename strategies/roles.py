@@ -13,8 +13,14 @@ import numpy as np
 Tree: TypeAlias = Any
 """A pytree of arrays."""
 
+Leaf: TypeAlias = Any
+"""An array of a pytree: of JAX or NumPy, a tracer of one, or its shape and dtype."""
+
 Variables: TypeAlias = Tree
 """What a loss function is differentiated by: a pytree of floating-point arrays."""
+
+Gradients: TypeAlias = Tree
+"""Gradients, means of them, or the changes that an optimizer makes of them: a pytree like the variables."""
 
 OptimizerState: TypeAlias = Tree
 """What an optimizer of optax keeps for the variables."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
-from strategies.axes import Axis
+from strategies.argument_checks import Axis
 from strategies.config.configured import IPUConfig, in_force
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
@@ -26,15 +26,14 @@ from strategies.data.input_context import InputContext
 from strategies.data.layout import Remainder
 from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
-from strategies.extended import Extended
+from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
-from strategies.importing import when_imported
+from strategies.keras_in_scope import keras_in_scope
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
-from strategies.programs.float64 import refuse_cut_integers, refuse_float64
-from strategies.programs.held_state import NOTHING_HELD, HeldState
-from strategies.programs.program import Program
+from strategies.programs.program import NOTHING_HELD, DeviceProgram, HeldState
+from strategies.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
 from strategies.replicas.devices import borrow
 from strategies.replicas.gathering import concatenated
 from strategies.replicas.membership import Membership
@@ -47,7 +46,7 @@ from strategies.replicas.variables import (
     make_variable,
     values_of,
 )
-from strategies.roles import Data, Element, Function, Tree
+from strategies.roles import Data, Element, Function, Leaf, Tree
 from strategies.switches import require_switches
 
 Same = TypeVar("Same")
@@ -173,9 +172,9 @@ class Strategy(ABC):
         self._replicas.on_chief(function)
 
     @property
-    def extended(self) -> Extended:
+    def extended(self) -> StrategyExtended:
         """The role of this instance, with the original's names; the chief writes files."""
-        return Extended(self.is_chief, self.is_chief, self.reduce)
+        return StrategyExtended(self.is_chief, self.is_chief, self.reduce)
 
     @property
     def variables_on_host(self) -> bool:
@@ -385,35 +384,29 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _compiled(self, program: Program, arguments: Sequence[Sequence[Any]]) -> list[Callable[..., Any]]:
+    def _compiled(self, program: DeviceProgram, arguments: Sequence[Sequence[Tree]]) -> list[jax.stages.Compiled]:
         """Compile the program for each local replica."""
         return [
             program.compiled(self._replicas.devices.device_of(position), *of_replica)
             for position, of_replica in enumerate(arguments)
         ]
 
-    def _run(self, executables: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    def _run(self, executables: Sequence[jax.stages.Compiled], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
         """Run the program on the arguments of each local replica, and return the results."""
 
-        def compute(position: int) -> Any:
+        def compute(position: int) -> Tree:
             result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result), changes
 
         reducer = self._replicas.reducer
         reducer.begin()
-        try:
+        with reducer.ending():
             results = self._replicas.devices.each(compute, reducer.fail)
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
         if reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise reducer.last_error
         return results
 
-    def _program(self, function: Callable[..., Any], names: tuple[str, ...]) -> tuple[Program, HeldState]:
+    def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
         """Return the compiled function, and the variables that it has besides its arguments."""
         key = function, names
         found = self._replicas.programs.get(key)
@@ -425,7 +418,7 @@ class Strategy(ABC):
         self._replicas.programs[key] = program, state, constants
         return program, state
 
-    def _state_of(self, function: Callable[..., Any]) -> HeldState:
+    def _state_of(self, function: Function) -> HeldState:
         objects = Reads(function, follows_keras=True).of_keras
         if not objects:
             return NOTHING_HELD
@@ -434,12 +427,12 @@ class Strategy(ABC):
 
     def _for_one_replica(
         self,
-        function: Callable[..., Any],
+        function: Function,
         names: tuple[str, ...],
         state: HeldState,
         constants: list[Callable[[], bool]],
-    ) -> Callable[..., Any]:
-        def one_replica(index: jax.Array, held: Sequence[Any], *values: Any) -> Any:
+    ) -> Function:
+        def one_replica(index: jax.Array, held: Sequence[Tree], *values: Tree) -> Tree:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self._replicas.new_context(index, "run", is_watched=True)
             reads = Reads(function, follows_keras=True)
@@ -520,22 +513,22 @@ class Strategy(ABC):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own."""
-        when_imported("keras", _hook_keras)
-        token = _scope.set(self)
-        try:
-            yield self
-        finally:
-            _scope.reset(token)
+        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own.
+
+        Raises:
+            ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
+        """
+        with keras_in_scope(get_strategy):
+            token = _scope.set(self)
+            try:
+                yield self
+            finally:
+                _scope.reset(token)
 
 
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
-
-
-def _hook_keras() -> None:
-    import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
 
 
 def _require_arguments(args: object, kwargs: object) -> None:
@@ -546,12 +539,12 @@ def _require_arguments(args: object, kwargs: object) -> None:
         raise TypeError(f"kwargs is {kwargs!r}, a {type(kwargs).__name__}; give a dictionary")
 
 
-def _is_on_one_device(leaf: Any) -> bool:
+def _is_on_one_device(leaf: Leaf) -> bool:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and len(leaf.devices()) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _alike(values: Sequence[Any]) -> list[Any]:
+def _alike(values: Sequence[Tree]) -> list[Tree]:
     """The replicas' values on the host, for one program."""
     for value in values:
         refuse_float64(value)

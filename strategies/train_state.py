@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 
 from strategies.loss_scaling import LossScale
-from strategies.roles import OptimizerState, Tree, Variables
+from strategies.roles import Leaf, OptimizerState, Tree, Variables
 
 
 @partial(
@@ -52,7 +51,7 @@ def _forget(identity: int, _: weakref.ref[TrainState]) -> None:
     _alive.pop(identity, None)
 
 
-def is_trained(leaf: Any) -> bool:
+def is_trained(leaf: Leaf) -> bool:
     """Whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
     states = [state for reference in list(_alive.values()) if (state := reference()) is not None]
     trees = [(state.variables, state.optimizer_state, state.model_state) for state in states]

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Unpack
+from typing import Unpack
 
+from optax import GradientTransformation
+
+from strategies.argument_checks import require_known_options
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
 from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
 from strategies.evaluation.evaluator import JaxEvaluator
 from strategies.evaluation.merging import Evaluation
+from strategies.gradients.arguments import check_loss_function, check_optimizer
 from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
-from strategies.option_names import require_known_options
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.metrics import Metrics, tell_evaluation
-from strategies.step.notice import Notice
-from strategies.step.options import Options, configured
-from strategies.step.parts import StepParts
+from strategies.step.executions import Executions
+from strategies.step.jax_engine import JaxEngine
+from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.step.options import TrainerOptions, configured
+from strategies.step.single_step import SingleStep
+from strategies.step.states import TrainStates
+from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
-from strategies.updates.optimizers import AnyOptimizer, unwrapped
+from strategies.updates.gathered_update import update_for
+from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -66,19 +73,32 @@ class Trainer:
         seed: int = 0,
         check_numerics: bool | None = None,
         digest_every: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[TrainerOptions],
     ) -> None:
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
         self._strategy = strategy
-        require_known_options(Trainer, options, Options.__annotations__)
+        require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
         self._options = configured(seed, check_numerics, digest_every, options, in_force())
-        parts = StepParts.of(strategy.replicas, loss_fn, optimizer, self._options, self.notice)
-        self._states, self._single, self._executions = parts.states, parts.single, parts.executions
-        self._evaluator = JaxEvaluator(strategy.replicas, loss_fn, self._options, self._single)
-        self._memory = MemoryPlanner(strategy.replicas, loss_fn, optimizer, self._options)
+        self._put_together(loss_fn, optimizer)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
+
+    def _put_together(self, loss_fn: LossFunction, optimizer: StepOptimizer | GradientTransformation) -> None:
+        """Make the parts of a step, of evaluations and of plans."""
+        replicas, options = self._strategy.replicas, self._options
+        check_loss_function(loss_fn)
+        if not isinstance(optimizer, StepOptimizer):
+            check_optimizer(optimizer)
+        update, recorder = update_for(replicas, optimizer, options.of_update), recorder_for(replicas, options)
+        others = [options.map_gradient, None if isinstance(optimizer, StepOptimizer) else optimizer.update]
+        traced = [one for one in others if one is not None]
+        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
+        self._single = SingleStep(replicas, engine, update, options, self.notice, recorder)
+        self._executions = Executions(replicas, engine, update, self._single, options.may_fuse)
+        self._states = TrainStates(replicas, loss_fn, options, update, self._single)
+        self._evaluator = JaxEvaluator(replicas, loss_fn, options, self._single)
+        self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
     def strategy(self) -> Strategy:
@@ -89,9 +109,6 @@ class Trainer:
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
         return self._options.own_part is not None
-
-    def share_notice(self) -> None:
-        """Nothing is left to do: `notice` has travelled with the gradients."""
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
@@ -250,5 +267,5 @@ class Trainer:
         self, task: EvaluationTask, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
     ) -> Generator[Told, None, None]:
         """For each batch what a task tells of it; what `evaluate` and `predict` are made of."""
-        batches: Any = dataset
+        batches: Batch = dataset
         return self._evaluator.told(task, state, batches)

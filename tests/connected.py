@@ -8,7 +8,7 @@ import strategies
 from collectives import Communicator
 from popdist import Instance
 from popdist.records import NoProgress, Progress
-from strategies.replicas.membership import Membership, refuse_to_carry_on
+from strategies.replicas.membership import Membership
 
 
 @final
@@ -20,6 +20,8 @@ class Connected(Membership):
         communicator: connects them.
     """
 
+    members = "instances of a test"
+
     def __init__(self, instance: Instance, communicator: Communicator) -> None:
         self._joined = instance, communicator
         super().__init__()
@@ -27,20 +29,6 @@ class Connected(Membership):
     def join(self) -> tuple[Instance, Communicator]:
         """What was given."""
         return self._joined
-
-    @property
-    def is_chief(self) -> bool:
-        """The first one is."""
-        return self.instance.is_leader
-
-    @property
-    def can_carry_on(self) -> bool:
-        """The others cannot."""
-        return False
-
-    def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
-        refuse_to_carry_on("instances of a test")
 
 
 @final

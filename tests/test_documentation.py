@@ -2,9 +2,7 @@
 
 import importlib.util
 import inspect
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -111,17 +109,7 @@ def programs_of(page):
 @pytest.mark.job
 def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
     (tmp_path / "cells.py").write_text("\n".join(programs_of("notebooks.md")))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "cells.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environ,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = poprun_jobs.run_alone(sys.executable, "-W", "error", "cells.py", cwd=tmp_path)
     assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
 
 

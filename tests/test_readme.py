@@ -1,52 +1,49 @@
-"""The program in README.md runs as README.md says."""
+"""The programs in README.md run as README.md says."""
 
-import os
+import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from jobs import poprun_jobs
 
-ROOT = Path(__file__).parents[1]
-POPRUN = [sys.executable, "-m", "poprun", *(["--allow-run-as-root", "yes"] if os.geteuid() == 0 else [])]
+README = Path(__file__).parents[1] / "README.md"
+LIBRARIES = ("torch", "jax")  # in the order of their programs
+pytestmark = pytest.mark.job
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+@pytest.fixture(scope="module", params=LIBRARIES)
+def program(request, tmp_path_factory):
+    """The words that start a program for one library."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    programs = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     path = tmp_path_factory.mktemp("readme") / "program.py"
-    path.write_text(code, encoding="utf-8")
-    return path
+    path.write_text(dict(zip(LIBRARIES, programs, strict=True))[request.param], encoding="utf-8")
+    return sys.executable, str(path)
 
 
-def last_line(command):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, check=False)
-    assert job.returncode == 0, job.stderr
-    return job.stdout.splitlines()[-1]
-
-
-def on_instances(count, program):
-    """Its last line under poprun, with four replicas."""
-    words = ("--num-instances", str(count), "--num-replicas", "4")
-    return last_line([*POPRUN, *words, sys.executable, str(program)])
+def lines_on(instances, program):
+    """Return the lines of instance 0 under poprun, with four replicas."""
+    finished = poprun_jobs.run(f"--num-instances={instances}", "--num-replicas=4", *program)
+    assert finished.status == 0, finished.stderr
+    return finished.lines_of(0)
 
 
 @pytest.fixture(scope="module")
 def on_one(program):
-    """What one instance says."""
-    return on_instances(1, program)
+    """The lines of one instance."""
+    return lines_on(1, program)
 
 
-@pytest.mark.job
-def test_the_program_learns_alone(program):
-    assert re.fullmatch(r"error 0\.\d{3}, [0-9a-f]{64}", last_line([sys.executable, str(program)]))
+def test_the_program_trains_alone(program):
+    [line] = poprun_jobs.run_alone(*program).lines_of(0)
+    assert re.fullmatch(r"loss \d\.\d{3}, [0-9a-f]{64}", line)
 
 
-@pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
 def test_the_program_gives_the_same_bits_on_several_instances(program, on_one, instances):
-    assert on_one.startswith("error 0.")
-    assert on_instances(instances, program) == f"[1,0]<stdout>:{on_one}"
+    assert on_one[0].startswith("loss ")
+    assert lines_on(instances, program) == on_one

@@ -17,6 +17,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -30,9 +31,6 @@ from typing import Any
 import numpy as np
 
 from popdist.records.private_files import make_private
-from strategies.checkpoints.best import Best
-from strategies.checkpoints.packing import Packing
-from strategies.checkpoints.plain_values import plain_metrics, plain_values
 from strategies.checkpoints.sealed_folders import (
     DAMAGED,
     INCOMPLETE,
@@ -46,8 +44,10 @@ from strategies.checkpoints.sealed_folders import (
     put,
     seal,
 )
+from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
 from strategies.data.layout import Position
 from strategies.errors import CheckpointError
+from strategies.numbers import positive
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _COMPLETE = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Training:
+class SavedTraining:
     """What a checkpoint says besides the arrays.
 
     Attributes:
@@ -88,7 +88,7 @@ class Training:
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Training:
+    def from_json(cls, text: str) -> SavedTraining:
         """What `to_json` wrote; ValueError for anything else."""
         try:
             values = json.loads(text)
@@ -135,7 +135,7 @@ class CheckpointFolder:
         names = [entry.name for entry in os.scandir(self.path)] if self.path.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := _COMPLETE.fullmatch(name)))
 
-    def write(self, training: Training, flat: Mapping[str, np.ndarray]) -> None:
+    def write(self, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         """Write a checkpoint and remove those that are too old. After an error the others are as they were.
 
         Args:
@@ -162,7 +162,7 @@ class CheckpointFolder:
         for step in {*steps[: -self._keep]}.difference(best):
             self._remove(self.of_step(step))
 
-    def read_newest(self) -> tuple[Training, dict[str, np.ndarray]] | None:
+    def read_newest(self) -> tuple[SavedTraining, dict[str, np.ndarray]] | None:
         """The newest checkpoint that is complete and whole; None if none was ever completed.
 
         Warns of those that are not; incomplete ones are removed, damaged ones renamed.
@@ -198,7 +198,7 @@ class CheckpointFolder:
         """The metrics of the complete checkpoints, by their steps; none of those that cannot be read."""
         return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
 
-    def _fill(self, folder: Path, training: Training, flat: Mapping[str, np.ndarray]) -> None:
+    def _fill(self, folder: Path, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         with self._path_of_open(folder) as opened, _without_tracebacks_of_orbax():
             # Orbax remembers what was under a path, and looks for it there though it has gone with a write that failed.
             attempt = f"{STATE}.{next(self._attempts)}"
@@ -224,7 +224,7 @@ class CheckpointFolder:
             raise
         os.close(descriptor)
 
-    def read(self, path: Path) -> tuple[Training, dict[str, np.ndarray]]:
+    def read(self, path: Path) -> tuple[SavedTraining, dict[str, np.ndarray]]:
         """What a checkpoint says, and its arrays by their names.
 
         Args:
@@ -234,7 +234,7 @@ class CheckpointFolder:
             CheckpointError: if it cannot be read all the same.
         """
         try:
-            training = Training.from_json(content(path / TRAINING).decode())
+            training = SavedTraining.from_json(content(path / TRAINING).decode())
             flat = _put_together(self._arrays.restore(path / STATE))
             return training, training.packing.views(flat)
         except (OSError, ValueError, KeyError) as error:
@@ -276,7 +276,7 @@ class CheckpointFolder:
 
 def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
     try:
-        return Training.from_json(content(checkpoint / TRAINING).decode()).metrics
+        return SavedTraining.from_json(content(checkpoint / TRAINING).decode()).metrics
     except (OSError, ValueError):
         return {}
 
@@ -335,3 +335,43 @@ def _without_tracebacks_of_orbax() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_not_of_orbax)
+
+
+# ---- the best of them
+
+_MODES = ("max", "min")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoints with the best value of a metric, of those that were saved with one.
+
+    Attributes:
+        metric: its name, see `Checkpoints.save`.
+        mode: "max" or "min": which values are better.
+        count: how many checkpoints.
+
+    Raises:
+        TypeError: if `count` is no integer.
+        ValueError: if `mode` is another, or `count` is not positive.
+    """
+
+    metric: str
+    mode: str = "max"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        positive("count", self.count)
+        if self.mode not in _MODES:
+            raise ValueError(f"mode is {self.mode!r}; the best values are the largest ('max') or the smallest ('min')")
+
+    def steps(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps of the best ones, the best first; of equal ones the earlier.
+
+        Args:
+            metrics: by the step; one without this metric, or with NaN, is never the best.
+        """
+        sign = -1 if self.mode == "max" else 1
+        values = {step: of[self.metric] for step, of in metrics.items() if self.metric in of}
+        known = [step for step, value in values.items() if not math.isnan(value)]
+        return sorted(known, key=lambda step: (sign * values[step], step))[: self.count]

@@ -20,21 +20,19 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from collectives.instruments import CHECKPOINT
-from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training
-from strategies.checkpoints.own_loop import Loop
-from strategies.checkpoints.packing import Packing
-from strategies.checkpoints.plain_values import plain_metrics, plain_values
+from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, SavedTraining
+from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
+from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
 from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.gradients.arguments import are_used_up, check_state
-from strategies.host_arrays import HostArray
 from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.shards import PartOfArray
+from strategies.roles import Leaf
 from strategies.step.step_record import checkpoint_folder
 from strategies.switches import require_switches
 from strategies.train_state import TrainState
@@ -111,7 +109,7 @@ class Checkpoints:
         self._grace_s = grace_s
         self._directory, self._keep, self._keep_best = checkpoint_folder(Path(directory)), keep, keep_best
         self._opened: CheckpointFolder | None = None
-        self._open_folder()
+        _ = self._folder  # which may be refused
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)
         self._writing: Future[None] | None = None
         self.extra: dict[str, Any] = {}
@@ -129,9 +127,6 @@ class Checkpoints:
     @property
     def _folder(self) -> CheckpointFolder | None:
         """Where instance 0 writes, which this one may become when others are lost; None on all others."""
-        return self._open_folder()
-
-    def _open_folder(self) -> CheckpointFolder | None:
         if self._strategy.instance_index != 0:
             return None
         if self._opened is None:
@@ -258,7 +253,9 @@ class Checkpoints:
             self.last_step, self._owns_folder, self._is_due = state.step, True, False
             position = None if self._dataset is None else self._dataset.position()
             replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
-            training = Training(state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own)
+            training = SavedTraining(
+                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own
+            )
             self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
     def after_step(
@@ -288,7 +285,8 @@ class Checkpoints:
             SystemExit: 128 + the number of the signal, on all instances, once the state is saved.
         """
         self.extra = self.extra if extra is None else dict(extra)
-        self._trainer.share_notice()
+        if isinstance(self._trainer, OwnLoop):  # the gradients of a Trainer's step have carried the notice
+            self._trainer.share_notice()
         if self._trainer.notice.is_agreed:
             self._leave(state, metrics)
         before = state.step - 1 if self._seen is None else self._seen
@@ -361,7 +359,7 @@ class Checkpoints:
             np.copyto(copy, leaf.gather(name) if isinstance(leaf, PartOfArray) else borrow(leaf))
         return packing
 
-    def _write(self, folder: CheckpointFolder, training: Training, flat: Mapping[str, np.ndarray]) -> None:
+    def _write(self, folder: CheckpointFolder, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         """In its thread. Metrics come first: steps before a checkpoint are not made again, so nobody tells of them."""
         for sinks in tuple(self._strategy.replicas.sinks):
             sinks.wait()
@@ -376,7 +374,9 @@ class Checkpoints:
 
     # ---- restoring
 
-    def _read(self, arrays: Mapping[str, Any], other_replicas: bool = False) -> tuple[Training | None, dict[str, Any]]:
+    def _read(
+        self, arrays: Mapping[str, Leaf], other_replicas: bool = False
+    ) -> tuple[SavedTraining | None, dict[str, Any]]:
         """What instance 0 finds, on all instances; of the arrays the others have those of the state."""
         found, fault = None, ""
         if self._folder is not None:
@@ -393,18 +393,18 @@ class Checkpoints:
         values = found[1] if found else {}
         if found and found[0].replicas != self._strategy.num_replicas_in_sync:
             values = {name: array for name, array in values.items() if not name.startswith(RESIDUALS)}
-        return training and Training.from_json(training), {
+        return training and SavedTraining.from_json(training), {
             name: values[name] if name in values else _room(leaf) for name, leaf in arrays.items()
         }
 
-    def _received(self, name: str, leaf: Any, array: Any) -> Any:
+    def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
         """What this instance is to have in place of `leaf`, of an array that instance 0 has read; a collective call."""
         if _is_on_host(leaf):  # JAX would take 32 of its 64 bits
             received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
         return _like(leaf, self._strategy.broadcast({name: array})[name])
 
-    def _mismatch(self, training: Training, arrays: Mapping[str, Any], other_replicas: bool) -> str:
+    def _mismatch(self, training: SavedTraining, arrays: Mapping[str, Leaf], other_replicas: bool) -> str:
         """Why the checkpoint cannot be the beginning of this training; empty if it can."""
         assert self._folder is not None
         what = f"the checkpoint of step {training.step} in {self._folder.path}"
@@ -459,17 +459,17 @@ def _stand_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def _is_on_host(leaf: Any) -> bool:
+def _is_on_host(leaf: Leaf) -> bool:
     """Whether it is memory in which a training goes on, or a part of an array there."""
     return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
 
 
-def _room(leaf: Any) -> Any:
+def _room(leaf: Leaf) -> Any:
     """An array of that shape and dtype, to be filled."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
-def _like(leaf: Any, array: jax.Array) -> Any:
+def _like(leaf: Leaf, array: jax.Array) -> Any:
     """What this instance has of an array, as of `leaf`, and where that lies."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)
@@ -485,7 +485,7 @@ def _named_arrays(state: TrainState) -> dict[str, Any]:
 def _with_arrays(state: TrainState, arrays: Mapping[str, jax.Array], step: int) -> TrainState:
     """A state like this one, with other arrays and another step."""
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: Any, leaf: Leaf) -> Any:
         array = arrays[jax.tree_util.keystr(path)]
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.checkpoints.best import Best
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder
+from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder
 from strategies.checkpoints.sealed_folders import TRAINING, fault_of, shown
 from strategies.errors import CheckpointError
 from strategies.roles import Tree, Variables
@@ -153,7 +152,7 @@ def _keys(checkpoint: Path, name: str) -> list[Any]:
     return ["", *keys[::-1]]
 
 
-def _with_lists(tree: Any) -> Any:
+def _with_lists(tree: Tree) -> Any:
     if not isinstance(tree, dict):
         return tree
     values = {key: _with_lists(value) for key, value in tree.items()}

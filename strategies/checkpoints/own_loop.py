@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.step.notice import Notice
+from strategies.step.metrics import StepNotice
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -20,7 +20,7 @@ class Loop(Protocol):
     """
 
     seed: int
-    notice: Notice
+    notice: StepNotice
 
     @property
     def strategy(self) -> Strategy:
@@ -32,9 +32,6 @@ class Loop(Protocol):
 
     def whole(self, state: TrainState) -> TrainState:
         """The state with a `PartOfArray` wherever this instance has only a part of an array."""
-
-    def share_notice(self) -> None:
-        """Have all instances know what one of them was told before the last step."""
 
 
 class OwnLoop:
@@ -61,7 +58,7 @@ class OwnLoop:
     def __init__(self, strategy: Strategy, seed: int = 0) -> None:
         self.strategy = strategy
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
 
     def whole(self, state: TrainState) -> TrainState:
         """The state: every instance has all of it."""

@@ -16,6 +16,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError
 from strategies.programs.compilation import shapes_by_name
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, OptimizerState
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """What decides the result, by name: a value, or the lines of a program. In several groups: what is in a later one may
@@ -28,9 +29,9 @@ _ARGUMENTS = "; start all with the same arguments"
 def terms_of(
     options: Mapping[str, Any],
     dataset: DistributedDataset | None,
-    batch: Any,
+    batch: Batch,
     programs: Mapping[str, Sequence[str]],
-    optimizer_state: Any,
+    optimizer_state: OptimizerState,
 ) -> Terms:
     """What decides the result of a training.
 

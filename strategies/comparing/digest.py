@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +13,14 @@ import numpy as np
 from strategies.errors import DivergenceError
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Tree, Variables
 
 logger = logging.getLogger(__name__)
 
 Digest = tuple[int, int]
 
 
-def digest_of(tree: Any) -> Digest:
+def digest_of(tree: Tree) -> Digest:
     """A number for the bits of all arrays of a tree, and another one; one flipped bit changes both.
 
     Exclusive or, and sum, of the arrays' 64-bit words, which goes as fast as memory can be read. It finds accidents;
@@ -44,7 +45,7 @@ def instances_that_differ(digests: Sequence[Digest]) -> list[int]:
     return [instance for instance, other in enumerate(digests) if other != digest]
 
 
-def compare(replicas: Replicas, tree: Any, step: int) -> Any:
+def compare(replicas: Replicas, tree: Tree, step: int) -> Tree:
     """Compare a tree that has to be the same everywhere; a collective call.
 
     Args:
@@ -66,7 +67,7 @@ def compare(replicas: Replicas, tree: Any, step: int) -> Any:
     return majority if is_other else tree
 
 
-def majority_of(replicas: Replicas, tree: Any, step: int) -> int | None:
+def majority_of(replicas: Replicas, tree: Tree, step: int) -> int | None:
     """An instance that has what most have, where some have other bits; None where none has. A collective call.
 
     Args:
@@ -80,7 +81,7 @@ def majority_of(replicas: Replicas, tree: Any, step: int) -> int | None:
     return _compared(replicas, tree, step)[0]
 
 
-def insist_on_same_bits(replicas: Replicas, tree: Any, step: int) -> None:
+def insist_on_same_bits(replicas: Replicas, tree: Tree, step: int) -> None:
     """Compare a tree that has to be the same everywhere, also where a job could carry on; a collective call.
 
     Args:
@@ -94,7 +95,7 @@ def insist_on_same_bits(replicas: Replicas, tree: Any, step: int) -> None:
     _compared(replicas, tree, step, heals=False)
 
 
-def _compared(replicas: Replicas, tree: Any, step: int, heals: bool = True) -> tuple[int | None, bool]:
+def _compared(replicas: Replicas, tree: Tree, step: int, heals: bool = True) -> tuple[int | None, bool]:
     """`majority_of`, and whether this instance has other bits."""
     mine = np.array([*digest_of(tree), replicas.first_index], np.uint64)
     gathered = replicas.communicator.all_gather(mine, name="digests of the state")
@@ -117,7 +118,7 @@ def _compared(replicas: Replicas, tree: Any, step: int, heals: bool = True) -> t
     return source, replicas.instance_index in differ
 
 
-def _first_difference(replicas: Replicas, tree: Any) -> str:
+def _first_difference(replicas: Replicas, tree: Tree) -> str:
     """Describe the first array that is not the same everywhere. A collective call, made only after a difference."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     own = np.array([digest_of(leaf) for _, leaf in leaves], np.uint64)
@@ -134,7 +135,7 @@ def _first_difference(replicas: Replicas, tree: Any) -> str:
     )
 
 
-def flip_bit(variables: Any) -> Any:
+def flip_bit(variables: Variables) -> Tree:
     """The variables with a bit in the middle of one number changed; for faults on purpose."""
     leaves, structure = jax.tree.flatten(variables)
     changed = np.array(leaves[0])
@@ -144,3 +145,18 @@ def flip_bit(variables: Any) -> Any:
 
 def _rotated(number: int) -> int:
     return (number << 1 | number >> 63) % (1 << 64)
+
+
+# ---- fingerprints
+
+
+def fingerprint(variables: Variables) -> str:
+    """The SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
+
+    Args:
+        variables: a pytree of arrays.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(variables):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

@@ -19,19 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import Communicator
+from strategies.roles import Batch, Leaf, Tree, Variables
 from strategies.train_state import TrainState
 
-Gradients = Sequence[Sequence[np.ndarray]]
+OfReplicas = Sequence[Sequence[np.ndarray]]
 """Of each local replica, with the loss and the metrics before them, and what it keeps behind."""
-ComputeGradients = Callable[[TrainState, Any], Gradients]
+ComputeGradients = Callable[[TrainState, Batch], OfReplicas]
 
 
-def probe_of(state: TrainState, batch: Any, seed: int) -> tuple[TrainState, Any]:
+def probe_of(state: TrainState, batch: Batch, seed: int) -> tuple[TrainState, Tree]:
     """A state with random variables, and a random batch, like those that are given."""
     return replace(state, variables=variables_like(state.variables, seed)), batch_like(batch, seed)
 
 
-def variables_like(variables: Any, seed: int) -> Any:
+def variables_like(variables: Variables, seed: int) -> Tree:
     """Random variables of the same shapes and dtypes, where the given ones lie; of unit variance for each output.
 
     Integers, which are not trained, are the same.
@@ -49,11 +50,11 @@ def variables_like(variables: Any, seed: int) -> Any:
     return jax.tree.map(draw, variables)
 
 
-def batch_like(batch: Any, seed: int) -> Any:
+def batch_like(batch: Batch, seed: int) -> Tree:
     """A batch with other floating-point numbers, of unit variance; integers, such as labels, are the same."""
     random = np.random.default_rng(seed)
 
-    def draw(leaf: Any) -> Any:
+    def draw(leaf: Leaf) -> Tree:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         drawn = random.standard_normal(leaf.shape).astype(leaf.dtype)
@@ -63,7 +64,7 @@ def batch_like(batch: Any, seed: int) -> Any:
 
 
 def have_same_gradients(
-    one: ComputeGradients, other: ComputeGradients, state: TrainState, batch: Any, seed: int
+    one: ComputeGradients, other: ComputeGradients, state: TrainState, batch: Batch, seed: int
 ) -> bool:
     """Whether two ways to compute gradients have the same bits here, for a state and a batch and for random ones."""
     cases = (probe_of(state, batch, seed), (state, batch))

@@ -17,6 +17,7 @@ from jax.extend import core
 from strategies.comparing.digest import digest_of
 from strategies.programs.jaxpr import needed
 from strategies.replicas.devices import is_key
+from strategies.roles import Leaf, Tree
 
 _FEW = 4  # elements of an array that are shown; of larger ones only a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))
@@ -36,7 +37,7 @@ def lines_of(closed: core.ClosedJaxpr) -> list[str]:
     return writer.lines
 
 
-def scalars_by_name(tree: Any) -> dict[str, str]:
+def scalars_by_name(tree: Tree) -> dict[str, str]:
     """The values of all scalars of a tree, by their paths; without random keys."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not is_key(leaf)]
     return {jax.tree_util.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
@@ -90,7 +91,7 @@ class _Writer:
         shown = [f"{name}={self._value(value)}" for name, value in sorted(parameters.items())]
         return f"[{' '.join(shown)}]" if shown else ""
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: object) -> str:
         if isinstance(value, core.ClosedJaxpr):
             return self.write(value.jaxpr, value.consts)
         if isinstance(value, core.Jaxpr):
@@ -112,7 +113,7 @@ def _type(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "shape") else type(aval).__qualname__
 
 
-def text_of_array(value: Any) -> str:
+def text_of_array(value: Leaf) -> str:
     """The values of a small array, a digest of a larger one."""
     if is_key(value):
         value = jax.random.key_data(value)

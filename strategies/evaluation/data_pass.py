@@ -16,7 +16,7 @@ from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.evaluation.merging import Evaluation, Mergeable
 from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
-from strategies.replicas.membership import Meeting, surviving
+from strategies.replicas.membership import SurvivorMeeting, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
 from strategies.switches import require_switches
@@ -59,7 +59,7 @@ class Passing:
     step: int
     begin: Callable[[Masked], Begun]
     check: Callable[[], None]
-    meet: Callable[[], Meeting] | None
+    meet: Callable[[], SurvivorMeeting] | None
 
 
 class DataPass:

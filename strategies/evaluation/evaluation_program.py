@@ -15,9 +15,8 @@ from jax.extend import core
 from strategies.data.sources import Masked
 from strategies.evaluation.data_pass import Told
 from strategies.evaluation.merging import Mean, Mergeable
-from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.outcome import Outcome
 from strategies.gradients.replica_program import LossFunction
 from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key

@@ -165,15 +165,8 @@ class JaxEvaluator:
 
     def _wait(self, begun: Callable[[], Told]) -> Told:
         """What the local replicas tell. Errors of collectives inside of the function are those raised there."""
-        reducer = self._replicas.reducer
-        try:
+        with self._replicas.reducer.ending():
             return begun()
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
 
     # ---- programs
 

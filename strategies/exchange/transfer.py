@@ -41,7 +41,7 @@ _BLOCKS_AT_ONCE = 1 << 10  # their float32 values stay in a core's cache
 
 
 @dataclass(frozen=True)
-class Transfer:
+class GradientTransfer:
     """In which dtype gradients travel.
 
     Attributes:
@@ -51,7 +51,7 @@ class Transfer:
     dtype: np.dtype | None = None
 
     @classmethod
-    def parse(cls, dtype: Any) -> Transfer:
+    def parse(cls, dtype: Any) -> GradientTransfer:
         """What `gradient_transfer_dtype` says.
 
         Args:

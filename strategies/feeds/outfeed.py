@@ -16,7 +16,7 @@ import numpy as np
 from strategies.errors import FeedError
 from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
 from strategies.programs.feed_program import Put, Replication, current_program, is_in_program
-from strategies.programs.float64 import refuse_float64
+from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.replicas.devices import is_key
 from strategies.replicas.variables import MirroredVariable
 from strategies.roles import Tree

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.feed_program import current_program
-from strategies.roles import Tree
+from strategies.roles import Batch, Tree, Variables
 
 UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
@@ -54,7 +54,7 @@ class GradientAccumulationReductionMethod(Enum):
         )
 
 
-def accumulator_dtypes(variables: Any, dtype: AccumulationDtype) -> list[np.dtype]:
+def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[np.dtype]:
     """The dtype in which the gradient of each leaf is accumulated.
 
     Raises:
@@ -89,8 +89,8 @@ def asks_for_each(dtype: Any) -> bool:
 
 
 def accumulate(
-    gradients: Callable[[Any, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
-    batch: Any,
+    gradients: Callable[[Batch, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
+    batch: Batch,
     key: jax.Array,
     model_state: Tree,
     count: int,
@@ -117,7 +117,7 @@ def accumulate(
     parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
     program = current_program()
 
-    def add(before: Any, turn: Any) -> tuple[Any, None]:
+    def add(before: Tree, turn: Tree) -> tuple[Tree, None]:
         total, sums, model_state, token = before
         number, part = turn
         with program.inside(token):  # the feeds of a micro-batch come behind those of the one before

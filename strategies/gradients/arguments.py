@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
+from jax.typing import ArrayLike
 
 from strategies.gradients.trainable import Filter, Trainable
+from strategies.roles import Batch, Function, Leaf, Tree, Variables
 from strategies.train_state import TrainState
 
 MODEL_STATE = "model_state"
@@ -38,7 +42,7 @@ def check_loss_function(loss_fn: object) -> None:
         check_function("the loss function", loss_fn, _LOSS_ARGUMENTS, way_out)
 
 
-def check_takes_state(function: Callable[..., Any], has_state: bool, what: str = "the loss function") -> None:
+def check_takes_state(function: Function, has_state: bool, what: str = "the loss function") -> None:
     """Look at whether a function takes a model state as its last argument where there is one, and only there.
 
     Args:
@@ -77,7 +81,7 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
         raise TypeError(f"{what} takes {inspect.signature(function)}, and is called with {called_with}{way_out}")
 
 
-def _takes(function: Callable[..., Any], arguments: Sequence[str]) -> bool:
+def _takes(function: Function, arguments: Sequence[str]) -> bool:
     """Whether a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function)
@@ -101,7 +105,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"the optimizer is {what}; use a gradient transformation of optax, such as optax.adam(1e-3)")
 
 
-def check_variables(variables: Any, trainable: Filter = None) -> None:
+def check_variables(variables: Variables, trainable: Filter = None) -> None:
     """Look at what is to be trained, and at variables that are not.
 
     Raises:
@@ -126,7 +130,7 @@ def check_variables(variables: Any, trainable: Filter = None) -> None:
         raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
 
 
-def check_state(state: Any) -> None:
+def check_state(state: object) -> None:
     """Look at the state that a step is to be made with.
 
     Raises:
@@ -145,7 +149,7 @@ def check_state(state: Any) -> None:
 
 
 @contextmanager
-def naming_missing_keys(variables: Any, batch: Any) -> Iterator[None]:
+def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
     """Say what there is where a loss function asks for what there is not.
 
     Raises:
@@ -188,13 +192,13 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(metrics)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     if isinstance(leaf, str | type):
         return False
     return isinstance(leaf, _NUMBERS) or _has_dtype(leaf)
 
 
-def _has_dtype(leaf: Any) -> bool:
+def _has_dtype(leaf: Leaf) -> bool:
     if not hasattr(leaf, "shape"):
         return False
     try:
@@ -204,6 +208,39 @@ def _has_dtype(leaf: Any) -> bool:
     return True
 
 
-def are_used_up(variables: Any) -> bool:
+def are_used_up(variables: Variables) -> bool:
     """Whether a step has written new variables where these were."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))
+
+
+# ---- what a loss function returns
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "metrics", "model_state", "outputs"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss function may return instead of the loss, or of the loss and metrics.
+
+    Attributes:
+        loss: a floating-point scalar, the mean over the rows of the batch.
+        metrics: scalars by their names; training averages them over all replicas.
+        model_state: what changes with every batch and is not trained, such as moving means; None where there is none.
+        outputs: what the model says of each row: arrays whose first axis is the rows of the batch; None where nobody
+            asks for it. Training does not compute it.
+    """
+
+    loss: jax.Array
+    metrics: Mapping[str, ArrayLike] = field(default_factory=dict)
+    model_state: Tree = None
+    outputs: Tree = None
+
+    @classmethod
+    def of(cls, returned: Tree) -> Outcome:
+        """Of what a loss function has returned: an `Outcome`, the loss and its metrics, or the loss."""
+        if isinstance(returned, cls):
+            return returned
+        return cls(*returned) if isinstance(returned, tuple) and len(returned) == 2 else cls(returned)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
 from strategies.exchange.means import Bucket
 from strategies.gradients.leaving import Allocate, Leaving, MeansMemory
 from strategies.replicas.devices import DeviceGrid
+from strategies.roles import Tree, Variables
 
 
 class ReplicaGradients(ABC):
@@ -32,7 +33,7 @@ class ReplicaGradients(ABC):
         """Where the mean tail is, once the last bucket has been reduced."""
 
     @abstractmethod
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """Begin to compute the gradients; does not wait for them.
 
         Args:
@@ -50,7 +51,7 @@ class ReplicaGradients(ABC):
         """
 
     @abstractmethod
-    def kept(self) -> list[list[Any]]:
+    def kept(self) -> list[list[Tree]]:
         """What each local replica keeps for its next step, once all buckets are collected."""
 
     @abstractmethod
@@ -95,7 +96,7 @@ class ReplicaPlan(ABC):
         """What a replica takes to add micro-batches up, besides what its programs do."""
 
     @abstractmethod
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """The compiled programs of a replica, by what they compute; compiled when they are asked for first."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -19,10 +19,11 @@ from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.encoding import flatten
 from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.programs.buckets import cut_in_buckets
-from strategies.programs.program import Program
-from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
+from strategies.programs.program import DeviceProgram
+from strategies.programs.segments import Part, ProgramSegment, carry_out
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
+from strategies.roles import Tree, Variables
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ GradientFunction = Callable[..., Sequence[jax.Array]]
 
 
 @final
-class GradientPlan(ReplicaPlan):
+class JaxGradientPlan(ReplicaPlan):
     """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
 
     With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
@@ -56,8 +57,6 @@ class GradientPlan(ReplicaPlan):
 
     Attributes:
         segments: the parts of the function.
-        actions: what a replica does in a step: all segments in turn, for one micro-batch. (Those that accumulate to
-            one gradient lie in one program.)
         layouts: for each segment how the gradients that it finishes lie in buffers.
         kept_counts: for each segment how many arrays that it finishes a replica keeps.
         programs: compute the segments.
@@ -67,7 +66,7 @@ class GradientPlan(ReplicaPlan):
         self,
         devices: ReplicaDevices,
         function: GradientFunction,
-        shapes: Sequence[Any],
+        shapes: Sequence[Tree],
         gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
         tail: int,
@@ -77,11 +76,9 @@ class GradientPlan(ReplicaPlan):
     ) -> None:
         self._leaving = Leaving(tuple(gradients), shards, whole)
         self._shapes = jax.tree.leaves(shapes)
-        self._executables: dict[jax.Device, list[Callable[..., Any]]] = {}
+        self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
         results = TAIL + 1 + len(gradients) + kept
         self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
-        self.actions = in_turn(len(self.segments))
-        refuse_impossible(self.actions, self.segments)
         self.layouts = [
             self.leaving.layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
         ]
@@ -106,9 +103,9 @@ class GradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: micro-batches are added inside of the program."""
         return 0
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, Any]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the segments."""
-        compiled = self.compiled(grid.column(0).device_of(0))
+        compiled = self.compiled(grid.first.device_of(0))
         count = len(compiled)
         return {
             "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
@@ -118,7 +115,7 @@ class GradientPlan(ReplicaPlan):
         """See `ReplicaPlan`: none."""
         return ()
 
-    def _cut(self, function: GradientFunction, shapes: Sequence[Any], results: int) -> list[Segment]:
+    def _cut(self, function: GradientFunction, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
         JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
@@ -130,7 +127,7 @@ class GradientPlan(ReplicaPlan):
         early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
-    def compiled(self, device: jax.Device) -> list[Callable[..., Any]]:
+    def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
         """The executables of the segments on a device; compiled when they are asked for first."""
         if device not in self._executables:
             self._executables[device] = self._compile(device)
@@ -141,17 +138,16 @@ class GradientPlan(ReplicaPlan):
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
-    def _compile(self, device: jax.Device) -> list[Callable[..., Any]]:
-        """Carry out the actions with shapes instead of arrays."""
-        found: dict[int, Any] = {}
+    def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
+        """Carry out the segments with shapes instead of arrays."""
+        found: dict[int, jax.stages.Compiled] = {}
 
-        def compute(action: Action, given: list[Any]) -> Sequence[Any]:
-            number = action.segment
+        def compute(number: int, given: list[Tree]) -> Sequence[Tree]:
             found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
             made = jax.tree.leaves(found[number].out_info)
             return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
 
-        for _ in carry_out(self.actions, self.segments, [self._shapes], compute):
+        for _ in carry_out(self.segments, self._shapes, compute):
             pass
         return [found[number] for number in range(len(self.segments))]
 
@@ -167,9 +163,9 @@ class GradientPlan(ReplicaPlan):
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> GradientPrograms:
         """See `ReplicaPlan`: on the first device of each."""
-        return GradientPrograms(grid.column(0), self, allocate, failed)
+        return GradientPrograms(grid.first, self, allocate, failed)
 
-    def _program(self, devices: ReplicaDevices, segment: Segment, layout: FlatLayout) -> Program:
+    def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
         first_buffer = len(segment.inputs) + len(segment.takes)
 
         def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
@@ -197,7 +193,7 @@ class GradientPrograms(ReplicaGradients):
     def __init__(
         self,
         devices: ReplicaDevices,
-        plan: GradientPlan,
+        plan: JaxGradientPlan,
         allocate: Allocate,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -207,7 +203,7 @@ class GradientPrograms(ReplicaGradients):
         self._memory = MeansMemory(plan.leaving, allocate)
         self.buckets = plan.buckets(self._memory)
         self._parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]  # in each bucket
-        self._runs = [_Run(devices, plan, position) for position in range(len(devices.replicas))]
+        self._runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -220,7 +216,7 @@ class GradientPrograms(ReplicaGradients):
         """See `ReplicaGradients`."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
-    def dispatch(self, variables: Any, of_replicas: Sequence[Sequence[Any]], others: Any = None) -> None:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
@@ -248,7 +244,7 @@ class GradientPrograms(ReplicaGradients):
                 self._end()
             yield bucket, contributions
 
-    def _finished(self, run: _Run, number: int) -> Sequence[jax.Array]:
+    def _finished(self, run: _ReplicaGradientRun, number: int) -> Sequence[jax.Array]:
         """The buffers of a segment, when a replica has computed it."""
         if not self._begun:
             return run.wait(number)
@@ -284,7 +280,7 @@ class GradientPrograms(ReplicaGradients):
         return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
 
 
-class _Run:
+class _ReplicaGradientRun:
     """The computations of one local replica.
 
     Attributes:
@@ -294,18 +290,18 @@ class _Run:
         kept: for the next step.
     """
 
-    def __init__(self, devices: ReplicaDevices, plan: GradientPlan, position: int) -> None:
+    def __init__(self, devices: ReplicaDevices, plan: JaxGradientPlan, position: int) -> None:
         self._devices = devices
         self._plan = plan
         self._position = position
-        self._arguments: Sequence[Any] = ()
-        self._executables: Sequence[Callable[..., Any]] = ()
+        self._arguments: Sequence[Tree] = ()
+        self._executables: Sequence[jax.stages.Compiled] = ()
         self.buffers: list[Sequence[jax.Array]] = []
         self.finished = [threading.Event() for _ in plan.segments]
         self.is_broken = True
         self.kept: list[jax.Array] = []
 
-    def prepare(self, arguments: Sequence[Any], executables: Sequence[Callable[..., Any]]) -> None:
+    def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
         """Take what is to be computed with.
 
         Args:
@@ -341,10 +337,10 @@ class _Run:
         instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
         instruments.replica_begins(replica, 0)
         try:
-            for action, results in self._carry_out():
+            for number, results in self._carry_out():
                 jax.block_until_ready(results)
-                instruments.replica_ends(replica, 0, action.segment)
-                self.finished[action.segment].set()
+                instruments.replica_ends(replica, 0, number)
+                self.finished[number].set()
         except BaseException:
             self.is_broken = True
             raise
@@ -352,13 +348,13 @@ class _Run:
             for finished in self.finished:
                 finished.set()
 
-    def _carry_out(self) -> Iterator[tuple[Action, Sequence[jax.Array]]]:
-        """Each action with its results, when it is dispatched."""
+    def _carry_out(self) -> Iterator[tuple[int, Sequence[jax.Array]]]:
+        """Yield the number of each segment with its results, when it is dispatched."""
         arguments, self._arguments = self._arguments, ()
-        return carry_out(self._plan.actions, self._plan.segments, [arguments], self._compute)
+        return carry_out(self._plan.segments, arguments, self._compute)
 
-    def _compute(self, action: Action, given: list[jax.Array]) -> Sequence[jax.Array]:
-        number, count = action.segment, len(self.buffers[action.segment])
+    def _compute(self, number: int, given: list[jax.Array]) -> Sequence[jax.Array]:
+        count = len(self.buffers[number])
         results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
         self.buffers[number] = results[:count]
         if kept := self._plan.kept_counts[number]:
@@ -366,11 +362,11 @@ class _Run:
         return results
 
 
-def _uncut(function: GradientFunction, shapes: Sequence[Any], results: int) -> Segment:
+def _uncut(function: GradientFunction, shapes: Sequence[Tree], results: int) -> ProgramSegment:
     """All of it as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(structure, values))
 
-    return Segment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))
+    return ProgramSegment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from strategies.replicas.devices import is_key
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
 """The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum
@@ -100,11 +100,11 @@ class ModelStateRule:
                 )
         return cls(jax.tree.structure(model_state), words, names)
 
-    def pick(self, model_state: Tree, word: str) -> list[Any]:
+    def pick(self, model_state: Tree, word: str) -> list[Tree]:
         """The leaves on which replicas agree in one way."""
         return [leaf for leaf, own in zip(jax.tree.leaves(model_state), self.words, strict=True) if own == word]
 
-    def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Any]]) -> Tree:
+    def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Leaf]]) -> Tree:
         """The model state with others in place of all leaves on which replicas agree in some ways."""
         others = {word: iter(of_word) for word, of_word in leaves.items()}
         pairs = zip(jax.tree.leaves(model_state), self.words, strict=True)
@@ -112,11 +112,11 @@ class ModelStateRule:
             self.structure, [next(others[word]) if word in others else leaf for leaf, word in pairs]
         )
 
-    def travelling(self, model_state: Tree) -> list[Any]:
+    def travelling(self, model_state: Tree) -> list[Tree]:
         """The leaves of which there are means: those that are to be averaged, then those that are to be added."""
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
-    def sent(self, model_state: Tree, replicas: int) -> list[Any]:
+    def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
         """What a replica sends for those leaves; traceable.
 
         A sum is the mean of what is so many times as large: exact for whole numbers, and where their number is a power
@@ -129,7 +129,7 @@ class ModelStateRule:
         sums = [leaf * jnp.asarray(replicas, leaf.dtype) for leaf in self.pick(model_state, SUM)]
         return [*self.pick(model_state, MEAN), *sums]
 
-    def arrived(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Any]]:
+    def arrived(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Tree]]:
         """The new leaves of which there are means.
 
         Args:
@@ -145,11 +145,11 @@ class ModelStateRule:
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.pick(model_state, SUM)]
         return self.put(model_state, {SUM: zeros})
 
-    def map_own(self, function: Callable[[Any], Any], model_state: Tree) -> Tree:
+    def map_own(self, function: Callable[[Leaf], Leaf], model_state: Tree) -> Tree:
         """The model state with something made of each leaf that replicas have for themselves."""
         return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
-    def with_own(self, shared: Tree, own: Sequence[Any]) -> Tree:
+    def with_own(self, shared: Tree, own: Sequence[Tree]) -> Tree:
         """The model state of what replicas have for themselves, and the rest, which has None for that."""
         leaves, parts = iter(jax.tree.leaves(shared)), iter(own)
         every = [next(parts) if word == PER_REPLICA else next(leaves) for word in self.words]
@@ -198,7 +198,7 @@ def as_arrays(model_state: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jnp.asarray(leaf), model_state)
 
 
-def _word(word: Any, leaf: Any) -> str:
+def _word(word: Any, leaf: Leaf) -> str:
     if word is not None:
         return str(word)
     return MEAN if jnp.issubdtype(leaf.dtype, jnp.floating) else FIRST

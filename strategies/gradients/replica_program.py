@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.exchange.transfer import GradientTransfer, Int8Layout
 from strategies.gradients.accumulation import (
     AccumulationDtype,
     GradientAccumulationReductionMethod,
@@ -22,13 +22,13 @@ from strategies.gradients.accumulation import (
     is_float,
     mapped,
 )
-from strategies.gradients.arguments import metric_names, naming_missing_keys
+from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
 from strategies.gradients.encoding import encode
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.gradients.outcome import Outcome
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch, Leaf, Tree, Variables
 
 LossFunction = Callable[..., Any]
 
@@ -61,7 +61,7 @@ def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
     return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
 
 
-def with_loss(control: Any, tail: Any) -> Any:
+def with_loss(control: Leaf, tail: Leaf) -> Leaf:
     """Return the control words with the mean loss of all replicas, for the update.
 
     Args:
@@ -93,7 +93,7 @@ class Precision:
     compute: np.dtype | None = None
     scales_loss: bool = False
 
-    def cast(self, tree: Any) -> Any:
+    def cast(self, tree: Tree) -> Tree:
         """The floating-point arrays of a tree in the compute dtype."""
         if self.compute is None:
             return tree
@@ -123,10 +123,10 @@ class ReplicaShapes:
         model_state: of one replica; None where there is none.
     """
 
-    variables: Any
-    batch: Any
-    residuals: Any = ()
-    model_state: Any = None
+    variables: Variables
+    batch: Batch
+    residuals: Tree = ()
+    model_state: Tree = None
 
 
 class ReplicaProgram:
@@ -176,7 +176,7 @@ class ReplicaProgram:
         seed: int,
         accumulation: Accumulation,
         precision: Precision,
-        transfer: Transfer,
+        transfer: GradientTransfer,
         check_numerics: bool,
     ) -> None:
         self._replicas = replicas
@@ -233,13 +233,13 @@ class ReplicaProgram:
 
     def __call__(
         self,
-        variables: Any,
-        batch: Any,
+        variables: Variables,
+        batch: Batch,
         index: jax.Array,
         control: jax.Array,
         residuals: Sequence[jax.Array] = (),
         own_state: Sequence[jax.Array] = (),
-        model_state: Any = None,
+        model_state: Tree = None,
     ) -> tuple[jax.Array, ...]:
         """The tail, the results, and what is kept: see `unpack_kept`; traceable.
 
@@ -263,7 +263,7 @@ class ReplicaProgram:
         tail = self.tail(values, index, control, is_bad)
         return (tail, *results, *means, *residuals, *state)
 
-    def of_state(self, after: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Of the model state that a replica has made what it sends, and what it keeps; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
@@ -318,7 +318,13 @@ class ReplicaProgram:
         return self._accumulation
 
     def loss_of_micro_batch(
-        self, variables: Any, part: Any, number: jax.Array, index: jax.Array, control: jax.Array, model_state: Any
+        self,
+        variables: Variables,
+        part: Batch,
+        number: jax.Array,
+        index: jax.Array,
+        control: jax.Array,
+        model_state: Tree,
     ) -> tuple[jax.Array, jax.Array, Outcome]:
         """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
 
@@ -336,7 +342,7 @@ class ReplicaProgram:
         with self._in_context(index):
             return self._computed(variables, part, key, control, model_state)
 
-    def micro_batch_of(self, batch: Any) -> Any:
+    def micro_batch_of(self, batch: Batch) -> Tree:
         """The shapes of one micro-batch of those that a replica's batch has.
 
         Raises:
@@ -344,7 +350,7 @@ class ReplicaProgram:
         """
         return jax.tree.map(self._micro_shape, batch)
 
-    def unpack_kept(self, kept: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Sequence[Any]]]:
+    def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
         """Of what a replica keeps the new residuals, and the leaves of the model state by the words of `KEPT`."""
         rest = iter(kept)
         counts = {word: self.rule.words.count(word) for word in KEPT}
@@ -365,12 +371,12 @@ class ReplicaProgram:
         return [payload], [jnp.atleast_1d(one) for one in new]
 
     def _gradients(
-        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
-    ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
+        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
+    ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
         trained = self.trainable.pick(variables)
 
-        def of_micro_batch(part: Any, key: jax.Array, model_state: Any) -> tuple[jax.Array, list[jax.Array], Any]:
-            def loss(trained: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        def of_micro_batch(part: Batch, key: jax.Array, model_state: Tree) -> tuple[jax.Array, list[jax.Array], Tree]:
+            def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
                 return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
@@ -398,20 +404,20 @@ class ReplicaProgram:
         new = mapped(function, plain, variables, self.needs_flags)
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
-    def _called(self, variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
+    def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """What the loss function returns. The model state keeps its dtypes: means that move need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
         return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
 
     def _loss(
-        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
+    ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
         """What is differentiated; the loss and the metrics as float32, and the new model state."""
         loss, values, outcome = self._computed(variables, batch, key, control, model_state)
         return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
     def _computed(
-        self, variables: Any, batch: Any, key: jax.Array, control: jax.Array, model_state: Any
+        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
     ) -> tuple[jax.Array, jax.Array, Outcome]:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
@@ -456,7 +462,7 @@ class ReplicaProgram:
             )
         return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
-    def _loss_of_one(self, variables: Any, batch: Any, index: jax.Array, model_state: Any) -> Any:
+    def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
         """What the loss function returns, as arrays."""
         with replica_context(self._replicas.new_context(index, "shapes")):
             result = self._called(variables, batch, jax.random.key(0), model_state)

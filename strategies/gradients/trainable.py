@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.tree_util import keystr
 
-from strategies.roles import Tree, Variables
+from strategies.roles import Leaf, Tree, Variables
 
 Filter: TypeAlias = Callable[[str, Any], bool] | Tree
 """A function of a variable's name, such as `['dense']['kernel']`, and of the variable; or a pytree of bools that begins
@@ -81,5 +81,5 @@ class Trainable:
         trained = iter(jax.tree.leaves(picked))
         return jax.tree.unflatten(structure, [next(trained) if flag else leaf for leaf, flag in self._pairs(leaves)])
 
-    def _pairs(self, leaves: Sequence[Any]) -> list[tuple[Any, bool]]:
+    def _pairs(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, bool]]:
         return list(zip(leaves, self.flags, strict=True))

@@ -18,13 +18,12 @@ from strategies.gradients.trainable import Trainable
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree, Variables
-from strategies.step.engine import control_of
-from strategies.step.jax_engine import JaxEngine
+from strategies.step.jax_engine import JaxEngine, control_of
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, as_optimizer
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 
 class MemoryPlanner:
@@ -63,8 +62,8 @@ class MemoryPlanner:
             programs,
         )
 
-    def _state(self, update: Update, variables: Variables, model_state: Tree) -> TrainState:
-        """The shapes of a state as `States` makes it."""
+    def _state(self, update: VariableUpdate, variables: Variables, model_state: Tree) -> TrainState:
+        """The shapes of a state as `TrainStates` makes it."""
         variables, model_state = shapes_of(variables), shapes_of(model_state)
         options, local = self._options, len(self._replicas.local_replicas)
         trained = Trainable.of(variables, options.trainable).pick(variables)
@@ -80,7 +79,7 @@ class MemoryPlanner:
         return TrainState(variables, update.init_shapes(trained), 0, scale, residuals, own)
 
     def _of_update(
-        self, update: Update, state: TrainState, program: ReplicaProgram, memory: MeansMemory
+        self, update: VariableUpdate, state: TrainState, program: ReplicaProgram, memory: MeansMemory
     ) -> list[ProgramMemory]:
         trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
         leaves = program.means if program.quantised else memory.means[: program.num_gradients]

@@ -16,15 +16,15 @@ from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import (
     Atom,
     Equation,
+    EquationGroup,
     Graph,
-    Group,
     Variable,
     bodies,
     cut,
     every_equation,
     variables,
 )
-from strategies.programs.segments import Part, Segment
+from strategies.programs.segments import Part, ProgramSegment
 
 Place: TypeAlias = tuple[int, int]
 """A stage, and a function of it."""
@@ -84,7 +84,7 @@ def function_of_stage(stage: int, function: int) -> AbstractContextManager[None]
 
 def cut_in_stages(
     graph: Graph, widths: Sequence[int], without: Collection[int] = frozenset(), weights: Collection[int] = ()
-) -> tuple[tuple[Segment, ...], ...]:
+) -> tuple[tuple[ProgramSegment, ...], ...]:
     """Cut a loss function at its marks.
 
     Args:
@@ -109,7 +109,9 @@ def cut_in_stages(
     for number, atom in enumerate(graph.results):
         if number not in without:
             parts[homes.get(graph.place(atom), last)][Part(number)] = atom
-    groups = [Group({number for number, home in homes.items() if home == place}, parts[place]) for place in places]
+    groups = [
+        EquationGroup({number for number, home in homes.items() if home == place}, parts[place]) for place in places
+    ]
     segments = iter(cut(graph, groups, lambda equation: id(equation) in again))
     return tuple(tuple(next(segments) for _ in range(width)) for width in widths)
 

@@ -35,7 +35,7 @@ from strategies.pipelines.schedules import PipelineSchedule, Schedule
 from strategies.pipelines.timetable import Places, Timetable
 from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing
-from strategies.programs.segments import Segment
+from strategies.programs.segments import ProgramSegment
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
 from strategies.switches import require_switches, require_switches_or_none
@@ -159,7 +159,7 @@ class Pipelining:
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """See `Pipeline`."""
+        """See `PipelinePlanner`."""
         return {
             "device_mapping": list(self.device_mapping),
             "schedule": AUTO if self.is_automatic else self._schedule.name,
@@ -185,7 +185,7 @@ class Pipelining:
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> PipelinePlan:
-        """See `Pipeline`."""
+        """See `PipelinePlanner`."""
         executables = Executables(replicas.devices.compile)
         if not self.is_automatic:
             return self._plan(replicas, program, shapes, shards, executables)
@@ -253,7 +253,7 @@ def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
     return replace(staged, stages=tuple(tuple(changed[one] for one in own) for own in staged.numbers)), marked
 
 
-def _has_mark(staged: Staged, segment: Segment) -> bool:
+def _has_mark(staged: Staged, segment: ProgramSegment) -> bool:
     given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
     equations = every_equation(jax.make_jaxpr(segment.function)(*given).jaxpr)
     return any(one.primitive.name == "name" and one.params["name"] == MARK for one in equations)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jax.extend import core
 from jax.extend.core.primitives import dot_general_p, slice_p, transpose_p
 
-from strategies.programs.jaxpr import Atom, Equation, Graph, Group, Variable, cut, nbytes
-from strategies.programs.segments import Part, Segment
+from strategies.programs.jaxpr import Atom, Equation, EquationGroup, Graph, Variable, cut, nbytes
+from strategies.programs.segments import Part, ProgramSegment
 
 MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"})
 """Movements of data: evaluated again where they are needed, which is cheaper than to hand on what they return."""
@@ -21,7 +21,7 @@ MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "e
 
 def cut_in_buckets(
     closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece_bytes: int
-) -> list[Segment]:
+) -> list[ProgramSegment]:
     """Cut a function at some of its results, in the order in which they can be finished.
 
     Args:
@@ -59,14 +59,14 @@ def _fill(parts: dict[Part, Atom], bucket_bytes: int) -> list[dict[Part, Atom]]:
     return buckets
 
 
-def _groups(graph: Graph, buckets: Sequence[dict[Part, Atom]]) -> list[Group]:
+def _groups(graph: Graph, buckets: Sequence[dict[Part, Atom]]) -> list[EquationGroup]:
     """For each bucket the equations behind it that no earlier one has."""
     known: set[int] = set()
     groups = []
     for bucket in buckets:
         own = graph.ancestors(bucket.values(), known)
         known |= own
-        groups.append(Group(own, bucket))
+        groups.append(EquationGroup(own, bucket))
     return groups
 
 

@@ -15,7 +15,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ MOST_REMEMBERED = 100_000
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-_last_traced: dict[tuple[int, str], Any] = {}
+_last_traced: dict[tuple[int, str], object] = {}
 
 logger = logging.getLogger("strategies.programs")
 
@@ -62,8 +62,8 @@ class _Read:
     """
 
     name: str
-    get: Callable[[], Any]
-    seen: Any
+    get: Callable[[], object]
+    seen: object
     may_grow: bool = False
     grows: bool = False
 
@@ -92,7 +92,7 @@ class Reads:
             of Python.
     """
 
-    def __init__(self, *functions: Callable[..., Any], follows_keras: bool = False) -> None:
+    def __init__(self, *functions: Callable[..., object], follows_keras: bool = False) -> None:
         self._name = " or ".join(
             dict.fromkeys(getattr(one, "__qualname__", type(one).__qualname__) for one in functions)
         )
@@ -103,7 +103,7 @@ class Reads:
             logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
             jax.clear_caches()
         self._reads = walk.reads
-        self.of_keras: Sequence[Any] = walk.of_keras
+        self.of_keras: Sequence[object] = walk.of_keras
         self._draws = [(name, one, state_of(one)) for name, one in walk.generators]
 
     def settle(self) -> None:
@@ -166,19 +166,19 @@ class _Walk:
 
     def __init__(self, follows_keras: bool) -> None:
         self.is_stale = False
-        self.of_keras: list[Any] = []
+        self.of_keras: list[object] = []
         self._follows_keras = follows_keras
         self.reads: list[_Read] = []
-        self.generators: list[tuple[str, Any]] = []
+        self.generators: list[tuple[str, object]] = []
         self._handed: set[str] = set()  # what may be a callback of JAX
         self._grown: set[str] = set()  # what functions add to,
         self._others: set[str] = set()  # and what they do something else with
-        self._passed: dict[int, Any] = {}
-        self._seen: dict[int, Any] = {}  # which keeps them, so that no other has the identity
+        self._passed: dict[int, object] = {}
+        self._seen: dict[int, object] = {}  # which keeps them, so that no other has the identity
         self._names = {"__call__"}  # which no code says where it calls an object
-        self._objects: list[tuple[str, Any, set[str]]] = []
+        self._objects: list[tuple[str, object, set[str]]] = []
 
-    def follow(self, function: Any, name: str) -> None:
+    def follow(self, function: object, name: str) -> None:
         self._value(function, name)
         if not isinstance(function, types.FunctionType | types.MethodType | functools.partial | type):
             self._method(function, "__call__", name)
@@ -187,7 +187,7 @@ class _Walk:
 
     # ---- functions
 
-    def _function(self, function: Any, name: str) -> None:
+    def _function(self, function: object, name: str) -> None:
         if not isinstance(function, types.FunctionType):
             return
         if not is_of_user(function):
@@ -230,7 +230,7 @@ class _Walk:
                     if isinstance(each, types.FunctionType):
                         self._value(each, name)
 
-    def _bound(self, name: str, get: Callable[[], Any], place: int, keys: Sequence[Any] | None = None) -> None:
+    def _bound(self, name: str, get: Callable[[], object], place: int, keys: Sequence[object] | None = None) -> None:
         """Read what a name stands for; of a dictionary only what the keys have, where no others are used."""
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
@@ -246,7 +246,7 @@ class _Walk:
         for key in dict.fromkeys(keys):
             self._bound(f"{name}[{key!r}]", functools.partial(value.get, key, GONE), id(value))
 
-    def _read(self, name: str, get: Callable[[], Any], place: int, may_grow: bool = False) -> None:
+    def _read(self, name: str, get: Callable[[], object], place: int, may_grow: bool = False) -> None:
         """Note a read; `place` is the identity of what holds the value."""
         if len(self.reads) >= MOST_READS:
             return
@@ -262,7 +262,7 @@ class _Walk:
 
     # ---- values
 
-    def _value(self, value: Any, name: str) -> None:
+    def _value(self, value: object, name: str) -> None:
         if isinstance(value, SCALARS) or id(value) in self._seen or len(self.reads) >= MOST_READS:
             return
         self._seen[id(value)] = value
@@ -298,7 +298,7 @@ class _Walk:
         if inner is not None and not isinstance(value, type):
             self._value(inner, name)
 
-    def _container(self, value: Any, name: str) -> None:
+    def _container(self, value: dict[Any, Any] | Collection[Any], name: str) -> None:
         if isinstance(value, dict):
             self._read(f"what is in {name}", lambda: tuple(value.items()), id(value), may_grow=True)
             pairs = [(f"{name}[{key!r}]", one) for key, one in list(value.items())]
@@ -309,7 +309,7 @@ class _Walk:
         for each, one in pairs[:MOST_READS]:
             self._value(one, each)
 
-    def _of_keras(self, value: Any, name: str) -> None:
+    def _of_keras(self, value: object, name: str) -> None:
         """Note the variables of an object of Keras; its other attributes are constant, or come with other variables."""
         self.of_keras.append(value)
         self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
@@ -331,7 +331,7 @@ class _Walk:
                 self._attribute(one, attribute, name)
         return found
 
-    def _attribute(self, one: Any, attribute: str, name: str) -> None:
+    def _attribute(self, one: object, attribute: str, name: str) -> None:
         space = getattr(one, "__dict__", {})
         if isinstance(one, type):
             space = next((vars(kind) for kind in one.__mro__ if attribute in vars(kind)), {})
@@ -342,7 +342,7 @@ class _Walk:
         else:
             self._method(one, attribute, name)
 
-    def _method(self, one: Any, attribute: str, name: str) -> None:
+    def _method(self, one: object, attribute: str, name: str) -> None:
         if attribute in self._handed:
             return
         kind = one if isinstance(one, type) else type(one)
@@ -358,11 +358,11 @@ def _name_of_self(method: types.MethodType) -> str:
     return names[0] if names else "self"
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "_version")
 
 
-def _is_of_keras(value: Any) -> bool:
+def _is_of_keras(value: object) -> bool:
     keras: Any = sys.modules.get("keras")
     if keras is None or isinstance(value, type):
         return False
@@ -370,7 +370,7 @@ def _is_of_keras(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def _module(one: Any) -> str:
+def _module(one: object) -> str:
     return str(one.__name__ if isinstance(one, types.ModuleType) else one.__module__)
 
 

@@ -12,13 +12,14 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
+from strategies.roles import Function, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def compile_in_turn(lowered: Any, folder: Path | None, wait_s: float = WAIT_S) -> Any:
+def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: float = WAIT_S) -> jax.stages.Compiled:
     """Compile a program; one instance of the host does it, and the others load what it made.
 
     The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
@@ -101,7 +102,7 @@ def compile_in_turn(lowered: Any, folder: Path | None, wait_s: float = WAIT_S) -
         return lowered.compile()
 
 
-def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) -> Callable[..., Any]:
+def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
     """The same jitted program, which is compiled with `compile_in_turn` at its first call.
 
     Args:
@@ -115,13 +116,13 @@ def compiled_in_turn(program: Any, folder: Path | None, wait_s: float = WAIT_S) 
 class _InTurn:
     """See `compiled_in_turn`."""
 
-    def __init__(self, program: Any, folder: Path, wait_s: float) -> None:
+    def __init__(self, program: jax.stages.Wrapped, folder: Path, wait_s: float) -> None:
         self._program = program
         self._folder = folder
         self._wait_s = wait_s
         self._is_compiled = False
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Tree) -> Tree:
         if not self._is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
             self._is_compiled = True
             compile_in_turn(self._program.lower(*arguments), self._folder, self._wait_s)
@@ -186,7 +187,7 @@ def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
     return f"compiled again, for the {_ordinal(len(seen) + 1)} time: {reason}; batches of one shape are compiled once"
 
 
-def shapes_by_name(tree: Any) -> dict[str, str]:
+def shapes_by_name(tree: Tree) -> dict[str, str]:
     """Dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.host_calls import PIECE_BYTES, call_host
+from strategies.roles import Leaf
 
 FAILED = -1
 """The token behind a feed that has failed. Nothing is fed or fetched any more, and loops end."""
@@ -85,7 +86,7 @@ class FeedProgram:
     replica: Any
     replication: Replication
     report: Callable[[BaseException], None]
-    token: Any
+    token: Leaf
     is_ordered: bool = False
     infeeds: Counter[int] = field(default_factory=Counter)
     outfeeds: set[int] = field(default_factory=set)
@@ -96,7 +97,7 @@ class FeedProgram:
 
     def call(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Callable[..., Sequence[Leaf]],
         results: Sequence[jax.ShapeDtypeStruct],
         arguments: Sequence[jax.Array],
     ) -> list[jax.Array]:
@@ -114,7 +115,7 @@ class FeedProgram:
         report = self.report
         nothing = [np.zeros(shape.shape, shape.dtype) for shape in results]
 
-        def call(replica: np.ndarray, token: np.ndarray, *values: np.ndarray) -> list[Any]:
+        def call(replica: np.ndarray, token: np.ndarray, *values: np.ndarray) -> list[Leaf]:
             if token < 0:
                 return [np.int32(FAILED), *nothing]
             try:
@@ -156,13 +157,13 @@ class FeedProgram:
     def put_now(self, put: Put, arrays: Sequence[jax.Array]) -> None:
         """Have the running program enqueue a value at once."""
 
-        def receive(replica: int, *values: np.ndarray) -> Sequence[Any]:
+        def receive(replica: int, *values: np.ndarray) -> Sequence[Leaf]:
             put(replica, [np.array(value) for value in values])
             return ()
 
         self.call(receive, [], arrays)
 
-    def is_here(self, array: Any) -> bool:
+    def is_here(self, array: Leaf) -> bool:
         """Whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
 
         Outside of there it is unknown.
@@ -201,7 +202,7 @@ class FeedProgram:
         return jnp.stack(self.loops) if self.loops else jnp.zeros(0, jnp.int32)
 
 
-def next_token(token: Any) -> np.int32:
+def next_token(token: Leaf) -> np.int32:
     """The token that a call gives."""
     return np.int32(FAILED if token < 0 else (int(token) + 1) % _TOKENS)
 
@@ -222,7 +223,7 @@ def is_in_program() -> bool:
     return _current.get() is not None
 
 
-def is_traced(values: Sequence[Any]) -> bool:
+def is_traced(values: Sequence[Leaf]) -> bool:
     """Whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
     return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))
 

@@ -7,19 +7,18 @@ differentiates functions and has no tape: a context differentiates a function, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from strategies.programs.jaxpr import Equation, Graph, Group, cut, every_equation
-from strategies.programs.right_sums import use_right_sums
-from strategies.programs.segments import Action, Part, carry_out, in_turn
-from strategies.roles import Function
+from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
+from strategies.programs.segments import Part, carry_out
+from strategies.programs.xla_pitfalls import use_right_sums
+from strategies.roles import Function, Leaf, Tree
 
 _MARK = "capture_upstream_gradients of "
 
@@ -86,7 +85,7 @@ class GradientCaptureContext:
         """
         places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-        def differentiated(*arguments: Any) -> Any:
+        def differentiated(*arguments: Tree) -> Tree:
             shapes = shapes_by_tag(jax.make_jaxpr(function)(*arguments))
             handles = {tag: jnp.zeros(shape.shape, shape.dtype) for tag, shape in shapes.items()}
             of_all = jax.value_and_grad(with_handles(function), (0, *(1 + place for place in places)), has_aux)
@@ -100,7 +99,7 @@ class GradientCaptureContext:
         """As `jax.grad`; see `value_and_grad`."""
         both = self.value_and_grad(function, argnums, has_aux)
 
-        def differentiated(*arguments: Any) -> Any:
+        def differentiated(*arguments: Tree) -> Tree:
             value, gradients = both(*arguments)
             return (gradients, value[1]) if has_aux else gradients
 
@@ -131,14 +130,14 @@ def shapes_by_tag(closed: jax.extend.core.ClosedJaxpr) -> dict[str, jax.ShapeDty
     return found
 
 
-def with_handles(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_handles(function: Function) -> Function:
     """`(handles, *arguments) -> what the function returns`, where the gradient of a handle is that of a marked array.
 
     Handles are by tags, and of the shape and dtype of the marked arrays; what they contain is not read, and marks
     without a handle do nothing. Arguments and results are pytrees.
     """
 
-    def handled(handles: Mapping[str, jax.Array], *arguments: Any) -> Any:
+    def handled(handles: Mapping[str, jax.Array], *arguments: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(Graph.of(closed), handles, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -146,22 +145,22 @@ def with_handles(function: Callable[..., Any]) -> Callable[..., Any]:
     return handled
 
 
-def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequence[Any]) -> list[Any]:
+def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequence[Leaf]) -> list[Leaf]:
     constants = graph.lift_constants()  # which may be differentiated
     tags = [_tag_of(equation) for equation in graph.equations]
     marks = [number for number, tag in enumerate(tags) if tag in handles]
     ends = [*(number for mark in marks for number in (mark, mark + 1)), len(tags)]
     groups = [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
-    segments = cut(graph, [*map(Group, groups), Group((), results)])
+    segments = cut(graph, [*map(EquationGroup, groups), EquationGroup((), results)])
     tag_of = {place: tags[own[0]] for place, own in enumerate(groups) if len(own) == 1 and own[0] in marks}
 
-    def compute(action: Action, given: list[Any]) -> Sequence[Any]:
-        made = segments[action.segment].function(*given)
-        tag = tag_of.get(action.segment)
+    def compute(number: int, given: list[Leaf]) -> Sequence[Leaf]:
+        made = segments[number].function(*given)
+        tag = tag_of.get(number)
         return made if tag is None or not made else [_captured(made[0], handles[tag])]
 
-    *_, (_, found) = carry_out(in_turn(len(segments)), segments, [[*constants, *arguments]], compute)
+    *_, (_, found) = carry_out(segments, [*constants, *arguments], compute)
     return list(found)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+
+from strategies.roles import Function, Leaf, Tree
 
 PIECE_BYTES = 64 * 1024
 """JAX hands an argument of 100 KiB or more over by a copy in XLA's thread pool. Where as many replicas as the pool has
@@ -22,9 +23,7 @@ WORDS = ("float32", "int32", "uint32")
 """Small arrays of these dtypes travel together: each argument takes JAX some 50 us."""
 
 
-def call_host(
-    function: Callable[..., Any], results: Any, arguments: Sequence[jax.Array], *, is_ordered: bool = False
-) -> Any:
+def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array], *, is_ordered: bool = False) -> Tree:
     """Have the running program call `function`; called while the program is traced.
 
     Args:
@@ -43,7 +42,7 @@ def call_host(
     pieces = [_cut(array) for array in (_packed(small), *large)]
     counts = [len(parts) for parts in pieces]
 
-    def call(*parts: Any) -> Any:
+    def call(*parts: Leaf) -> Tree:
         rest = iter(parts)
         words, *others = (_joined([np.asarray(part) for part in itertools.islice(rest, count)]) for count in counts)
         small_ones, large_ones = _unpacked(words, small_shapes), iter(others)
@@ -63,7 +62,7 @@ def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
 
 
 @functools.cache
-def effects_of_calls() -> frozenset[Any]:
+def effects_of_calls() -> frozenset[object]:
     """The effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
 
     There it computes the equation once and keeps the result.
@@ -72,7 +71,7 @@ def effects_of_calls() -> frozenset[Any]:
 
 
 @functools.cache
-def _effects_of_calls() -> frozenset[Any]:
+def _effects_of_calls() -> frozenset[object]:
     def calls() -> None:
         for is_ordered in (False, True):
             io_callback(lambda: None, None, ordered=is_ordered)
@@ -94,7 +93,7 @@ def _constant(array: jax.Array) -> jax.Array:
 
 
 @_constant.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: Leaf, tangents: Leaf) -> Leaf:
     raise TypeError("a call of Python has no derivative; put jax.lax.stop_gradient around what it gets")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from strategies.programs.segments import Part, Segment
+from strategies.programs.segments import Part, ProgramSegment
+from strategies.roles import Leaf, Tree
 
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn
@@ -114,9 +115,9 @@ def is_read(jaxpr: core.Jaxpr, argument: Variable) -> bool:
 
 def evaluate(
     closed: core.ClosedJaxpr,
-    arguments: Sequence[Any],
+    arguments: Sequence[Leaf],
     results_of: Callable[[Equation, list[Any]], Sequence[Any]],
-) -> list[Any]:
+) -> list[Leaf]:
     """The results of a program whose equations are evaluated by a function.
 
     Args:
@@ -127,7 +128,7 @@ def evaluate(
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Leaf:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -136,7 +137,7 @@ def evaluate(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Any]) -> list[Any]:
+def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
     """What an equation makes of values, as JAX evaluates it in a program, with what surrounds it.
 
     Args:
@@ -147,14 +148,14 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Any]) -> list[Any
     takes = [Variable(atom.aval) for atom in equation.invars]  # an operand may come twice
     gives = [Variable(variable.aval) for variable in equation.outvars]
     one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
-    results: list[Any] = jax.core.eval_jaxpr(one, (), *given)
+    results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
     return results
 
 
 def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:
     """The equation with other programs in it, which take and return the same shapes."""
 
-    def changed(value: Any) -> Any:
+    def changed(value: Tree) -> Leaf:
         if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
             return tuple(map(changed, value))
         return change(value) if isinstance(value, core.ClosedJaxpr) else value
@@ -213,7 +214,7 @@ class Graph:
         graph.results = graph._inline(jaxpr, names)
         return graph
 
-    def _constants(self, constvars: Iterable[Variable], values: Iterable[Any]) -> dict[Any, Any]:
+    def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Atom, Leaf]:
         names = {}
         for variable, value in zip(constvars, values, strict=True):
             names[variable] = Variable(variable.aval)
@@ -243,7 +244,7 @@ class Graph:
         self.producers.update(dict.fromkeys(equation.outvars, len(self.equations)))
         self.equations.append(equation)
 
-    def lift_constants(self) -> list[Any]:
+    def lift_constants(self) -> list[Leaf]:
         """Make the constants arguments, before the others; their values."""
         values = list(self.constants.values())
         self.arguments = [*self.constants, *self.arguments]
@@ -278,7 +279,7 @@ def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
 
 
 @dataclass(frozen=True)
-class Group:
+class EquationGroup:
     """Which equations of a graph make a segment.
 
     Attributes:
@@ -291,8 +292,8 @@ class Group:
 
 
 def cut(
-    graph: Graph, groups: Sequence[Group], is_repeated: Callable[[Equation], bool] = lambda equation: False
-) -> list[Segment]:
+    graph: Graph, groups: Sequence[EquationGroup], is_repeated: Callable[[Equation], bool] = lambda equation: False
+) -> list[ProgramSegment]:
     """Cut a function into segments, which run in the order of the groups.
 
     What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
@@ -326,7 +327,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 
 
 def _look_back(
-    graph: Graph, home: Mapping[int, int], place: int, group: Group, is_repeated: Callable[[Equation], bool]
+    graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
     """What a segment needs of earlier ones: equations to repeat, and intermediates."""
     repeated: set[int] = set()
@@ -353,11 +354,11 @@ def _look_back(
 
 def _segment(
     graph: Graph,
-    group: Group,
+    group: EquationGroup,
     repeated: Collection[int],
     handed_on: tuple[Sequence[Variable], Sequence[Variable]],
     order: Mapping[Variable, int],
-) -> Segment:
+) -> ProgramSegment:
     takes, gives = handed_on
     equations = [graph.equations[number] for number in sorted({*group.equations, *repeated})]
     results = list(group.parts.values())
@@ -366,7 +367,7 @@ def _segment(
     constants = [constant for constant in graph.constants if constant in read]
     reads = [*(graph.arguments[number] for number in inputs), *takes]
     jaxpr = _program(graph.closed.jaxpr, reads, equations, [*results, *gives], constants)
-    return Segment(
+    return ProgramSegment(
         partial(jax.core.eval_jaxpr, jaxpr, [graph.constants[constant] for constant in constants]),
         tuple(inputs),
         tuple(order[atom] for atom in takes),

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend import core
 
 from strategies.programs.compilation import compile_in_turn
+from strategies.roles import Function, Leaf, Tree
 
 _PASSES = "xla_disable_hlo_passes"
 _UNSEEN = nullcontext()
@@ -38,12 +39,12 @@ def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
     return {_PASSES: ",".join([*disabled, _LOOKS_AT_CORES])}
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Function, **options: Any) -> jax.stages.Wrapped:
     """`jax.jit`, with `compiler_options`."""
     return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
 
 
-class Program:
+class DeviceProgram:
     """A function that is compiled once for each device and shapes of arguments, and may run in several threads at once.
 
     It is traced where it is compiled, and not where it runs.
@@ -57,7 +58,7 @@ class Program:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         executables: Path | None,
         donated: Sequence[int] = (),
         compiling: AbstractContextManager[None] = _UNSEEN,
@@ -65,10 +66,10 @@ class Program:
         self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
         self._executables = executables
         self._compiling = compiling
-        self._traced: dict[Hashable, Any] = {}
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._traced: dict[Hashable, jax.stages.Traced] = {}
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
-    def compiled(self, device: jax.Device, *arguments: Any) -> Callable[..., Any]:
+    def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
         """The executable for a device and for arguments like these; traced once for all devices.
 
         Args:
@@ -84,27 +85,27 @@ class Program:
                 found = self._compiled[device, key] = compile_in_turn(lowered, self._executables)
         return found
 
-    def equations(self, *arguments: Any) -> core.ClosedJaxpr:
+    def equations(self, *arguments: Tree) -> core.ClosedJaxpr:
         """What is compiled for arguments like these; see `compiled`."""
         closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
         return closed
 
-    def results(self, *arguments: Any) -> Any:
+    def results(self, *arguments: Tree) -> Tree:
         """The shapes and dtypes of what is returned for arguments like these; see `compiled`."""
         return self._trace(_key(arguments), arguments).out_info
 
-    def _trace(self, key: Hashable, arguments: Sequence[Any]) -> Any:
+    def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:
         if key not in self._traced:
             self._traced[key] = self._jitted.trace(*arguments)
         return self._traced[key]
 
 
-def _key(arguments: Sequence[Any]) -> Hashable:
+def _key(arguments: Sequence[Tree]) -> Hashable:
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple([_type(leaf) for leaf in leaves]), _settings()
 
 
-def _type(leaf: Any) -> Hashable:
+def _type(leaf: Leaf) -> Hashable:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, bool(leaf.weak_type)
     aval = jax.typeof(leaf)
@@ -122,3 +123,40 @@ def _settings() -> Hashable:
         config.jax_threefry_partitionable,
         config.jax_debug_nans,
     )
+
+
+# ---- variables besides arguments and results
+
+
+class HeldState(Protocol):
+    """Variables that a function reads, as of models of Keras; they are arguments and results of its program."""
+
+    @property
+    def values(self) -> Sequence[Leaf]:
+        """The values of all variables, for a program."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these are still all variables."""
+
+    @contextmanager
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
+        """Give the variables these values while the function is traced; yield a function that returns the changes."""
+
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
+        """Assign what the local replicas have changed."""
+
+
+class _Nothing:
+    values: Sequence[Leaf] = ()
+    is_current = True
+
+    @contextmanager
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
+        yield dict
+
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
+        pass
+
+
+NOTHING_HELD: HeldState = _Nothing()

@@ -15,19 +15,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from strategies.programs.dependencies import behind, is_true
 from strategies.programs.feed_program import current_program
-from strategies.programs.jaxpr import Equation, Graph, Group, cut
-from strategies.programs.segments import Action, Part, carry_out, in_turn
+from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut
+from strategies.programs.segments import Part, carry_out
+from strategies.programs.xla_pitfalls import behind, is_true
+from strategies.roles import Function, Leaf, Tree
 
-Tree = TypeVar("Tree")
+Marked = TypeVar("Marked")
 Policy = Callable[..., Any]
 
 MARK = "recomputation_checkpoint"
 _NONE, _BLOCKS = "none", "blocks"
 
 
-def recomputation_checkpoint(tree: Tree) -> Tree:
+def recomputation_checkpoint(tree: Marked) -> Marked:
     """Mark values of a loss function that are kept for the backward pass; does nothing without recomputation.
 
     A mark cuts the function in two: what comes before it is one block, what comes behind it another.
@@ -35,11 +36,11 @@ def recomputation_checkpoint(tree: Tree) -> Tree:
     Args:
         tree: a pytree of arrays; it is returned.
     """
-    marked: Tree = jax.tree.map(lambda leaf: checkpoint_name(leaf, MARK), tree)
+    marked: Marked = jax.tree.map(lambda leaf: checkpoint_name(leaf, MARK), tree)
     return marked
 
 
-def recomputing(loss_fn: Callable[..., Any], recompute: str | Policy) -> Callable[..., Any]:
+def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
     """A loss function with the same values and gradients that keeps less for its backward pass.
 
     Between blocks it keeps what one of them hands to others. Within a block it keeps nothing, or what the policy says,
@@ -62,10 +63,10 @@ def recomputing(loss_fn: Callable[..., Any], recompute: str | Policy) -> Callabl
         )
 
     @functools.wraps(loss_fn)
-    def recomputed(*arguments: Any) -> Any:
+    def recomputed(*arguments: Tree) -> Tree:
         program = current_program()
 
-        def traced(token: jax.Array, *arguments: Any) -> tuple[jax.Array, Any]:
+        def traced(token: jax.Array, *arguments: Tree) -> tuple[jax.Array, Tree]:
             with program.inside(token):
                 result = loss_fn(*arguments)
                 return program.token, result
@@ -131,16 +132,16 @@ def _is_call(equation: Equation) -> bool:
     return bool(equation.primitive.name == "io_callback")
 
 
-def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Any]) -> list[Any]:
+def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf]) -> list[Leaf]:
     constants = graph.lift_constants()  # which may be differentiated
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
-    segments = cut(graph, [*(Group(block.equations) for block in blocks), Group((), results)])
+    segments = cut(graph, [*(EquationGroup(block.equations) for block in blocks), EquationGroup((), results)])
 
-    def compute(action: Action, given: list[Any]) -> Sequence[Any]:
-        segment = segments[action.segment]
+    def compute(number: int, given: list[Leaf]) -> Sequence[Leaf]:
+        segment = segments[number]
         if segment.parts:
             return segment.function(*given)
-        block = blocks[action.segment]
+        block = blocks[number]
         if block.is_repeated:
             is_argument = [place >= len(constants) for place in segment.inputs]
             return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
@@ -148,7 +149,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Any]) 
             given = [_constant(value) for value in given]
         return segment.function(*given)
 
-    *_, (_, found) = carry_out(in_turn(len(segments)), segments, [[*constants, *arguments]], compute)
+    *_, (_, found) = carry_out(segments, [*constants, *arguments], compute)
     return list(found)
 
 
@@ -182,8 +183,8 @@ class _Residuals:
 
 
 def _repeated(
-    function: Callable[..., Sequence[Any]], policy: Policy | None, is_variable: Sequence[bool]
-) -> Callable[..., Sequence[Any]]:
+    function: Callable[..., Sequence[Leaf]], policy: Policy | None, is_variable: Sequence[bool]
+) -> Callable[..., Sequence[Leaf]]:
     """The same function, evaluated again for its gradient, and not before that is needed.
 
     `jax.checkpoint` alone does not get that far: XLA:CPU drops its barriers, finds that the same is computed twice, and
@@ -198,15 +199,15 @@ def _repeated(
     """
 
     @jax.custom_vjp
-    def repeated(*arguments: Any) -> Sequence[Any]:
+    def repeated(*arguments: Leaf) -> Sequence[Leaf]:
         return function(*arguments)
 
-    def forward(*primals: Any) -> tuple[Sequence[Any], _Residuals]:
+    def forward(*primals: Leaf) -> tuple[Sequence[Leaf], _Residuals]:
         arguments = [primal.value for primal in primals]
         places = tuple(place for place, primal in enumerate(primals) if primal.perturbed)
         is_float: list[bool] = []
 
-        def of_those(*some: Any) -> tuple[list[Any], list[Any]]:
+        def of_those(*some: Leaf) -> tuple[list[Leaf], list[Leaf]]:
             every = list(arguments)
             for place, value in zip(places, some, strict=True):
                 every[place] = value
@@ -222,7 +223,7 @@ def _repeated(
         hidden = tuple(all(leaf is not one for one in shown) for leaf in jax.tree.leaves(backward))
         return results, _Residuals(backward, is_true(floats), hidden, places, len(primals), numbers)
 
-    def backward(kept: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(kept: _Residuals, cotangents: Sequence[Leaf]) -> tuple[Leaf, ...]:
         dense = [_dense(cotangents[number]) for number in kept.floats]
         is_there = kept.is_true & is_true(dense)
         leaves, structure = jax.tree.flatten(kept.backward)
@@ -233,7 +234,7 @@ def _repeated(
 
     repeated.defvjp(forward, backward, symbolic_zeros=True)
 
-    def called(*arguments: Any) -> list[Any]:
+    def called(*arguments: Leaf) -> list[Leaf]:
         results = repeated(*arguments)
         return [result if jnp.issubdtype(result.dtype, jnp.inexact) else _constant(result) for result in results]
 
@@ -247,12 +248,12 @@ def _constant(value: jax.Array) -> jax.Array:
 
 
 @functools.partial(_constant.defjvp, symbolic_zeros=True)
-def _constant_jvp(primals: tuple[jax.Array], tangents: Any) -> tuple[jax.Array, Any]:
+def _constant_jvp(primals: tuple[jax.Array], tangents: Leaf) -> tuple[jax.Array, Leaf]:
     (value,) = primals
     return value, SymbolicZero(jax.typeof(value).to_tangent_aval())
 
 
-def _dense(cotangent: Any) -> jax.Array:
+def _dense(cotangent: Leaf) -> jax.Array:
     is_zero = isinstance(cotangent, SymbolicZero)
     array: jax.Array = jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
     return array

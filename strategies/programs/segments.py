@@ -1,15 +1,11 @@
-"""A program in segments, and what runs when.
-
-Whoever cuts a program says what each segment reads and makes. A list of actions says which segment is computed when,
-and for which micro-batch; whoever carries it out need not know what segments compute, nor why they were cut.
-"""
+"""A program in segments: what each of them reads, makes and hands on, and how they are carried out in turn."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from strategies.roles import Leaf
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ProgramSegment:
     """A part of a program: `function(*inputs, *intermediates) -> (*parts, *intermediates)`.
 
     Attributes:
@@ -37,90 +33,37 @@ class Segment:
         parts: what it finishes.
     """
 
-    function: Callable[..., Sequence[Any]]
+    function: Callable[..., Sequence[Leaf]]
     inputs: tuple[int, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True)
-class Action:
-    """One thing to be done in a step. Whether it is of the forward or the backward pass is the segment's matter.
-
-    Attributes:
-        segment: the number of the segment that is computed.
-        micro_batch: the number of the micro-batch whose arguments it gets.
-    """
-
-    segment: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"segment {self.segment} of micro-batch {self.micro_batch}"
-
-
-Compute = Callable[[Action, list[Any]], Sequence[Any]]
-"""(An action, what its segment reads) -> what the segment makes, its intermediates last."""
-
-
-def in_turn(segments: int, micro_batches: int = 1) -> tuple[Action, ...]:
-    """All segments one after another, for one micro-batch after another."""
-    return tuple(Action(segment, number) for number in range(micro_batches) for segment in range(segments))
-
-
-def refuse_impossible(actions: Sequence[Action], segments: Sequence[Segment], micro_batches: int = 1) -> None:
-    """Check a list before anything runs.
-
-    Raises:
-        ValueError: if it does not have each segment once for each micro-batch, or a segment comes before one of which
-            it takes intermediates.
-    """
-    expected, counts = set(in_turn(len(segments), micro_batches)), Counter(actions)
-    wrong = [action for action in counts if action not in expected or counts[action] > 1]
-    wrong += [action for action in in_turn(len(segments), micro_batches) if action not in counts]
-    if wrong:
-        raise ValueError(
-            f"the list has {wrong[0]} {counts[wrong[0]]} times, for {len(segments)} segments and {micro_batches} "
-            "micro-batches; it needs each segment once for each micro-batch"
-        )
-    given: set[tuple[int, int]] = set()
-    for action in actions:
-        missing = {(action.micro_batch, number) for number in segments[action.segment].takes} - given
-        if missing:
-            giver = next(place for place, one in enumerate(segments) if min(missing)[1] in one.gives)
-            raise ValueError(f"{action} takes what segment {giver} gives; it must come behind it")
-        given |= {(action.micro_batch, number) for number in segments[action.segment].gives}
+Compute = Callable[[int, list[Leaf]], Sequence[Leaf]]
+"""(The number of a segment, what it reads) -> what it makes, its intermediates last."""
 
 
 def carry_out(
-    actions: Sequence[Action], segments: Sequence[Segment], arguments: Sequence[Sequence[Any]], compute: Compute
-) -> Iterator[tuple[Action, Sequence[Any]]]:
-    """Each action when it is computed, with what its segment has made; the next one is begun when that is asked for.
+    segments: Sequence[ProgramSegment], arguments: Sequence[Leaf], compute: Compute
+) -> Iterator[tuple[int, Sequence[Leaf]]]:
+    """Yield the number of each segment with its results, in turn; the next one begins when that is asked for.
 
     An intermediate is let go when it was taken for the last time.
 
     Args:
-        actions: possible ones, see `refuse_impossible`.
-        segments: of the program.
-        arguments: for each micro-batch the flat arguments of the program.
+        segments: of the program; each takes only intermediates of segments before it.
+        arguments: the flat arguments of the program.
         compute: computes a segment; values may be arrays, tracers or shapes.
     """
-    last = {
-        (action.micro_batch, taken): place  # of the action that takes it last
-        for place, action in enumerate(actions)
-        for taken in segments[action.segment].takes
-    }
-    intermediates: dict[tuple[int, int], Any] = {}
-    for place, action in enumerate(actions):
-        segment, of_batch = segments[action.segment], action.micro_batch
-        flat = arguments[of_batch]
-        read = [flat[position] for position in segment.inputs]
-        for key in [(of_batch, taken) for taken in segment.takes]:
-            read.append(intermediates.pop(key) if last[key] == place else intermediates[key])
-        results = compute(action, read)
+    last = {taken: number for number, segment in enumerate(segments) for taken in segment.takes}
+    intermediates: dict[int, Leaf] = {}
+    for number, segment in enumerate(segments):
+        read = [arguments[position] for position in segment.inputs]
+        for taken in segment.takes:
+            read.append(intermediates.pop(taken) if last[taken] == number else intermediates[taken])
+        results = compute(number, read)
         del read  # or they would be kept for as long as the results are looked at
         if segment.gives:
-            handed_on = results[len(results) - len(segment.gives) :]
-            intermediates.update(zip([(of_batch, number) for number in segment.gives], handed_on, strict=True))
-        yield action, results
+            intermediates.update(zip(segment.gives, results[len(results) - len(segment.gives) :], strict=True))
+        yield number, results

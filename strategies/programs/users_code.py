@@ -10,11 +10,10 @@ import sysconfig
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-GONE: Any = object()
+GONE: object = object()
 """Stand-in for a value that is not there any more."""
 
 _LIBRARIES = tuple(
@@ -60,9 +59,9 @@ def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[s
     return grown - others, others
 
 
-def keys_of(instructions: Sequence[dis.Instruction]) -> dict[str, list[Any]]:
+def keys_of(instructions: Sequence[dis.Instruction]) -> dict[str, list[object]]:
     """Return, for each name that a function only takes elements from, as `config["rate"]`, the constant keys."""
-    keys: dict[str, list[Any]] = {}
+    keys: dict[str, list[object]] = {}
     others = set()
     for place, one in enumerate(instructions):
         if one.opname in _LOADS or one.opname in ("LOAD_CLOSURE", "STORE_DEREF", "STORE_GLOBAL"):
@@ -122,7 +121,7 @@ def refuse_clocks(
             )
 
 
-def _changing(value: Any) -> str | None:
+def _changing(value: object) -> str | None:
     """Describe the result of a callable that returns something else each time; None for others."""
     owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
     if isinstance(owner, random.Random | np.random.RandomState) and not isinstance(value, type):
@@ -132,7 +131,7 @@ def _changing(value: Any) -> str | None:
     return "the time" if isinstance(value, types.BuiltinFunctionType) and (is_clock or is_now) else None
 
 
-def contents_of(cell: types.CellType) -> Any:
+def contents_of(cell: types.CellType) -> object:
     """Return what a closure has in a cell, or `GONE`."""
     try:
         return cell.cell_contents

@@ -8,23 +8,23 @@ with a hundred collectives in one program). So each callback is made to depend o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax.extend import core
 
-from strategies.programs.dependencies import behind, is_true
 from strategies.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
+from strategies.programs.xla_pitfalls import behind, is_true
 from strategies.replicas.collective_equations import EQUATION
+from strategies.roles import Function, Leaf, Tree
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
 
 
-def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_order(function: Function) -> Function:
     """The same function, with its callbacks in the order of the code; not to be differentiated any more."""
 
-    def ordered(*arguments: Any) -> Any:
+    def ordered(*arguments: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(closed, jax.tree.leaves(arguments), [])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -32,14 +32,14 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
-def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any]) -> list[Any]:
+def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Leaf]) -> list[Leaf]:
     """Evaluate it, with callbacks behind `last`, which becomes the results of its own last callback."""
     jaxpr = closed.jaxpr
     if not any(map(_is_callback, every_equation(jaxpr))):
-        found: list[Any] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
+        found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
         return found
 
-    def results_of(equation: Equation, given: list[Any]) -> list[Any]:
+    def results_of(equation: Equation, given: list[Leaf]) -> list[Leaf]:
         if not _calls_back(equation):
             return bind(jaxpr, equation, given)
         body = body_of_call(equation, is_derived=True)
@@ -54,7 +54,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Any], last: list[Any
     return evaluate(closed, arguments, results_of)
 
 
-def _behind(last: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
     """The operands, the smallest of which is there only when `last` is."""
     changed = list(given)
     if last and given:

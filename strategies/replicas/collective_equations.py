@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from jax.interpreters import ad, batching, mlir
 from collectives.reduction import Reduction
 from strategies.programs.host_calls import effects_of_calls
 from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.roles import Leaf
 
 EQUATION = "cross_replica_collective"
 """The name of the equations' primitive."""
 
 
-class Kind(ABC):
+class CollectiveKind(ABC):
     """What the replicas of a group make of their values; an immutable value.
 
     Attributes:
@@ -50,12 +51,12 @@ class Kind(ABC):
         """The cotangent of this replica's value, from those of what all got."""
 
     @abstractmethod
-    def batched(self) -> tuple[Kind, int]:
+    def batched(self) -> tuple[CollectiveKind, int]:
         """The same for values that have one more axis in front, and where the results have that axis."""
 
 
 @dataclass(frozen=True)
-class Reduce(Kind):
+class Reduce(CollectiveKind):
     """The reduction on every replica; `op` is one of `collectives.reduction.OPERATIONS`."""
 
     op: str
@@ -67,11 +68,11 @@ class Reduce(Kind):
         return self.op in ("sum", "mean")
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return shape
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         out = np.empty_like(values[0])
         Reduction(self.op, out.dtype).reduce([value.reshape(-1) for value in values], out.reshape(-1), len(values))
         return [out] * len(values)
@@ -80,21 +81,21 @@ class Reduce(Kind):
         """The same reduction."""
         return collective(index, cotangent)
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
         return self, 0
 
 
 @dataclass(frozen=True)
-class Gather(Kind):
+class Gather(CollectiveKind):
     """The values of all, along a new first axis, on every replica."""
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return (size, *shape)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         return [np.stack(values)] * len(values)
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -104,37 +105,37 @@ class Gather(Kind):
         own: jax.Array = jax.lax.dynamic_index_in_dim(total, rank, keepdims=False)
         return own
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
         return self, 1
 
 
 @dataclass(frozen=True)
-class Exchange(Kind):
+class BlockExchange(CollectiveKind):
     """The blocks along `split` that all have for a replica, one behind the other along `concat`."""
 
     split: int
     concat: int
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         found = list(shape)
         found[self.split] //= size
         found[self.concat] *= size
         return tuple(found)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `Kind`."""
+        """See `CollectiveKind`."""
         blocks = zip(*(np.split(value, len(values), self.split) for value in values), strict=True)
         return [np.concatenate(mine, self.concat) for mine in blocks]
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
         """The blocks go back."""
-        return replace(collective, kind=Exchange(self.concat, self.split))(index, cotangent)
+        return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
-    def batched(self) -> tuple[Kind, int]:
-        """See `Kind`."""
-        return Exchange(self.split + 1, self.concat + 1), 0
+    def batched(self) -> tuple[CollectiveKind, int]:
+        """See `CollectiveKind`."""
+        return BlockExchange(self.split + 1, self.concat + 1), 0
 
 
 CarryOut = Callable[["Collective", int, np.ndarray], np.ndarray]
@@ -154,7 +155,7 @@ class Collective:
     """
 
     name: str
-    kind: Kind
+    kind: CollectiveKind
     groups: ReplicaGroups
     total: int
     carry_out: CarryOut = field(repr=False)
@@ -195,7 +196,7 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
     def refusing(index: jax.Array, value: jax.Array) -> jax.Array:
         return function(index, value)
 
-    def backward(_: None, gradient: jax.Array) -> Any:
+    def backward(_: None, gradient: jax.Array) -> NoReturn:
         raise TypeError(refusal)
 
     # By way of `refusing` itself, so that a derivative of the derivative finds it again.
@@ -206,11 +207,11 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
 _collective = core.Primitive(EQUATION)
 
 
-def _shape(index: Any, value: Any, *, collective: Collective) -> tuple[Any, frozenset[Any]]:
+def _shape(index: Leaf, value: Leaf, *, collective: Collective) -> tuple[Leaf, frozenset[object]]:
     return jax.core.ShapedArray(collective.shape(value.shape), value.dtype), effects_of_calls()
 
 
-def _derive(primals: Sequence[Any], tangents: Sequence[Any], *, collective: Collective) -> tuple[Any, Any]:
+def _derive(primals: Sequence[Leaf], tangents: Sequence[Leaf], *, collective: Collective) -> tuple[Leaf, Leaf]:
     index, value = primals
     result = collective(index, value)
     if isinstance(tangents[1], ad.Zero):
@@ -220,13 +221,13 @@ def _derive(primals: Sequence[Any], tangents: Sequence[Any], *, collective: Coll
     return result, replace(collective, name=f"{collective.name}/gradient")(index, tangents[1])
 
 
-def _transpose(cotangent: Any, index: Any, value: Any, *, collective: Collective) -> tuple[None, Any]:
+def _transpose(cotangent: Leaf, index: Leaf, value: Leaf, *, collective: Collective) -> tuple[None, Leaf]:
     if isinstance(cotangent, ad.Zero):
         return None, ad.Zero(value.aval)
     return None, collective.kind.transpose(collective, index, cotangent)
 
 
-def _batch(arguments: Sequence[Any], axes: Sequence[int | None], *, collective: Collective) -> tuple[Any, int | None]:
+def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective: Collective) -> tuple[Leaf, int | None]:
     index, value = arguments
     of_index, of_value = axes
     if of_index is not None:  # as JAX hands it to both branches of a batched condition; it is the same all along
@@ -237,14 +238,14 @@ def _batch(arguments: Sequence[Any], axes: Sequence[int | None], *, collective: 
     return replace(collective, kind=kind)(index, jnp.moveaxis(value, of_value, 0)), axis
 
 
-def _lower(context: Any, index: Any, value: Any, *, collective: Collective) -> Any:
+def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Leaf:
     """The call of Python that the compiled program makes.
 
     Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
     thread of XLA's pool (see `host_calls`).
     """
 
-    def come(index: Any, value: Any) -> tuple[np.ndarray]:
+    def come(index: Leaf, value: Leaf) -> tuple[np.ndarray]:
         return (collective.carry_out(collective, int(index), np.asarray(value)),)
 
     results, _, _ = mlir.emit_python_callback(

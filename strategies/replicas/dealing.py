@@ -16,6 +16,7 @@ import jax
 from strategies.per_replica import PerReplica, Shared, dealt
 from strategies.programs.feed_program import Replication
 from strategies.replicas.devices import ReplicaDevices
+from strategies.roles import Batch, Leaf, Tree
 from strategies.train_state import is_trained
 
 Fact = TypeVar("Fact")
@@ -27,7 +28,7 @@ class _Known(Generic[Fact]):
     def __init__(self) -> None:
         self._of_identity: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
-    def note(self, tree: Any, fact: Fact) -> None:
+    def note(self, tree: Tree, fact: Fact) -> None:
         """Take note of it for the arrays of a tree."""
         for array in jax.tree.leaves(tree):
             # Called while the array is still there, so before another one can have its identity.
@@ -37,7 +38,7 @@ class _Known(Generic[Fact]):
     def _forget(self, identity: int, _: weakref.ref[Any]) -> None:
         self._of_identity.pop(identity, None)
 
-    def of(self, leaf: Any) -> Fact | None:
+    def of(self, leaf: Leaf) -> Fact | None:
         """What is known of a leaf of a tree."""
         found = self._of_identity.get(id(leaf))
         return found[1] if found is not None and found[0]() is leaf else None
@@ -47,12 +48,12 @@ _replications = _Known[Replication]()
 _mirrored = _Known[bool]()
 
 
-def replication_of(leaf: Any) -> Replication | None:
+def replication_of(leaf: Leaf) -> Replication | None:
     """The replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
     return _replications.of(leaf)
 
 
-def mirrored(tree: Any) -> Any:
+def mirrored(tree: Tree) -> Tree:
     """The same tree, of whose arrays it is known from now on that all replicas share them."""
     _mirrored.note(tree, True)
     return tree
@@ -73,13 +74,13 @@ class Dealing:
         self._replication = Replication(devices.replicas, total_replicas)
         self._batch_sizes = batch_sizes
 
-    def batch(self, tree: Any) -> Any:
+    def batch(self, tree: Tree) -> Tree:
         """A host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
         placed = self._devices.place(tree)
         _replications.note(placed, self._replication)
         return placed
 
-    def split(self, tree: Any) -> PerReplica:
+    def split(self, tree: Tree) -> PerReplica:
         """A tree, with all local replicas along the first axis of its leaves, cut into one for each of them.
 
         Raises:
@@ -89,7 +90,7 @@ class Dealing:
         jax.tree.map(self._devices.replica_shape, tree)
         return PerReplica(tuple(self._devices.parts(tree)), self._replication.local)
 
-    def deal(self, value: Any) -> Any:
+    def deal(self, value: Tree) -> Tree:
         """The value; where a part of it is the replicas' own, one `PerReplica` of whole trees.
 
         Args:
@@ -100,7 +101,7 @@ class Dealing:
         """
         return dealt(jax.tree.map(self._of_replicas, value), self._replication.local)
 
-    def deal_argument(self, value: Any) -> Any:
+    def deal_argument(self, value: Tree) -> Tree:
         """As `deal`, of a value in which what was computed of a batch may stand.
 
         Raises:
@@ -110,7 +111,7 @@ class Dealing:
             self._refuse_what_may_be_a_batch(leaf)
         return self.deal(value)
 
-    def refuse_others(self, batch: Any) -> None:
+    def refuse_others(self, batch: Batch) -> None:
         """Refuse a batch that is dealt out among other replicas than these.
 
         Raises:
@@ -124,12 +125,12 @@ class Dealing:
                     "batches of the strategy that runs the program, and none from before an instance was lost"
                 )
 
-    def _of_replicas(self, leaf: Any) -> Any:
+    def _of_replicas(self, leaf: Leaf) -> Tree:
         if isinstance(leaf, Shared):
             return leaf.value
         return leaf if replication_of(leaf) is None else self.split(leaf)
 
-    def _refuse_what_may_be_a_batch(self, leaf: Any) -> None:
+    def _refuse_what_may_be_a_batch(self, leaf: Leaf) -> None:
         rows, local = next(iter(getattr(leaf, "shape", ())), 0), len(self._replication.local)
         if local == 1 or not rows or rows not in [local * size for size in self._batch_sizes]:
             return

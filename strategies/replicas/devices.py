@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives.instruments import COMPILE, Instruments
 from popdist.xla import POOL_VARIABLE, thread_pool_setting, thread_pool_size
 from strategies.config.configured import in_force
-from strategies.programs.address_space import warn_of_little_address_space
 from strategies.programs.compilation import use_executable_cache
-from strategies.programs.float64 import refuse_cut_integers
-from strategies.programs.program import Program
-from strategies.programs.right_sums import insist_on_right_sums, use_right_sums
+from strategies.programs.program import DeviceProgram
+from strategies.programs.xla_pitfalls import (
+    insist_on_right_sums,
+    refuse_cut_integers,
+    use_right_sums,
+    warn_of_little_address_space,
+)
 from strategies.replicas.callbacks import in_order
+from strategies.roles import Function, Leaf, Tree
 
 T = TypeVar("T")
 
@@ -85,14 +89,14 @@ class ReplicaDevices:
 
     # ---- programs
 
-    def compile(self, function: Callable[..., Any], donated: Sequence[int] = ()) -> Program:
+    def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
         """The program of one replica, to be run by all of them.
 
         Args:
             function: what a replica computes.
             donated: the arguments whose memory the results may take over.
         """
-        return Program(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
+        return DeviceProgram(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
     def begin(
         self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
@@ -130,7 +134,7 @@ class ReplicaDevices:
 
     # ---- values
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
 
         In several waves it stays on the host until its wave comes.
@@ -145,7 +149,7 @@ class ReplicaDevices:
             return jax.device_put(tree, self.devices[0])
         return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
 
-    def parts(self, tree: Any) -> list[Any]:
+    def parts(self, tree: Tree) -> list[Tree]:
         """A tree whose leaves have all local replicas along the first axis, cut without a copy into one for each."""
         if len(self.replicas) == 1:
             return [tree]
@@ -157,7 +161,7 @@ class ReplicaDevices:
     def _positions(self) -> range:
         return range(len(self.replicas))
 
-    def _cut(self, leaf: Any) -> Sequence[Any]:
+    def _cut(self, leaf: Leaf) -> Sequence[Tree]:
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
             shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             if len(shards) == len(self.replicas):
@@ -167,7 +171,7 @@ class ReplicaDevices:
         host = borrow(leaf)
         return [host[position * rows : (position + 1) * rows] for position in self._positions]
 
-    def replica_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """The shape of what one replica takes of a leaf that has all local replicas along its first axis.
 
         Raises:
@@ -182,7 +186,7 @@ class ReplicaDevices:
         shape = (leaf.shape[0] // local, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
-    def share(self, tree: Any) -> Sequence[Any]:
+    def share(self, tree: Tree) -> Sequence[Tree]:
         """A tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
         return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
@@ -213,20 +217,12 @@ class DeviceGrid:
     @property
     def replicas(self) -> range:
         """The global indices of the local replicas."""
-        return self.columns[0].replicas
+        return self.first.replicas
 
-    def column(self, number: int) -> ReplicaDevices:
-        """The device of that number of each local replica.
-
-        Raises:
-            ValueError: if replicas do not have so many.
-        """
-        if not 0 <= number < len(self.columns):
-            raise ValueError(
-                f"device {number} of replicas that span {len(self.columns)}; make the strategy with more "
-                "ipus_per_replica, or start the job with poprun --ipus-per-replica"
-            )
-        return self.columns[number]
+    @property
+    def first(self) -> ReplicaDevices:
+        """The first device of each local replica."""
+        return self.columns[0]
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
@@ -244,7 +240,7 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     return np.asarray(array)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     """Whether a leaf of a tree is a typed random key, or an array of them."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
@@ -321,8 +317,3 @@ def choose_grid(
         of_column = tuple(devices[place % len(devices)] for place in places)
         columns.append(ReplicaDevices(of_column, replicas, executables, instruments))
     return DeviceGrid(tuple(columns))
-
-
-def choose_devices(replicas: range, local_index: int = 0, executables: Path | None = None) -> ReplicaDevices:
-    """The devices of local replicas that span one each; see `choose_grid`."""
-    return choose_grid(replicas, local_index, executables).column(0)

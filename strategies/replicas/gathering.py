@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from popdist.instance import replica_block
-from strategies.axes import checked_axis
+from strategies.argument_checks import checked_axis
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree

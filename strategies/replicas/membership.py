@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NoReturn, Protocol, TypeVar, final
+from typing import ClassVar, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -40,12 +40,14 @@ class Membership(ABC):
         instance: which replicas this process drives, as the instances are numbered now.
         communicator: connects those that are left.
         adds_in_order: whether sums over replicas have the same bits however these are spread.
+        members: the instances in words, plural, for messages.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
     adds_in_order: ClassVar[bool] = True
+    members: ClassVar[str] = "these instances"
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
@@ -57,16 +59,15 @@ class Membership(ABC):
         """Connect with the other instances; called once, before all else."""
 
     @property
-    @abstractmethod
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them; where some are lost it may be another one later."""
+        return self.instance.is_leader
 
     @property
-    @abstractmethod
     def can_carry_on(self) -> bool:
         """Whether the job goes on where an instance is lost."""
+        return False
 
-    @abstractmethod
     def join_survivors(self) -> tuple[Instance, Communicator]:
         """Connect with the instances that are left; a collective call of theirs.
 
@@ -76,6 +77,10 @@ class Membership(ABC):
         Raises:
             LifeCycleError: the job cannot go on.
         """
+        raise LifeCycleError(
+            f"{self.members} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure "
+            "shrink, which can"
+        )
 
     @final
     def carry_on(self) -> None:
@@ -96,22 +101,8 @@ class Membership(ABC):
         return replace(instance, ipus_per_replica=wanted)
 
 
-def refuse_to_carry_on(kind: str) -> NoReturn:
-    """What `Membership.join_survivors` does where nobody can go on.
-
-    Args:
-        kind: of the instances, in words, plural.
-
-    Raises:
-        LifeCycleError: always.
-    """
-    raise LifeCycleError(
-        f"{kind} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure shrink, which can"
-    )
-
-
 @dataclass
-class Place:
+class InstanceProgress:
     """How far an instance has come in what all of them do one after another.
 
     Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
@@ -131,24 +122,20 @@ class Place:
     share: Callable[[int], object] | None = None
 
     def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """One thing more is done, on all instances.
-
-        Args:
-            share: see above.
-        """
+        """One thing more is done, on all instances."""
         self.done += 1
         self.share = share
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SurvivorMeeting:
     """What instances know of each other that have met after a loss.
 
     Attributes:
         is_late: whether others have done what this one is about to do.
         newest: the rank of one that has done most.
-        passes: for each rank its `Place.passes`, int64.
-        batches: for each rank its `Place.batches`, int64.
+        passes: for each rank its `InstanceProgress.passes`, int64.
+        batches: for each rank its `InstanceProgress.batches`, int64.
     """
 
     is_late: bool
@@ -157,7 +144,7 @@ class Meeting:
     batches: np.ndarray
 
 
-class Members(Protocol):
+class SurvivingMembers(Protocol):
     """Who takes part, as those know it who do something together: a strategy."""
 
     @property
@@ -165,7 +152,7 @@ class Members(Protocol):
         """Of these instances, for messages."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> InstanceProgress:
         """How far this instance has come."""
 
     @property
@@ -181,7 +168,7 @@ class Members(Protocol):
 
 
 def surviving(
-    members: Members,
+    members: SurvivingMembers,
     attempt: Callable[[], T],
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
@@ -210,7 +197,9 @@ def surviving(
     return done
 
 
-def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
+def repeated(
+    members: SurvivingMembers, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]
+) -> T:
     """Do again, with the instances that are left, what has failed half-way.
 
     Args:
@@ -235,7 +224,7 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
     raise loss
 
 
-def warn_of_loss(members: Members, reason: str | None) -> None:
+def warn_of_loss(members: SurvivingMembers, reason: str | None) -> None:
     """Say why the others could not go on without an instance, where the job was started to go on.
 
     Args:
@@ -248,7 +237,7 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
         )
 
 
-def warn_where_none_goes_on(members: Members) -> None:
+def warn_where_none_goes_on(members: SurvivingMembers) -> None:
     """Say, on one instance, that the job ends with the first one that is lost though it was started to go on.
 
     Args:
@@ -279,10 +268,10 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
     return None
 
 
-def meet(members: Members) -> Meeting:
+def meet(members: SurvivingMembers) -> SurvivorMeeting:
     """Find out who has done what, and hand it to those who are late; a collective call.
 
-    Those who are late take it, with the same call as `Place.share` of the others, once this returns.
+    Those who are late take it, with the same call as `InstanceProgress.share` of the others, once this returns.
 
     Args:
         members: the instances.
@@ -293,4 +282,4 @@ def meet(members: Members) -> Meeting:
     newest, is_late = int(done.argmax()), bool(place.done < done.max())
     if place.share is not None and done.min() < done.max() and not is_late:
         place.share(newest)
-    return Meeting(is_late, newest, passes, batches)
+    return SurvivorMeeting(is_late, newest, passes, batches)

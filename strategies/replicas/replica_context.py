@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import jax
@@ -20,14 +20,14 @@ from collectives.reduction import normalise_op
 from popdist.instance import replica_block
 from strategies.errors import DeviceError, EndOfDataError, FeedError
 from strategies.programs.feed_program import FeedProgram, Replication, tracing
-from strategies.replicas.collective_equations import Collective, Kind, OfReplica, Reduce, without_gradient
+from strategies.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 
 
-class Ends(Protocol):
+class ProgramEndListener(Protocol):
     """What wants to know when the program has ended that used it, such as an outfeed."""
 
     def end_program(self) -> None:
@@ -90,7 +90,7 @@ class ReplicaContext:
         def reduce(name: str, index: jax.Array, leaf: jax.Array) -> jax.Array:
             return self.reducer.reduce(op, index, leaf, name)
 
-        def all_reduce(leaf: Any) -> jax.Array:
+        def all_reduce(leaf: Leaf) -> jax.Array:
             named: OfReplica = functools.partial(reduce, self.next_name())
             if op not in ("sum", "mean"):
                 named = without_gradient(named, f"all_reduce({op!r}) has no gradient; use 'sum' or 'mean'")
@@ -152,7 +152,7 @@ def replica_context(context: ReplicaContext) -> Iterator[None]:
 
 
 @dataclass
-class _Meeting:
+class _CollectiveCall:
     """The local replicas in one cross-replica call.
 
     Attributes:
@@ -197,15 +197,15 @@ class CrossReplicaReducer:
         self._is_identity = is_identity
         self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
         self._lock = threading.Lock()
-        self._meetings: dict[str, _Meeting] = {}
-        self._outfeeds: WeakSet[Ends] = WeakSet()
+        self._meetings: dict[str, _CollectiveCall] = {}
+        self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
 
     def begin(self) -> None:
         """A program is about to run; what is left of one that has failed half-way is dropped."""
         self.end()
         self.last_error = None
 
-    def meets(self, outfeed: Ends) -> None:
+    def meets(self, outfeed: ProgramEndListener) -> None:
         """Note that a replica of the running program enqueues an outfeed; from any thread."""
         if outfeed not in self._outfeeds:
             with self._lock:
@@ -222,6 +222,18 @@ class CrossReplicaReducer:
                 outfeed.end_program()
             except FeedError as error:
                 self.last_error = self.last_error or error
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the program when the block does; raise the error of a collective or feed where JAX raises one of it."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.last_error not in (None, error):
+                raise self.last_error from error
+            raise
+        finally:
+            self.end()
 
     @property
     def replication(self) -> Replication:
@@ -258,7 +270,9 @@ class CrossReplicaReducer:
         """Reduce one array over all replicas, unless reductions are left out; see `collect`."""
         return value if self._is_identity else self.collect(Reduce(op), ReplicaGroups(), index, value, name)
 
-    def collect(self, kind: Kind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+    def collect(
+        self, kind: CollectiveKind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str
+    ) -> jax.Array:
         """What a replica gets of a collective within its group; called while its program is traced.
 
         A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
@@ -298,7 +312,7 @@ class CrossReplicaReducer:
         with self._lock:
             if self.last_error is not None and self._has_failed:
                 raise self.last_error
-            meeting = self._meetings.setdefault(collective.name, _Meeting())
+            meeting = self._meetings.setdefault(collective.name, _CollectiveCall())
             meeting.contributions[replica] = np.asarray(value, order="C")
             is_last = len(meeting.contributions) == len(self._devices.replicas)
             if is_last:

@@ -18,18 +18,17 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
-from strategies.axes import Axis, parts_along
+from strategies.argument_checks import Axis, parts_along
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
-from strategies.programs.float64 import refuse_cut_integers
-from strategies.programs.held_state import HeldState
-from strategies.programs.program import Program
+from strategies.programs.program import DeviceProgram, HeldState
+from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
-from strategies.replicas.membership import Membership, Place, meet, surviving, warn_where_none_goes_on
+from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
-from strategies.roles import Batch, Tree
+from strategies.roles import Batch, Leaf, Tree
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts
 
@@ -73,7 +72,7 @@ class Replicas:
         self.kind = kind
         self._membership = membership
         self.first_index = membership.instance.index
-        self.place = Place()
+        self.place = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self.faults = _injector_among(self.instruments)
@@ -94,12 +93,14 @@ class Replicas:
             instance.ipus_per_replica,
             self.instruments,
         )
-        self.devices = self.grid.column(0)
+        self.devices = self.grid.first
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[Any, tuple[Program, HeldState, list[Callable[[], bool]]]] = {}  # last: are constants so?
+        self.programs: dict[
+            Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]
+        ] = {}  # last: are constants so?
         self._program_numbers = itertools.count()
 
     # ---- who is there
@@ -253,7 +254,7 @@ class Replicas:
         whole: Same = jax.tree.unflatten(structure, received)
         return whole
 
-    def _broadcast_leaf(self, name: str, leaf: Any, root: int) -> jax.Array:
+    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> jax.Array:
         array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
         self.communicator.broadcast(array, root, name=name)
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
@@ -270,11 +271,8 @@ class Replicas:
             reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
         return jax.tree.unflatten(structure, reduced)
 
-    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Any]:
+    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
         """For each leaf of a value the arrays of the local replicas, and the structure.
-
-        Args:
-            value: see `Strategy.reduce`.
 
         Raises:
             ValueError: the replicas' trees differ, or the value cannot be dealt out.
@@ -305,12 +303,12 @@ class Replicas:
         return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
 
 
-def _host_array(leaf: Any) -> np.ndarray:
+def _host_array(leaf: Leaf) -> np.ndarray:
     refuse_masked(leaf)
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
 
 
-def as_jax_would(leaf: Any) -> np.ndarray:
+def as_jax_would(leaf: Leaf) -> np.ndarray:
     """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

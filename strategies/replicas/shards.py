@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Leaf, Tree
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Shards:
     local: int
     min_elements: int
 
-    def divides(self, leaf: Any) -> bool:
+    def divides(self, leaf: Leaf) -> bool:
         """Whether an array of that shape is cut."""
         return bool(leaf.shape) and math.prod(leaf.shape) >= self.min_elements
 
-    def part(self, leaf: Any) -> int:
+    def part(self, leaf: Leaf) -> int:
         """How many elements each replica has."""
         size: int = math.prod(leaf.shape)
         return -(-size // self.replicas)
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """What this instance has of an array."""
         return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
 
@@ -61,7 +61,7 @@ class Shards:
         taken[: rest.size] = rest
         return taken
 
-    def join(self, parts: Any, leaf: Any) -> Any:
+    def join(self, parts: Tree, leaf: Leaf) -> Tree:
         """The array, of the shape of `leaf`, whose parts on all instances lie one after another."""
         return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
 
@@ -106,7 +106,7 @@ class PartOfArray:
         whole: np.ndarray = self.shards.join(parts, self.whole)
         return whole
 
-    def of(self, array: Any) -> Any:
+    def of(self, array: Leaf) -> Tree:
         """What this instance has of another array of that shape, where it has this one."""
         if isinstance(self.local, np.ndarray):
             return self.shards.take_on_host(np.asarray(array), self.replicas.local_replicas.start)

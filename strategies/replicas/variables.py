@@ -14,7 +14,7 @@ from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import is_in_program, note_constant
 from strategies.replicas.dealing import mirrored
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree
+from strategies.roles import Leaf, Tree
 
 Synchronization = Literal["on_write", "on_read"]
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
@@ -133,7 +133,7 @@ def values_of(tree: Tree) -> Tree:
     return jax.tree.map(_value_of, tree)
 
 
-def _value_of(leaf: Any) -> Tree:
+def _value_of(leaf: Leaf) -> Tree:
     if isinstance(leaf, SyncOnReadVariable):
         return leaf.values
     return leaf.value if isinstance(leaf, MirroredVariable) else leaf
@@ -193,7 +193,7 @@ def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
         )
 
 
-def _part(leaf: Any, parts: int) -> jax.Array:
+def _part(leaf: Leaf, parts: int) -> jax.Array:
     """What each of so many replicas gets of a sum."""
     array = jnp.asarray(leaf)
     if parts == 1:
@@ -211,7 +211,7 @@ def _part(leaf: Any, parts: int) -> jax.Array:
     return jnp.asarray(np.asarray(values // parts, array.dtype))
 
 
-def _host_copy(leaf: Any) -> np.ndarray:
+def _host_copy(leaf: Leaf) -> np.ndarray:
     array = np.array(leaf)
     array.flags.writeable = False
     return array

@@ -18,13 +18,12 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.step.engine import Prepared
 from strategies.step.fused_steps import FusedSteps
-from strategies.step.jax_engine import JaxEngine
+from strategies.step.jax_engine import JaxEngine, PreparedStep
 from strategies.step.metrics import Metrics, tell_end
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Executions:
     """
 
     def __init__(
-        self, replicas: Replicas, engine: JaxEngine, update: Update, single: SingleStep, may_fuse: bool
+        self, replicas: Replicas, engine: JaxEngine, update: VariableUpdate, single: SingleStep, may_fuse: bool
     ) -> None:
         self._replicas = replicas
         self._engine = engine
@@ -62,12 +61,6 @@ class Executions:
         Where one instance drives all replicas and the same steps in one program have the same bits, which is tried out
         the first time, `steps_per_execution` of them run without returning to Python; the log says if not. Otherwise
         instances meet once in every step.
-
-        Args:
-            state: see `Trainer.run`.
-            dataset: see there.
-            steps_per_execution: see there.
-            after_execution: see there.
         """
         positive("steps_per_execution", steps_per_execution)
         if isinstance(dataset, DistributedDataset):
@@ -109,7 +102,7 @@ class Executions:
         self._single.take_over(metrics)
         return state, metrics
 
-    def _made(self, step: Prepared, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    def _made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         program = step.program
         key = id(program), len(batches)
         if key not in self._programs:

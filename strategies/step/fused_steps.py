@@ -16,7 +16,8 @@ import numpy as np
 
 from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words, with_loss
 from strategies.programs.program import jit
-from strategies.updates.update import Update
+from strategies.roles import Batch, OptimizerState, Tree, Variables
+from strategies.updates.update import VariableUpdate
 
 
 class FusedSteps:
@@ -29,14 +30,14 @@ class FusedSteps:
         update: of the variables.
     """
 
-    def __init__(self, program: ReplicaProgram, update: Update) -> None:
+    def __init__(self, program: ReplicaProgram, update: VariableUpdate) -> None:
         self._program = program
         self._update = update
         self._run = jit(self._steps, donate_argnums=(0, 1))
 
     def __call__(
-        self, variables: Any, optimizer_state: Any, batches: Sequence[Any], step: int
-    ) -> tuple[Any, Any, jax.Array]:
+        self, variables: Variables, optimizer_state: OptimizerState, batches: Sequence[Batch], step: int
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
         """Make one step with each of the batches.
 
         Args:
@@ -48,18 +49,18 @@ class FusedSteps:
         Returns:
             New variables and optimizer state, and the tails of all steps, float32 [steps, tail size].
         """
-        results: tuple[Any, Any, jax.Array] = self._run(
+        results: tuple[Variables, OptimizerState, jax.Array] = self._run(
             variables, optimizer_state, tuple(batches), np.int32(0), control_words(step, False, 1.0)
         )
         return results
 
-    def has_effects(self, variables: Any, optimizer_state: Any, batches: Sequence[Any]) -> bool:
+    def has_effects(self, variables: Variables, optimizer_state: OptimizerState, batches: Sequence[Batch]) -> bool:
         """Whether the program calls back into Python."""
         words = control_words(0, False, 1.0)
         traced = jax.make_jaxpr(self._steps)(variables, optimizer_state, tuple(batches), np.int32(0), words)
         return bool(traced.effects)
 
-    def last_gradients(self, variables: Any, batches: Sequence[Any], step: int) -> list[np.ndarray]:
+    def last_gradients(self, variables: Variables, batches: Sequence[Batch], step: int) -> list[np.ndarray]:
         """The tail and the gradients for the last of the batches, computed in such a loop; for comparison.
 
         The variables stay as they are.
@@ -69,9 +70,9 @@ class FusedSteps:
         return [np.asarray(leaf) for leaf in found]
 
     def _gradients_in_loop(
-        self, variables: Any, batches: Sequence[Any], index: jax.Array, control: jax.Array
+        self, variables: Variables, batches: Sequence[Batch], index: jax.Array, control: jax.Array
     ) -> Sequence[jax.Array]:
-        def step(_: Any, batch: Any) -> tuple[Any, None]:
+        def step(_: Any, batch: Batch) -> tuple[Tree, None]:
             return jax.lax.optimization_barrier(self._program(variables, batch, index, control)), None
 
         of_gradients = [jnp.zeros(result.shape, result.dtype) for result in self._program.results]
@@ -80,9 +81,14 @@ class FusedSteps:
         return last
 
     def _steps(
-        self, variables: Any, optimizer_state: Any, batches: Sequence[Any], index: jax.Array, control: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        def step(carried: Any, batch: Any) -> tuple[Any, jax.Array]:
+        self,
+        variables: Variables,
+        optimizer_state: OptimizerState,
+        batches: Sequence[Batch],
+        index: jax.Array,
+        control: jax.Array,
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
+        def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
             variables, optimizer_state, control = carried
             tail, *gradients = self._program(variables, batch, index, control)
             # What single steps compute in programs of their own must not be fused here either.
@@ -100,5 +106,5 @@ class FusedSteps:
         return variables, optimizer_state, tails
 
 
-def _stacked(batches: Sequence[Any]) -> Any:
+def _stacked(batches: Sequence[Batch]) -> Tree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)

@@ -23,10 +23,11 @@ from strategies.gradients.replica_program import ReplicaProgram, with_loss
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
-from strategies.step.engine import Prepared
+from strategies.roles import Batch, OptimizerState, Tree, Variables
+from strategies.step.jax_engine import PreparedStep
 from strategies.step.metrics import Metrics
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
 
@@ -66,13 +67,13 @@ class InOneProgram:
         executables: the folder where compiled programs are kept, or None.
     """
 
-    update: Update
+    update: VariableUpdate
     seed: int
     executables: Path | None = None
     _tried: dict[int, _Tried] = field(default_factory=dict)
 
     def found(
-        self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray, in_parts: MakeStep
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
         """What makes such a step; None where it is to be made in parts.
 
@@ -93,7 +94,7 @@ class InOneProgram:
         return tried.run
 
     def _compared(
-        self, program: ReplicaProgram, state: TrainState, batch: Any, control: np.ndarray, in_parts: MakeStep
+        self, program: ReplicaProgram, state: TrainState, batch: Batch, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
         """The program, if it has the same bits for a step and for random values."""
         run = StepProgram(program, self.update, self.executables)
@@ -120,13 +121,13 @@ class StepProgram:
         executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, program: ReplicaProgram, update: Update, executables: Path | None) -> None:
+    def __init__(self, program: ReplicaProgram, update: VariableUpdate, executables: Path | None) -> None:
         self._program = program
         self._update = update
         self._jitted = jit(self._step, donate_argnums=(0, 2))
         self._run = compiled_in_turn(self._jitted, executables)
 
-    def __call__(self, state: TrainState, batch: Any, control: np.ndarray) -> Made:
+    def __call__(self, state: TrainState, batch: Batch, control: np.ndarray) -> Made:
         """The state after a step, and the tail of the replica; the state is used up."""
         arguments = self._arguments(state, batch, control)
         trained, optimizer_state, new, tail = self._run(*arguments)
@@ -139,11 +140,11 @@ class StepProgram:
         )
         return after, tail
 
-    def has_effects(self, state: TrainState, batch: Any, control: np.ndarray) -> bool:
+    def has_effects(self, state: TrainState, batch: Batch, control: np.ndarray) -> bool:
         """Whether it calls back into Python."""
         return bool(self._jitted.trace(*self._arguments(state, batch, control)).jaxpr.effects)
 
-    def _arguments(self, state: TrainState, batch: Any, control: np.ndarray) -> tuple[Any, ...]:
+    def _arguments(self, state: TrainState, batch: Batch, control: np.ndarray) -> tuple[Tree, ...]:
         trainable = self._program.trainable
         trained, frozen = trainable.pick(state.variables), trainable.frozen(state.variables)
         optimizer_state = self._update.on_device(state.optimizer_state)
@@ -151,14 +152,14 @@ class StepProgram:
 
     def _step(
         self,
-        trained: Any,
-        frozen: Any,
-        optimizer_state: Any,
-        model_state: Any,
-        batch: Any,
+        trained: Variables,
+        frozen: Variables,
+        optimizer_state: OptimizerState,
+        model_state: Tree,
+        batch: Batch,
         index: jax.Array,
         control: jax.Array,
-    ) -> tuple[Any, Any, Mapping[str, Sequence[jax.Array]], jax.Array]:
+    ) -> tuple[Variables, OptimizerState, Mapping[str, Sequence[jax.Array]], jax.Array]:
         program, rule = self._program, self._program.rule
         variables = jax.tree.map(
             lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda leaf: leaf is None
@@ -174,14 +175,14 @@ class StepProgram:
         trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
         return trained, optimizer_state, new, tail
 
-    def _arrived(self, model_state: Any, means: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:
+    def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:
         """The new leaves of a model state that other replicas would have a part in."""
         averaged = self._program.rule.words.count(MEAN)
         pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
         return {MEAN: list(means[:averaged]), SUM: [old + mean for old, mean in pairs]}
 
 
-def _arrays(state: TrainState) -> list[Any]:
+def _arrays(state: TrainState) -> list[Tree]:
     leaves = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state))
     return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,29 +11,51 @@ import jax
 import numpy as np
 
 from strategies.comparing.agreement import insist_on_agreement, terms_of
-from strategies.comparing.exactness import Gradients, have_same_gradients, is_so_everywhere
+from strategies.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
 from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
 from strategies.gradients.arguments import check_takes_state
 from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
-from strategies.gradients.gradient_programs import GradientPlan
+from strategies.gradients.gradient_programs import JaxGradientPlan
 from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
-from strategies.programs.float64 import refuse_cut_integers
 from strategies.programs.recomputation import recomputing
+from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.step.engine import Contributions, Prepared, StepEngine, control_of
+from strategies.roles import Batch, Function, Gradients, Tree
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
+
+Contributions = Sequence[Sequence[np.ndarray]]
+"""For each buffer of a bucket the arrays of the local replicas, in their order."""
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step for batches of some shapes.
+
+    Attributes:
+        program: what a replica computes.
+        gradients: compute it on all local replicas.
+        means: where the mean gradients are, as a pytree like the variables that are trained.
+        state_means: where the means of leaves of the model state are.
+        exchange: has them computed by all instances.
+    """
+
+    program: ReplicaProgram
+    gradients: ReplicaGradients
+    means: Gradients
+    state_means: Sequence[np.ndarray]
+    exchange: Means
 
 
 @dataclass(frozen=True)
@@ -51,8 +73,8 @@ class _Plan:
     lines: Sequence[str]
 
 
-class JaxEngine(StepEngine):
-    """See `StepEngine`.
+class JaxEngine:
+    """Computes gradients on the local replicas, bucket by bucket.
 
     Args:
         replicas: where the replicas are.
@@ -68,9 +90,9 @@ class JaxEngine(StepEngine):
         replicas: Replicas,
         loss_fn: LossFunction,
         options: StepOptions,
-        update: Update,
+        update: VariableUpdate,
         is_recorded: bool,
-        others: Sequence[Callable[..., Any]] = (),
+        others: Sequence[Function] = (),
     ) -> None:
         self._replicas = replicas
         self._functions = (loss_fn, *others)
@@ -85,45 +107,52 @@ class JaxEngine(StepEngine):
         self.claim_replicas()
 
     def claim_replicas(self) -> None:
-        """See `StepEngine`."""
+        """Begin anew with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
-        self._steps: dict[Any, Prepared] = {}
+        self._steps: dict[Any, PreparedStep] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
-    def begin(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> None:
-        """See `StepEngine`."""
+    def begin(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> None:
+        """Begin to compute gradients; does not wait for them.
+
+        Args:
+            step: what `prepare` has returned.
+            state: not to be used up before all buckets are collected.
+            batch: of all local replicas.
+            control: see `control_words`.
+        """
         self._begin(step.gradients, state, batch, control)
 
-    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Any, control: np.ndarray) -> None:
+    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Batch, control: np.ndarray) -> None:
         own, shared = self._divided(state.model_state)
         kept = self._devices.parts((state.residuals or [], own))
         parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
         of_replicas = [(rows, index, control, of_one) for rows, index, of_one in parts]
         gradients.dispatch(state.variables, of_replicas, shared)
 
-    def _divided(self, model_state: Any) -> tuple[list[Any], Any]:
+    def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
         """What replicas have of a model state for themselves, and the rest of it, with None for that."""
         if model_state is None:
             return [], None
         rule = self._options.rule_of(model_state)
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
-    def collect(self, step: Prepared) -> Iterator[tuple[Bucket, Contributions]]:
-        """See `StepEngine`."""
+    def collect(self, step: PreparedStep) -> Iterator[tuple[Bucket, Contributions]]:
+        """Yield each bucket when it is ready."""
         return step.gradients.collect()
 
-    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Any) -> Gradients:
+    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
         """The gradients of each local replica, by some programs."""
         self._begin(programs, state, batch, control_of(state))
         return programs.leaves()
 
     # ---- preparing
 
-    def prepare(self, state: TrainState, batch: Any) -> Prepared:
-        """See `StepEngine`."""
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
+        """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self.claim_replicas()
         if self._reads is not None:
@@ -150,7 +179,7 @@ class JaxEngine(StepEngine):
             self._reads = reads
         return found
 
-    def planned(self, state: TrainState, batch: Any) -> tuple[ReplicaProgram, ReplicaPlan]:
+    def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
         """What a replica computes, by programs that are not compiled yet; without a word to other instances.
 
         Gradients that would be streamed, which is found out by running, come all at the end.
@@ -163,7 +192,7 @@ class JaxEngine(StepEngine):
         plan = self._plan(self._shapes_of(state, batch))
         return plan.program, plan.gradients
 
-    def _shapes_of(self, state: TrainState, batch: Any) -> ReplicaShapes:
+    def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
         of_replica = self._devices.replica_shape
         return ReplicaShapes(
             _shapes(state.variables),
@@ -172,7 +201,7 @@ class JaxEngine(StepEngine):
             self._options.shapes_of_replica(state.model_state),
         )
 
-    def _prepared(self, state: TrainState, batch: Any) -> Prepared:
+    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
         key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
@@ -193,7 +222,7 @@ class JaxEngine(StepEngine):
             means = quantised.views(exchange.of_payload)
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
-        return Prepared(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
+        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
 
     def _kept(self, key: Any) -> _Plan | None:
         """A plan that was made before, if all instances have it; a collective call where some have been lost.
@@ -232,13 +261,13 @@ class JaxEngine(StepEngine):
     def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
         return None if program.quantised else self._update.mean_shards
 
-    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> GradientPlan:
+    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
         own, shared = self._divided(shapes.model_state)
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
         of_state = len(program.results) - program.num_gradients
-        return GradientPlan(
+        return JaxGradientPlan(
             self._devices,
             program,
             arguments,
@@ -250,7 +279,7 @@ class JaxEngine(StepEngine):
             program.num_kept,
         )
 
-    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Any) -> _Plan:
+    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
         """The plan, with gradients that are streamed if they may be; a collective call then."""
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
         if is_cut or not self._replicas.streams_gradients:
@@ -282,7 +311,7 @@ class JaxEngine(StepEngine):
         """Whether there are others to agree with."""
         return self._replicas.communicator.size > 1 and not self._is_recorded
 
-    def _agree(self, state: TrainState, batch: Any, shapes: ReplicaShapes, plan: _Plan) -> None:
+    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
         """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
         dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
@@ -312,11 +341,17 @@ class JaxEngine(StepEngine):
         )
 
 
-def _key_of(tree: Any) -> tuple[Any, ...]:
+def _key_of(tree: Tree) -> tuple[Tree, ...]:
     """What is the same for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
+    """The control words of a step that begins with a state."""
+    scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+    return control_words(state.step, notice, scale)

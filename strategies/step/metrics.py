@@ -12,6 +12,7 @@ import numpy as np
 from collectives.instruments import is_seen
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
+from strategies.roles import Batch
 from strategies.sinks.sink import Reading
 
 EVALUATION = "evaluation/"
@@ -75,7 +76,7 @@ def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: Loss
 
 
 def tell_end(
-    replicas: Replicas, batch: Any, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
+    replicas: Replicas, batch: Batch, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
 ) -> None:
     """Tell who looks, and sinks of metrics, that a step has ended well.
 
@@ -126,3 +127,35 @@ def reading(metrics: Metrics) -> Reading:
 
 def _of_step(names: tuple[str, ...], tails: jax.Array, number: int) -> dict[str, float]:
     return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))
+
+
+# ---- to all instances at the same step
+
+
+class StepNotice:
+    """A flag that is given to any instance and taken note of by all at the end of the same step.
+
+    `Trainer` sends it along with the metrics, so it costs no message of its own. What is given while a step is
+    computed travels with the next one.
+
+    Attributes:
+        number: what was given to this instance, such as the number of a signal; 0 before.
+        is_agreed: whether an instance had been given one when it began the last step; the same on all instances.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_agreed = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether this instance was given one."""
+        return self.number != 0
+
+    def give(self, number: int) -> None:
+        """Give it to this instance; may be called by a signal handler."""
+        self.number = number
+
+    def agree(self, replicas: float) -> None:
+        """Take note of what came with the last step: the share of the replicas to whose instance it was given."""
+        self.is_agreed = replicas > 0

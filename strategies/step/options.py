@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from strategies.config.configured import Effects
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod, MapGradient
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
@@ -27,7 +27,7 @@ from strategies.switches import require_switches, require_switches_or_none
 from strategies.updates.update import UpdateSettings
 
 
-class Options(TypedDict, total=False):
+class TrainerOptions(TypedDict, total=False):
     """What `Trainer` takes by name; see `StepOptions`."""
 
     gradient_accumulation_count: int
@@ -42,13 +42,12 @@ class Options(TypedDict, total=False):
     gradient_transfer_dtype: DTypeLike | None
     stochastic_rounding: bool
     recompute: str | Policy
-    compile_ahead: bool
     model_state_aggregation: Tree
     trainable: Filter
-    pipeline: Pipeline | None
+    pipeline: PipelinePlanner | None
 
 
-class Pipeline(Protocol):
+class PipelinePlanner(Protocol):
     """How a replica is cut into stages; `strategies.Pipelining`."""
 
     @property
@@ -110,8 +109,6 @@ class StepOptions:
         stochastic_rounding: of the sum of a 16-bit variable and its change.
         recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
             between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
-        compile_ahead: changes nothing any more: programs of a replica are the same however many of them an instance
-            drives, so nothing is compiled after the loss of an instance.
         model_state_aggregation: how replicas agree on the model state after each step, as a word for all of it, or a
             pytree of words that begins as the model state does: "mean", over all replicas in their order; "first",
             what replica 0 has; "per_replica", to each replica its own, which is lost with an instance; "sum": replicas
@@ -145,10 +142,9 @@ class StepOptions:
     gradient_transfer_dtype: DTypeLike | None = None
     stochastic_rounding: bool = False
     recompute: str | Policy = "none"
-    compile_ahead: bool = False
     model_state_aggregation: Tree = None
     trainable: Filter = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePlanner | None = None
 
     def __post_init__(self) -> None:
         self._require_switches()
@@ -175,7 +171,6 @@ class StepOptions:
         require_switches(
             check_numerics=self.check_numerics,
             stochastic_rounding=self.stochastic_rounding,
-            compile_ahead=self.compile_ahead,
         )
         require_switches_or_none(
             replicated_optimizer_state_sharding=self.replicated_optimizer_state_sharding,
@@ -219,9 +214,9 @@ class StepOptions:
         return Precision(float_dtype("compute_dtype", self.compute_dtype), self.scaling is not None)
 
     @cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> GradientTransfer:
         """In which dtype gradients travel."""
-        return Transfer.parse(self.gradient_transfer_dtype)
+        return GradientTransfer.parse(self.gradient_transfer_dtype)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
         """How replicas agree on such a model state.
@@ -302,7 +297,7 @@ class StepOptions:
 
 
 def configured(
-    seed: int, check_numerics: bool | None, digest_every: int, options: Options, effects: Effects
+    seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, effects: Effects
 ) -> StepOptions:
     """The options of a step, of which those that are left out are as the configuration in force says.
 
@@ -317,7 +312,7 @@ def configured(
     Raises:
         ValueError: see `StepOptions`.
     """
-    usual = Options(
+    usual = TrainerOptions(
         stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
     )
     usual.update(options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,16 +17,16 @@ from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.replica_program import with_loss
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
-from strategies.replicas.membership import LOSSES, Meeting, meet, repeated
+from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas
-from strategies.step.engine import Prepared, StepEngine, control_of
+from strategies.roles import Batch, Tree
 from strategies.step.in_one_program import InOneProgram, StepProgram
-from strategies.step.metrics import Metrics, metrics_of, tell_end
-from strategies.step.notice import Notice
+from strategies.step.jax_engine import JaxEngine, PreparedStep, control_of
+from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.options import StepOptions
-from strategies.step.step_record import Recorder
+from strategies.step.step_record import StepWatcher
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 
 class SingleStep:
@@ -48,11 +47,11 @@ class SingleStep:
     def __init__(
         self,
         replicas: Replicas,
-        engine: StepEngine,
-        update: Update,
+        engine: JaxEngine,
+        update: VariableUpdate,
         options: StepOptions,
-        notice: Notice,
-        recorder: Recorder,
+        notice: StepNotice,
+        recorder: StepWatcher,
     ) -> None:
         self.metrics: Metrics | None = None
         self._replicas = replicas
@@ -68,7 +67,7 @@ class SingleStep:
         """Whether every step is recorded."""
         return self._recorder.is_on
 
-    def make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def make(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `Trainer.step`; where instances are lost that had nothing alone, with those that are left."""
         check_state(state)
         local = len(self._replicas.local_replicas)
@@ -86,7 +85,7 @@ class SingleStep:
         self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
         return made
 
-    def _repeated(self, loss: BaseException, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _repeated(self, loss: BaseException, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step once more, on the batch of the replicas that this instance drives then."""
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
@@ -98,20 +97,13 @@ class SingleStep:
 
         return repeated(self._replicas, loss, lambda: self._attempt(state, batch), catch_up)
 
-    def _attempt(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _attempt(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A step. Errors of collectives inside of the loss function are those that were raised there."""
-        reducer = self._replicas.reducer
-        reducer.begin()
-        try:
+        self._replicas.reducer.begin()
+        with self._replicas.reducer.ending():
             return self._make(state, batch)
-        except jax.errors.JaxRuntimeError as error:
-            if reducer.last_error not in (None, error):
-                raise reducer.last_error from error
-            raise
-        finally:
-            reducer.end()
 
-    def _make(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _make(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         every = self._options.digest_every
         if every and state.step and state.step % every == 0:
             state = self._compared(state)
@@ -128,8 +120,10 @@ class SingleStep:
         assert self.metrics is not None
         return after, self.metrics
 
-    def _in_one_program(self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray) -> StepProgram | None:
-        def in_parts(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _in_one_program(
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
+    ) -> StepProgram | None:
+        def in_parts(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return self._in_parts(step, state, batch, control)
 
         return self._in_one.found(step, state, batch, control, in_parts)
@@ -142,7 +136,7 @@ class SingleStep:
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
     def _in_parts(
-        self, step: Prepared, state: TrainState, batch: Any, control: np.ndarray
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
     ) -> tuple[TrainState, Metrics]:
         """Gradients, their means, and the update, one after another."""
         instruments = self._replicas.instruments
@@ -179,7 +173,7 @@ class SingleStep:
         self._recorder.updated(after, self.metrics)
         return after, self.metrics
 
-    def _kept(self, step: Prepared, state: TrainState) -> tuple[Any, Any]:
+    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
         """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
@@ -195,7 +189,7 @@ class SingleStep:
             new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
         return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
-    def meet(self) -> Meeting:
+    def meet(self) -> SurvivorMeeting:
         """After a loss, on all instances that are left; see `membership.meet`."""
         self._engine.claim_replicas()
         return meet(self._replicas)
@@ -270,7 +264,7 @@ class SingleStep:
         )
 
 
-def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Any]:
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
     """What replicas keep, with all of them along the first axis."""
     if len(kept) == 1:
         return list(kept[0])

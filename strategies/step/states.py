@@ -19,10 +19,10 @@ from strategies.roles import Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
-from strategies.updates.update import Update
+from strategies.updates.update import VariableUpdate
 
 
-class States:
+class TrainStates:
     """Knows which parts of a state only this instance has.
 
     Args:
@@ -34,7 +34,12 @@ class States:
     """
 
     def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, update: Update, single: SingleStep
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        options: StepOptions,
+        update: VariableUpdate,
+        single: SingleStep,
     ) -> None:
         self._replicas = replicas
         self._loss_fn = loss_fn

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,11 +29,12 @@ from popdist.instance import this_host
 from popdist.records import recording
 from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
-from strategies.comparing.fingerprints import fingerprint
+from strategies.comparing.digest import fingerprint
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
+from strategies.roles import Batch, Gradients, Leaf
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
@@ -63,14 +64,14 @@ _CONFIG = (
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
-class Recorder(Protocol):
+class StepWatcher(Protocol):
     """What a Trainer tells of its steps."""
 
     @property
     def is_on(self) -> bool:
         """Whether anything is recorded: steps are then made one by one."""
 
-    def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
+    def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
         """The mean gradients of a step are there, the variables have not been updated.
 
         Args:
@@ -93,14 +94,14 @@ class NoRecorder:
 
     is_on = False
 
-    def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
-        """See `Recorder`."""
+    def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
+        """See `StepWatcher`."""
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
 
 
-def recorder_for(replicas: Replicas, options: StepOptions) -> Recorder:
+def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
     """What records the steps of one Trainer, if the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
     return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
@@ -140,8 +141,8 @@ class StepRecorder:
         self._line: dict[str, Any] = {}
         self._took_s = 0.0
 
-    def reduced(self, state: TrainState, batch: Any, means: Any, shards: Shards | None) -> None:
-        """See `Recorder`."""
+    def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
+        """See `StepWatcher`."""
         began_s = time.perf_counter()
         if state.step <= self._step:
             self._training = self._file.next_training()
@@ -178,7 +179,7 @@ class StepRecorder:
         self._took_s = time.perf_counter() - began_s
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `Recorder`."""
+        """See `StepWatcher`."""
         jax.block_until_ready(state.variables)  # which is the program's time
         began_s = time.perf_counter()
         step = self._line["step"]
@@ -200,7 +201,7 @@ class StepRecorder:
         if self._wanted.steps is not None and self._file.steps_made >= self._wanted.steps:
             raise SystemExit(0)
 
-    def _recorded(self, state: TrainState) -> dict[str, Any]:
+    def _recorded(self, state: TrainState) -> dict[str, Leaf]:
         """What is the same on all instances: variables that are trained, others, and leaves of the model state."""
         trainable = Trainable.of(state.variables, self._options.trainable)
         rule = self._options.rule_of(state.model_state)
@@ -215,12 +216,12 @@ class StepRecorder:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
-    def _parts(self, leaf: Any) -> list[np.ndarray]:
+    def _parts(self, leaf: Leaf) -> list[np.ndarray]:
         """The rows of each local replica."""
         array = _on_host(leaf)
         return np.split(array, len(self._replicas.local_replicas))
 
-    def _whole(self, mean: Any, leaf: Any, name: str, shards: Shards | None) -> np.ndarray:
+    def _whole(self, mean: Leaf, leaf: Leaf, name: str, shards: Shards | None) -> np.ndarray:
         if shards is None or mean.shape == leaf.shape:
             return _on_host(mean)
         whole = jax.ShapeDtypeStruct(leaf.shape, mean.dtype)
@@ -232,7 +233,7 @@ class StepRecorder:
             self._layout = layout
             self._file.write({"kind": recording.LAYOUT, **layout})
 
-    def _write_values(self, part: str, arrays: dict[str, Any]) -> None:
+    def _write_values(self, part: str, arrays: dict[str, Leaf]) -> None:
         path = self._file.path.with_suffix(f".{part}")
         places, offset = [], 0
         with open(path, "wb", opener=_open_private) as file:
@@ -260,7 +261,7 @@ class _RecordFile:
         self._trainings = 0
         self._made: dict[int, int] = {}
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -313,7 +314,7 @@ def _file(folder: Path) -> _RecordFile:
     return _files[key]
 
 
-def digest(array: Any) -> str:
+def digest(array: Leaf) -> str:
     """16 hexadecimal digits that change with an array's bits, shape or dtype; against accidents, not against tricks.
 
     CRC-32 and Adler-32: five times as fast as SHA-256.
@@ -324,7 +325,7 @@ def digest(array: Any) -> str:
     return f"{zlib.crc32(octets, head):08x}{zlib.adler32(octets):08x}"
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: Leaf) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     is_on_one = isinstance(leaf, jax.Array) and len(leaf.devices()) == 1
@@ -345,7 +346,7 @@ def _host_random() -> dict[str, str]:
 _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ else {}
 
 
-def what_decides_bits() -> dict[str, Any]:
+def what_decides_bits() -> dict[str, object]:
     """What decides a training's bits besides the program, its seed, data and number of replicas."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
@@ -374,7 +375,7 @@ def _versions() -> dict[str, str]:
     return found | {"libc": "-".join(platform.libc_ver())}
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> dict[str, str]:
     """Its name, what it can do with vectors, and a digest of all that it can do."""
     found: dict[str, str] = {}
     try:

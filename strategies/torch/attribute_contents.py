@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -117,4 +116,4 @@ def _is_open(value: object) -> bool:
 def _of_tensor(tensor: torch.Tensor) -> Iterator[object]:
     if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel():
         flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
-        yield crc32(flat.contiguous().view(torch.uint8).numpy().data)
+        yield digest(flat.contiguous().view(torch.uint8).numpy(), most_bytes=None)

@@ -12,7 +12,7 @@ import numpy as np
 from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import Int8Layout, Transfer
+from strategies.exchange.transfer import GradientTransfer, Int8Layout
 from strategies.gradients.leaving import Allocate
 from strategies.replicas.shards import Shards
 
@@ -62,7 +62,7 @@ class TorchGradientPlan:
     """
 
     parameters: tuple[Parameter, ...]
-    transfer: Transfer
+    transfer: GradientTransfer
     streams: bool = False
     shards: Shards | None = None
     tail: int = 0

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import torch
 
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
 from strategies.numbers import at_least, positive
@@ -199,10 +199,10 @@ class TorchOptions:
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> GradientTransfer:
         """The dtype in which gradients travel."""
         dtype = self.gradient_transfer_dtype
-        return Transfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+        return GradientTransfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
     @cached_property
     def device(self) -> torch.device | None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from strategies.checkpoints.best import Best
+from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.roles import Tree
 from strategies.torch.model_buffers import OF_EACH

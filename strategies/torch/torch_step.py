@@ -23,9 +23,8 @@ from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, metrics_of, tell_end
-from strategies.step.notice import Notice
-from strategies.step.step_record import Recorder
+from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
+from strategies.step.step_record import StepWatcher
 from strategies.torch.gradient_exchange import GradientExchange, Tail
 from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
 from strategies.torch.local_replicas import LocalReplicas
@@ -51,8 +50,8 @@ class TorchStep:
         training: TorchTraining,
         loss_fn: LossFunction,
         options: TorchOptions,
-        notice: Notice,
-        recorder: Recorder,
+        notice: StepNotice,
+        recorder: StepWatcher,
     ) -> None:
         self._replicas = replicas
         self._training = training

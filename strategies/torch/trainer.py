@@ -7,14 +7,13 @@ from typing import Unpack
 
 import torch
 
+from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.memory.plan import MemoryPlan
-from strategies.option_names import require_known_options
 from strategies.pipelines.trace import Trace
 from strategies.roles import Batch, Tree
-from strategies.step.metrics import Metrics, tell_evaluation
-from strategies.step.notice import Notice
+from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
@@ -77,7 +76,7 @@ class Trainer:
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed
-        self.notice = Notice()
+        self.notice = StepNotice()
         self.strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding
@@ -227,6 +226,3 @@ class Trainer:
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._training.whole(state)
-
-    def share_notice(self) -> None:
-        """Nothing is left to do: `notice` has travelled with the gradients."""

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
+from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
 from strategies.exchange.transfer import Int8Layout
-from strategies.host_arrays import Age, HostArray
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards

@@ -8,14 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from strategies.gradients.accumulation import MapGradient
-from strategies.programs.products import with_rounded_products
+from strategies.programs.xla_pitfalls import with_rounded_products
+from strategies.roles import Function, Gradients, Leaf, OptimizerState, Variables
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Arithmetic:
         rounded: makes a function whose products are rounded by themselves; see `with_rounded_products`.
     """
 
-    add: Callable[[Any, Any], Any] = optax.apply_updates
-    rounded: Callable[[Callable[..., Any]], Callable[..., Any]] = with_rounded_products
+    add: Callable[[Variables, Gradients], Variables] = optax.apply_updates
+    rounded: Callable[[Function], Function] = with_rounded_products
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_it_is(function: Function) -> Function:
     return function
 
 
@@ -52,7 +53,7 @@ class Known:
     loss: jax.Array
 
 
-class Optimizer(ABC):
+class StepOptimizer(ABC):
     """Makes new variables of mean gradients; traceable, and without a state of its own."""
 
     @property
@@ -61,10 +62,10 @@ class Optimizer(ABC):
         return False
 
     @abstractmethod
-    def init(self, variables: Any) -> Any:
+    def init(self, variables: Variables) -> OptimizerState:
         """The optimizer state before the first step, a pytree of arrays."""
 
-    def check(self, gradients: Any, variables: Any) -> None:  # noqa: B027  # most optimizers ask for nothing more
+    def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers ask for nothing more
         """Refuse variables that it cannot update, or a step that has not what it asks for.
 
         Args:
@@ -77,8 +78,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
-    ) -> tuple[Any, Any]:
+        self,
+        gradients: Gradients,
+        optimizer_state: OptimizerState,
+        variables: Variables,
+        known: Known,
+        arithmetic: Arithmetic,
+    ) -> tuple[Variables, OptimizerState]:
         """New variables and optimizer state.
 
         Args:
@@ -91,7 +97,7 @@ class Optimizer(ABC):
 
 
 @final
-class OptaxOptimizer(Optimizer):
+class OptaxOptimizer(StepOptimizer):
     """A gradient transformation of optax.
 
     One that takes extra arguments gets `value`, the mean loss, `grad`, the mean gradients, and `gradient_norm`. One
@@ -105,37 +111,46 @@ class OptaxOptimizer(Optimizer):
 
     @property
     def needs_whole(self) -> bool:
-        """See `Optimizer`."""
+        """See `StepOptimizer`."""
         return self._needs_whole
 
-    def init(self, variables: Any) -> Any:
-        """See `Optimizer`."""
+    def init(self, variables: Variables) -> OptimizerState:
+        """See `StepOptimizer`."""
         return self._transformation.init(variables)
 
-    def check(self, gradients: Any, variables: Any) -> None:
-        """See `Optimizer`."""
+    def check(self, gradients: Gradients, variables: Variables) -> None:
+        """See `StepOptimizer`."""
         state = jax.eval_shape(self._transformation.init, variables)
         number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         self._extra(_of_fast(gradients), state, variables, Known(number, number))
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
-    ) -> tuple[Any, Any]:
-        """See `Optimizer`."""
+        self,
+        gradients: Gradients,
+        optimizer_state: OptimizerState,
+        variables: Variables,
+        known: Known,
+        arithmetic: Arithmetic,
+    ) -> tuple[Variables, OptimizerState]:
+        """See `StepOptimizer`."""
         gradients = _of_fast(gradients)
         extra = self._extra(gradients, optimizer_state, variables, known)
         update = arithmetic.rounded(self._transformation.update)
         changes, optimizer_state = update(gradients, optimizer_state, variables, **extra)
         return arithmetic.add(variables, changes), optimizer_state
 
-    def _extra(self, gradients: Any, optimizer_state: Any, variables: Any, known: Known) -> dict[str, Any]:
+    def _extra(
+        self, gradients: Gradients, optimizer_state: OptimizerState, variables: Variables, known: Known
+    ) -> dict[str, Leaf]:
         """Return the extra arguments of an update. The first call traces the update, to see which it asks for."""
         given = {"value": known.loss, "grad": gradients, "gradient_norm": known.gradient_norm}
         if self._names is None:
             self._names = self._accepted((gradients, optimizer_state, variables), given)
         return {name: given[name] for name in self._names}
 
-    def _accepted(self, arguments: tuple[Any, Any, Any], given: Mapping[str, Any]) -> Sequence[str]:
+    def _accepted(
+        self, arguments: tuple[Gradients, OptimizerState, Variables], given: Mapping[str, Leaf]
+    ) -> Sequence[str]:
         """Return the names of the extra arguments that the update takes.
 
         Optimizers in a chain may take none, and then refuse those that the chain passes on.
@@ -162,15 +177,15 @@ _NOT_KNOWN = ("value_fn", "grad_fn", "obj_fn")
 """Arguments of optax that would compute the loss of all replicas once more, within the update."""
 
 
-def _refuse(name: str) -> Callable[..., Any]:
+def _refuse(name: str) -> Function:
     # Line searches refuse extra arguments that `value_fn` has no name for, before they call it.
-    def refuse(*_: Any, gradient_norm: Any = None, grad_fn: Any = None, obj_fn: Any = None) -> Any:
+    def refuse(*_: object, gradient_norm: object = None, grad_fn: object = None, obj_fn: object = None) -> NoReturn:
         raise TypeError(f"it calls {name}, and a step cannot compute the loss of all replicas again within the update")
 
     return refuse
 
 
-def _taken(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...]:
+def _taken(function: Function, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names among these that a function takes as keywords."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -184,7 +199,7 @@ def _optax_function(error: BaseException | None) -> str:
     return inside[-1].split(".")[0] if inside else "its update"
 
 
-def _require_shapes(changes: Any, variables: Any) -> None:
+def _require_shapes(changes: Gradients, variables: Variables) -> None:
     """Refuse changes that adding would broadcast.
 
     Raises:
@@ -199,11 +214,11 @@ def _require_shapes(changes: Any, variables: Any) -> None:
             )
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: Leaf) -> bool:
     return leaf is None
 
 
-def _of_fast(gradients: Any) -> Any:
+def _of_fast(gradients: Gradients) -> Gradients:
     return gradients.fast if isinstance(gradients, optax.LookaheadParams) else gradients
 
 
@@ -245,9 +260,9 @@ def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
     return lambda gradient, variable: second(first(gradient, variable), variable)
 
 
-AnyOptimizer: TypeAlias = Optimizer | optax.GradientTransformation | MapGradientOptimizer
+AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGradientOptimizer
 
 
-def as_optimizer(optimizer: AnyOptimizer) -> Optimizer:
+def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
     """An optimizer of either kind."""
-    return optimizer if isinstance(optimizer, Optimizer) else OptaxOptimizer(optimizer)
+    return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

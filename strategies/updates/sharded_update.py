@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,16 @@ from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
 from strategies.gradients.encoding import flatten
 from strategies.gradients.replica_program import loss_of
-from strategies.programs.elementwise import first_across_elements, operations
+from strategies.programs.dataflow import first_across_elements, operations
 from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
-from strategies.programs.rounding import add_stochastically
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
+from strategies.roles import Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
-from strategies.updates.update import Update, UpdateSettings
+from strategies.updates.update import UpdateSettings, VariableUpdate
 
 
 class AcrossElementsError(StrategyError):
@@ -33,14 +34,14 @@ class AcrossElementsError(StrategyError):
 
 
 @final
-class ShardedUpdate(Update):
+class ShardedStateUpdate(VariableUpdate):
     """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
 
     Args:
-        replicas: see `Update`.
+        replicas: see `VariableUpdate`.
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
             and variables; what it needs to know of all of them is in `Known`.
-        settings: see `Update`.
+        settings: see `VariableUpdate`.
 
     Raises:
         AcrossElementsError: from `init` if the optimizer looks across elements.
@@ -56,52 +57,55 @@ class ShardedUpdate(Update):
         self._cut: list[int] = []  # the numbers of the variables that are cut,
         self._uncut: list[int] = []  # and of the others
         self._layout = FlatLayout.of([], 0)  # of their parts
-        self._shapes: Any = None  # of the whole optimizer state
-        self._is_cut: Any = None  # which of its arrays are
+        self._shapes: Tree = None  # of the whole optimizer state
+        self._is_cut: Tree = None  # which of its arrays are
         self._takes_parts = False  # of mean gradients
-        self._of_whole: Any = None  # the equations of an update that is not sharded
 
     @property
     def is_sharded(self) -> bool:
-        """See `Update`: yes."""
+        """See `VariableUpdate`: yes."""
         return True
 
     @property
     def mean_shards(self) -> Shards | None:
-        """See `Update`; whole where the optimizer needs the norm of all of them."""
+        """See `VariableUpdate`; whole where the optimizer needs the norm of all of them."""
         return self._shards if self._takes_parts else None
 
-    def init(self, variables: Any) -> Any:
+    def init(self, variables: Variables) -> OptimizerState:
         """This instance's part of the optimizer state before the first step."""
         self._look_at(variables)
         return self._placed(self._compiled(self._begun), variables, self._first)
 
-    def _begun(self, variables: Any, first: jax.Array) -> Any:
+    def _begun(self, variables: Variables, first: jax.Array) -> Tree:
         return self._optimizer.init(self._take(variables, first))
 
-    def init_shapes(self, variables: Any) -> Any:
-        """See `Update`: this instance's part."""
+    def init_shapes(self, variables: Variables) -> OptimizerState:
+        """See `VariableUpdate`: this instance's part."""
         self._look_at(variables)
         return jax.eval_shape(self._begun, variables, self._first)
 
-    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
-        """See `Update`: what computes this instance's parts."""
+    def lowered(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Lowered]:
+        """See `VariableUpdate`: what computes this instance's parts."""
         divide = jit(self._divided, donate_argnums=(1,))
         return {"update of parts": divide.lower(variables, optimizer_state, means, control, self._first)}
 
-    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
-        """See `Update`: this instance's part."""
+    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
+        """See `VariableUpdate`: this instance's part."""
         self._look_at(variables)
 
-        def cut(optimizer_state: Any, first: jax.Array) -> Any:
+        def cut(optimizer_state: OptimizerState, first: jax.Array) -> Tree:
             return jax.tree.map(
                 lambda leaf, is_cut: self._shards.take(leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
             )
 
         return self._placed(self._compiled(cut), optimizer_state, self._first)
 
-    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
-        """See `Update`; a collective call."""
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
+        """See `VariableUpdate`; a collective call."""
         buffers, small, optimizer_state, self._reading = self._divide(
             variables, self.on_device(optimizer_state), means, control, self._first
         )
@@ -119,10 +123,11 @@ class ShardedUpdate(Update):
         placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
 
-    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
-        """See `Update`."""
-        closed: core.ClosedJaxpr = self._of_whole
-        return closed
+    def equations(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> core.ClosedJaxpr:
+        """See `VariableUpdate`."""
+        return self._of_whole
 
     def _gather(self, old: list[jax.Array], place: Buffer, part: jax.Array, name: str) -> list[jax.Array]:
         """The variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
@@ -143,19 +148,19 @@ class ShardedUpdate(Update):
         return room.reshape(self._replicas.num_instances, place.size)
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        """See `Update`: where this instance drives all replicas."""
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
+        """See `VariableUpdate`: where this instance drives all replicas."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, jnp.int32(0))
         return jax.tree.map(self._shards.join, shards, variables), optimizer_state, jnp.zeros(())
 
     # ---- programs
 
-    def _take(self, tree: Any, first: jax.Array) -> Any:
+    def _take(self, tree: Tree, first: jax.Array) -> Tree:
         """This instance's parts, behind a barrier: XLA would round other expressions if it fused them with the cut."""
         return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: self._shards.take(leaf, first), tree))
 
-    def _rest(self, means: Any, variables: Any, first: jax.Array) -> Any:
+    def _rest(self, means: Gradients, variables: Variables, first: jax.Array) -> Tree:
         """`_take` of mean gradients some of which are this instance's parts already."""
 
         def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:
@@ -164,8 +169,13 @@ class ShardedUpdate(Update):
         return jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
 
     def _update_shards(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array, first: jax.Array
-    ) -> tuple[Any, Any]:
+        self,
+        variables: Variables,
+        optimizer_state: OptimizerState,
+        means: Gradients,
+        control: jax.Array,
+        first: jax.Array,
+    ) -> tuple[Variables, OptimizerState]:
         """This instance's parts of the new variables, and of the optimizer state."""
         _, norm = self._gradients(variables, means, control)
         if self._takes_parts:
@@ -174,7 +184,7 @@ class ShardedUpdate(Update):
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
         parts = self._take(variables, first)
 
-        def add(parts: Any, changes: Any) -> Any:
+        def add(parts: Tree, changes: Gradients) -> Tree:
             if not self._settings.rounds_stochastically:
                 return optax.apply_updates(parts, changes)
             bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
@@ -184,8 +194,13 @@ class ShardedUpdate(Update):
         return self._optimizer.apply(gradients, optimizer_state, parts, Known(norm, loss_of(control)), Arithmetic(add))
 
     def _divided(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array, first: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Any, jax.Array]:
+        self,
+        variables: Variables,
+        optimizer_state: OptimizerState,
+        means: Gradients,
+        control: jax.Array,
+        first: jax.Array,
+    ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
         """The parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
         pairs = list(zip(jax.tree.leaves(shards), jax.tree.leaves(variables), strict=True))
@@ -207,14 +222,14 @@ class ShardedUpdate(Update):
 
     # ---- the whole state
 
-    def whole(self, optimizer_state: Any) -> Any:
-        """See `Update`."""
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """See `VariableUpdate`."""
         return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes, self._is_cut)
 
-    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Any:
+    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Leaf:
         return PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf
 
-    def _look_at(self, variables: Any) -> None:
+    def _look_at(self, variables: Variables) -> None:
         """Find out which arrays of the optimizer state are cut.
 
         Raises:
@@ -234,7 +249,7 @@ class ShardedUpdate(Update):
         changed = jax.eval_shape(self._optimizer.init, others)
         self._is_cut = jax.tree.map(lambda one, other: one.shape != other.shape, self._shapes, changed)
         traced = self._trace(parts)
-        self._of_whole = self._trace(whole)
+        self._of_whole = self._trace(whole)  # the equations of an update that is not sharded
         self._takes_parts = self._replicas.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
         found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
         alike = [operations(one) for one in (self._of_whole, traced, self._trace(others))]
@@ -249,18 +264,20 @@ class ShardedUpdate(Update):
             return leaf
         return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
 
-    def _trace(self, tree: Any) -> Any:
+    def _trace(self, tree: Tree) -> core.ClosedJaxpr:
         """The equations of an update of a tree of such shapes."""
         state = jax.eval_shape(self._optimizer.init, tree)
         given, _ = self._shapes_of(tree)
 
-        def update(gradients: Any, state: Any, variables: Any, loss: jax.Array, norm: jax.Array) -> Any:
+        def update(
+            gradients: Gradients, state: OptimizerState, variables: Variables, loss: jax.Array, norm: jax.Array
+        ) -> tuple[Variables, OptimizerState]:
             return self._optimizer.apply(gradients, state, variables, Known(norm, loss), AS_WRITTEN)
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
 
 
-def _uses_last_argument(traced: Any) -> bool:
+def _uses_last_argument(traced: core.ClosedJaxpr) -> bool:
     """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
     return is_read(traced.jaxpr, traced.jaxpr.invars[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,9 +17,10 @@ from strategies.gradients.accumulation import AccumulationDtype, accumulator_dty
 from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
-from strategies.programs.rounding import add_stochastically
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
+from strategies.roles import Function, Gradients, OptimizerState, Tree, Variables
+from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
 
 HOST_MEMORY = "pinned_host"
@@ -49,14 +50,14 @@ class UpdateSettings:
     min_elements: int = 32
 
 
-class Update(ABC):
+class VariableUpdate(ABC):
     """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
 
     The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
 
     Args:
         replicas: whose variables are updated.
-        optimizer: an optax gradient transformation, or an `Optimizer`.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
         settings: see there.
     """
 
@@ -77,15 +78,17 @@ class Update(ABC):
         """How mean gradients are cut of which `apply` takes this instance's part only; None: it takes them whole."""
 
     @abstractmethod
-    def init(self, variables: Any) -> Any:
+    def init(self, variables: Variables) -> OptimizerState:
         """The optimizer state before the first step."""
 
     @abstractmethod
-    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
+    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
         """What this instance keeps of an optimizer state that is given whole, instead of `init`."""
 
     @abstractmethod
-    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
         """New variables and optimizer state; the old ones are used up.
 
         Args:
@@ -97,7 +100,7 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def init_shapes(self, variables: Any) -> Any:
+    def init_shapes(self, variables: Variables) -> OptimizerState:
         """The shapes and dtypes of what `init` returns.
 
         Args:
@@ -105,7 +108,9 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
+    def lowered(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Lowered]:
         """The programs of `apply`, to be compiled, by what they compute.
 
         Args:
@@ -116,7 +121,9 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
+    def equations(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> core.ClosedJaxpr:
         """What `apply` computes, or of sharded state the optimizer: the same on every instance.
 
         Args:
@@ -128,8 +135,8 @@ class Update(ABC):
 
     @abstractmethod
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
         """The update of whole variables where one instance drives all replicas; traceable.
 
         Returns:
@@ -137,7 +144,7 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def whole(self, optimizer_state: Any) -> Any:
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
         """The optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
 
     # ---- what all of them do alike
@@ -147,7 +154,7 @@ class Update(ABC):
         if self._reading is not None:
             self._reading.block_until_ready()
 
-    def _placed(self, init: Callable[..., Any], *arguments: Any) -> Any:
+    def _placed(self, init: Function, *arguments: Tree) -> OptimizerState:
         """What `init` returns, where optimizer state lies.
 
         Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
@@ -156,14 +163,14 @@ class Update(ABC):
         with jax.default_device(device):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
-    def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def _compiled(self, function: Function, **options: Any) -> Function:
         """A program that one instance of the host compiles, where executables are kept."""
         return self._in_turn(jit(function, **options))
 
-    def _in_turn(self, program: Any) -> Callable[..., Any]:
+    def _in_turn(self, program: jax.stages.Wrapped) -> Function:
         return compiled_in_turn(program, self._replicas.devices.executables)
 
-    def _shapes_of(self, variables: Any) -> tuple[Any, Any]:
+    def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
         """Return the shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
         leaves, structure = jax.tree.flatten(variables)
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
@@ -171,7 +178,7 @@ class Update(ABC):
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         return jax.tree.unflatten(structure, given), jax.tree.unflatten(structure, shapes)
 
-    def _gradients(self, variables: Any, means: Any, control: jax.Array) -> tuple[Any, jax.Array]:
+    def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
         """The mean gradients as the optimizer gets them, and their norm."""
         leaves, structure = jax.tree.flatten(means)
         if self._settings.unscales:
@@ -183,7 +190,7 @@ class Update(ABC):
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
-    def _add(self, variables: Any, changes: Any, control: jax.Array) -> Any:
+    def _add(self, variables: Variables, changes: Gradients, control: jax.Array) -> Variables:
         if not self._settings.rounds_stochastically:
             return optax.apply_updates(variables, changes)
         return add_stochastically(variables, changes, lambda number, leaf: self._bits(number, leaf.shape, control))
@@ -196,13 +203,13 @@ class Update(ABC):
 
     # ---- where the state lies
 
-    def offloaded(self, optimizer_state: Any) -> Any:
+    def offloaded(self, optimizer_state: OptimizerState) -> OptimizerState:
         """The state where it lies between updates."""
         if not self._settings.offloads_state:
             return optimizer_state
         return jax.device_put(optimizer_state, self._placement(HOST_MEMORY))
 
-    def on_device(self, optimizer_state: Any) -> Any:
+    def on_device(self, optimizer_state: OptimizerState) -> OptimizerState:
         """The state where it is updated."""
         if not self._settings.offloads_state:
             return optimizer_state
@@ -213,8 +220,8 @@ class Update(ABC):
 
 
 @final
-class WholeUpdate(Update):
-    """The whole optimizer state on every instance; see `Update`."""
+class WholeStateUpdate(VariableUpdate):
+    """The whole optimizer state on every instance; see `VariableUpdate`."""
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
@@ -223,54 +230,60 @@ class WholeUpdate(Update):
 
     @property
     def is_sharded(self) -> bool:
-        """See `Update`: no."""
+        """See `VariableUpdate`: no."""
         return False
 
     @property
     def mean_shards(self) -> Shards | None:
-        """See `Update`: it takes them whole."""
+        """See `VariableUpdate`: it takes them whole."""
         return None
 
-    def init(self, variables: Any) -> Any:
-        """See `Update`."""
+    def init(self, variables: Variables) -> OptimizerState:
+        """See `VariableUpdate`."""
         self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self._optimizer.init), variables)
 
-    def init_shapes(self, variables: Any) -> Any:
-        """See `Update`."""
+    def init_shapes(self, variables: Variables) -> OptimizerState:
+        """See `VariableUpdate`."""
         return jax.eval_shape(self._optimizer.init, variables)
 
-    def lowered(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> Mapping[str, Any]:
-        """See `Update`."""
+    def lowered(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Lowered]:
+        """See `VariableUpdate`."""
         return {"update": self._jitted.lower(variables, optimizer_state, means, control)}
 
-    def adopt(self, variables: Any, optimizer_state: Any) -> Any:
-        """See `Update`: all of it."""
+    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
+        """See `VariableUpdate`: all of it."""
         return self._placed(lambda: optimizer_state)
 
-    def apply(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> tuple[Any, Any]:
-        """See `Update`."""
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
+        """See `VariableUpdate`."""
         variables, optimizer_state, self._reading = self._program(
             variables, self.on_device(optimizer_state), means, control
         )
         return variables, self.offloaded(optimizer_state)
 
-    def equations(self, variables: Any, optimizer_state: Any, means: Any, control: np.ndarray) -> core.ClosedJaxpr:
-        """See `Update`."""
+    def equations(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> core.ClosedJaxpr:
+        """See `VariableUpdate`."""
         traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, control)
         closed: core.ClosedJaxpr = traced.jaxpr
         return closed
 
     def traced(
-        self, variables: Any, optimizer_state: Any, means: Any, control: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        """See `Update`."""
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
+        """See `VariableUpdate`."""
         gradients, norm = self._gradients(variables, means, control)
         arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
         known = Known(norm, loss_of(control))
         variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
 
-    def whole(self, optimizer_state: Any) -> Any:
-        """See `Update`: it is whole."""
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """See `VariableUpdate`: it is whole."""
         return optimizer_state

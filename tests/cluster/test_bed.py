@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from beds import open_bed, sweep_dead_beds
+from beds import sweep_dead_beds
 
 pytestmark = pytest.mark.cluster
 
@@ -66,16 +66,3 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     assert waiting.returncode == 0
     sweep_dead_beds()
     assert list(Path("/run/netns").glob(f"pd{owner.pid}x*")) == []
-
-
-@pytest.mark.complete
-def test_slurm_runs_on_the_hosts(hosts, slurm_conf):
-    done = hosts.on("h0", "srun", "-N4", "hostname", SLURM_CONF=slurm_conf)
-    assert sorted(done.stdout.split()) == list(hosts.names), done.stderr
-
-
-@pytest.mark.complete
-def test_hosts_may_have_ipv6_addresses_only(tmp_path):
-    with open_bed(tmp_path, 2, FAMILY="6") as bed:
-        assert bed.on("h0", "ssh", *bed.ssh_arguments, "h1", "hostname").stdout == "h1\n"
-        assert "10.77" not in bed.on("h0", "ip", "-4", "address").stdout

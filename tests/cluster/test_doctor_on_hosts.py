@@ -72,15 +72,6 @@ def test_names_that_a_host_does_not_know_are_reported(hosts):
     assert rows(report, "name service")["h2"] == "knows all hosts"
 
 
-def test_another_packet_size_is_reported(hosts):
-    hosts.on("h2", "ip", "link", "set", "eth0", "mtu", "1400")
-    try:
-        _, report = examine(hosts, "--host", "h0,h1,h2")
-    finally:
-        hosts.on("h2", "ip", "link", "set", "eth0", "mtu", "1500")
-    assert rows(report, "MTU") == {"h2": "packets of 1400 bytes, 1500 on most hosts"}
-
-
 def test_a_host_that_cannot_be_reached_is_a_fault_and_the_rest_is_examined(hosts):
     hosts.link("h2", "down")
     status, report = examine(hosts, "--host", "h0,h1,h2")

@@ -7,9 +7,7 @@ import shlex
 import sys
 
 import pytest
-from beds import ROOT, open_bed
-
-from poprun.hosts.host_checks import COPY_IT
+from beds import open_bed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.complete]
 
@@ -139,51 +137,6 @@ def test_an_interpreter_that_is_missing_on_a_host_is_named(fresh):
     lines = inspect(fresh, ["h0", "h1", "h2"], question={"python": "/tmp/python", "packages": []})["lines"]
     assert [line.partition(":")[0] for line in lines] == ["host h1", "host h2"]
     assert all("cannot start the interpreter /tmp/python: " in line for line in lines)
-
-
-def test_a_program_that_is_missing_on_a_host_is_named(fresh):
-    fresh.on("h0", "sh", "-c", "echo true > /tmp/here.sh; chmod +x /tmp/here.sh")
-    assert inspect(fresh, ["h0", "h1"], program="/tmp/here.sh")["lines"] == [
-        "host h1: program '/tmp/here.sh' is missing; copy it there, or name its path there"
-    ]
-
-
-def test_a_stale_copy_of_the_project_is_named(fresh):
-    for host, names in (("h0", ("setup.cfg", "collectives", "popdist", "poprun", "strategies")), ("h1", ("popdist",))):
-        fresh.on(host, "mkdir", "-p", "/tmp/project")
-        fresh.on(host, "cp", "-r", *(f"{ROOT}/{name}" for name in names), "/tmp/project")
-    lines = inspect(fresh, ["h0", "h1", "h2"], question={"project": "/tmp/project"})["lines"]
-    assert lines == [
-        f"host h1: has other sources of popdist-everywhere at the same path; copy the project there again, {COPY_IT}",
-        "host h2: has no popdist-everywhere, here is popdist-everywhere 0.1.0; "
-        f"install the project at the same path there, {COPY_IT}",
-    ]
-
-
-def test_two_hosts_with_one_host_name_are_refused(fresh):
-    fresh.on("h2", "hostname", "h1")
-    try:
-        (line,) = inspect(fresh, fresh.names)["lines"]
-    finally:
-        fresh.on("h2", "hostname", "h2")
-    assert line.startswith("host h2: has the host name h1, as h1 has; Open MPI would hang")
-
-
-def test_a_machine_under_two_names_is_refused(fresh):
-    (line,) = inspect(fresh, ["h0", "h1", "10.77.0.11"])["lines"]
-    assert line.startswith("host 10.77.0.11: is the same machine as h1; name it once")
-
-
-def test_another_network_of_this_machine_that_the_hosts_lack_is_refused(fresh):
-    fresh.on("h0", "ip", "address", "add", "192.168.5.1/24", "dev", "lo", "label", "lo:5")
-    try:
-        lines = inspect(fresh, ["h0", "h1"], host_subnet="192.168.5.0/24")["lines"]
-    finally:
-        fresh.on("h0", "ip", "address", "del", "192.168.5.1/24", "dev", "lo")
-    assert lines == [
-        "host h1: no address in the chosen network 192.168.5.0/24; it has eth0 10.77.0.11/24; "
-        "name a network that all hosts share with --host-subnet"
-    ]
 
 
 def test_a_docker_bridge_with_the_same_address_everywhere_does_not_mislead(fresh):

@@ -180,32 +180,6 @@ def test_sources_outside_of_the_environment_are_copied_and_nothing_beside_them(e
     assert set(shell(environment, "h1", "ls /tmp/project").split()) == {*packages, "notes"}
 
 
-def test_a_folder_of_somebody_else_is_not_touched(environment):
-    shell(environment, "h1", f"mkdir {ENV}; echo mine >{ENV}/thesis")
-    done = launch(environment, ["h0", "h1", "h2"], *OPTION)
-    assert done.returncode == 1
-    assert own_lines(done) == [
-        f"host h1: {ENV} was not made by poprun and is not empty; if it may be replaced, remove it there, "
-        f"otherwise leave out --synchronise-python-venv"
-    ]
-    assert shell(environment, "h1", f"ls -A {ENV}") == "thesis\n"
-    assert shell(environment, "h2", f"ls -A {ENV} 2>&1 || true").replace("popdist-synchronised", "").strip() == ""
-
-
-def test_a_base_interpreter_that_is_missing_is_named(environment):
-    shell(
-        environment,
-        "h0",
-        f"mkdir -p /tmp/base; ln -sf $(readlink -f {PYTHON}) /tmp/base/python; ln -sf /tmp/base/python {PYTHON}",
-    )
-    done = launch(environment, ["h0", "h1"], *OPTION)
-    assert done.returncode == 1
-    assert own_lines(done) == [
-        "host h1: the Python environment refers to /tmp/base/python, which is missing there; "
-        "install the same Python there"
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "fact"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
 )
@@ -239,15 +213,6 @@ def test_a_reason_that_rsync_loses_is_asked_for(environment):
     assert line.startswith(f"host h1: cannot copy {ENV}: ")
     assert line.endswith("No space left on device; free some space there")
     assert left == ""
-
-
-def test_a_host_that_is_down_is_named_before_anything_is_copied(environment):
-    environment.link("h2", "down")
-    done = launch(environment, ["h0", "h1", "h2"], *OPTION)
-    assert done.returncode == 1
-    (line,) = own_lines(done)
-    assert line.startswith("host h2: ssh: connect to host h2")
-    assert shell(environment, "h1", f"ls -A {ENV} | grep -v '^popdist-synchronised$' || true") == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

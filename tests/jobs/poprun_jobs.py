@@ -182,6 +182,13 @@ def run(*words: str, **options: Any) -> Finished:
     return start(*words, **options).finish()
 
 
+def run_alone(*words: str, limit_s: float = LIMIT_S, **options: Any) -> Finished:
+    """Run a command that finds the project, and no launcher above it, to its end, which is a good one."""
+    finished = start_command(*words, **options).finish(limit_s)
+    assert finished.status == 0, finished.stderr
+    return finished
+
+
 def two(program: str, *options: str) -> list[str]:
     """The words that run a Python program as two instances."""
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]

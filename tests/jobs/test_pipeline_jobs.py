@@ -7,13 +7,12 @@ Gradients of the last stage are averaged before the first one goes back. More in
 import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from horovod_installed import needs_horovod
-from poprun_jobs import ROOT, start, start_mpirun
+from poprun_jobs import start, start_command, start_mpirun
 
 import strategies
 
@@ -51,24 +50,10 @@ def workers(folder, *words):
     """What two workers print that know each other by TF_CONFIG."""
     addresses = [f"unix:{folder}/{rank}" for rank in range(2)]
     tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "TF_CONFIG"))}
-    started = [
-        subprocess.Popen(
-            words,
-            env=clean | {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(task)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for task in tasks
-    ]
-    try:
-        printed = [worker.communicate(timeout=LIMIT_S)[0].splitlines() for worker in started]
-    finally:
-        for worker in started:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in started] == [0, 0]
-    return printed
+    started = [start_command(*words, environ={"TF_CONFIG": json.dumps(task)}) for task in tasks]
+    found = [worker.finish(LIMIT_S) for worker in started]
+    assert [each.status for each in found] == [0, 0], found[0].stderr
+    return [each.stdout.splitlines() for each in found]
 
 
 def test_workers_that_share_a_network(tmp_path):
@@ -87,10 +72,3 @@ def test_instances_that_horovod_connects():
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == [alone(2, "batch norm"), averaged(0, replicas=1)]
     assert finished.lines_of(1) == [averaged(1, replicas=1)]
-
-
-def test_a_pipeline_verifies():
-    words = ["--num-replicas=2", "--ipus-per-replica=4", *PROGRAM, "--schedule=zero_bubble", "batch norm"]
-    finished = start("verify", *words).finish(LIMIT_S)
-    assert finished.status == 0, finished.stderr
-    assert "equal: 2 runs of" in finished.stdout

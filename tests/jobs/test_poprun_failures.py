@@ -94,21 +94,6 @@ class TestPlainPrograms:
         check(finished, 128 + number, 1, f"was killed by {number.name}")
 
     @pytest.mark.complete
-    @pytest.mark.cores(2)
-    def test_too_little_memory_is_an_exception(self):
-        program = MPI_HEAD + (
-            "if rank == 1:\n"
-            f"    import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1)); {SAY_READY}"
-            f"    {NEED_MEMORY}"
-            "comm.Barrier()\n"
-        )
-        job = start(*two(program))
-        job.wait_for("ready 1")
-        finished = job.finish()
-        check(finished, 1, 1, "ended with exit status 1")
-        assert "[1,1]<stderr>:MemoryError" in finished.stderr
-
-    @pytest.mark.complete
     def test_the_kernel_kills_for_lack_of_memory(self, little_memory):
         program = PROGRESS_HEAD + (
             f"enter(7, b'barrier')\nif rank == 1:\n    page.operation_ends(); {SAY_READY}    {NEED_MEMORY}"
@@ -119,29 +104,10 @@ class TestPlainPrograms:
         fact = "was killed by SIGKILL for lack of memory, after collective 7, barrier"
         check(job.finish(), 137, 1, fact)
 
-    @pytest.mark.complete
-    @pytest.mark.cores(2)
-    def test_two_at_once(self):
-        program = MPI_HEAD + "if rank != 2:\n    os.kill(os.getpid(), 9)\ncomm.Barrier()\n"
-        finished = run("--num-instances=3", "--num-replicas=3", sys.executable, "-c", program)
-        assert finished.status == 137
-        assert re.match(r"instance [01] on host \S+ \(pid \d+\) was killed by SIGKILL", finished.own_lines[0])
-
     @pytest.mark.cores(2)
     def test_mpi_abort_is_blamed_on_the_one_that_called_it(self):
         finished = run(*two(MPI_HEAD + "if rank == 1:\n    comm.Abort(5)\ncomm.Barrier()\n"))
         check(finished, 5, 1, "ended with exit status 5")
-
-    @pytest.mark.complete
-    def test_the_others_do_not_have_to_use_mpi(self):
-        finished = run(
-            "--num-instances=3",
-            "--num-replicas=3",
-            "sh",
-            "-c",
-            "test $OMPI_COMM_WORLD_RANK != 2 && exec sleep 50",
-        )
-        check(finished, 1, 2, "ended with exit status 1")
 
     def test_a_program_that_cannot_be_executed(self, tmp_path):
         script = tmp_path / "broken"
@@ -191,33 +157,6 @@ class TestProgramsThatKeepARecord:
             finished.own_lines
         )
 
-    @pytest.mark.complete
-    def test_the_collective_of_the_failed_is_named(self):
-        program = PROGRESS_HEAD + ("enter(7, b'barrier')\nif rank == 1: os.kill(os.getpid(), 9)\n" + WAIT_FOR_EVER)
-        check(run(*two(program)), 137, 1, "was killed by SIGKILL, inside collective 7, barrier")
-
-    @pytest.mark.complete
-    def test_exit_0_while_another_waits_is_a_failure(self):
-        program = PROGRESS_HEAD + (
-            "if rank == 0:\n    print('leaving', flush=True); os._exit(0)\n"
-            "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
-        )
-        job = start(*two(program))
-        job.wait_for("leaving")
-        facts = "ended with exit status 0 too early: instance 1 still needed it"
-        check(job.finish(), 1, 0, facts, "instance 1 was in collective 5, barrier")
-
-    @pytest.mark.complete
-    def test_waiting_in_an_exit_handler_while_another_waits_is_a_failure(self):
-        program = PROGRESS_HEAD + (
-            "if rank == 0:\n    page.leaving(); print('leaving', flush=True); signal.pause()\n"
-            "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
-        )
-        job = start(*two(program))
-        job.wait_for("leaving")
-        facts = "left the program too early: instance 1 still needed it"
-        check(job.finish(), 1, 0, facts)
-
     @pytest.mark.cores(2)
     def test_one_that_is_released_from_its_exit_handler_shows_its_status(self):
         program = PROGRESS_HEAD + (
@@ -225,40 +164,6 @@ class TestProgramsThatKeepARecord:
             "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
         )
         check(run(*two(program)), 3, 0)
-
-    @pytest.mark.complete
-    def test_one_that_fails_because_another_left_is_a_victim(self, tmp_path):
-        left = tmp_path / "left"
-        program = PROGRESS_HEAD + (
-            "enter(4, b'barrier'); page.operation_ends()\n"
-            f"if rank == 0:\n    page.leaving(); os.mkdir({str(left)!r}); os._exit(0)\n"
-            "enter(5, b'barrier')\n"
-            f"while not os.path.exists({str(left)!r}): pass\n"
-            "raise RuntimeError('instance 0 is gone')\n"
-        )
-        check(run(*two(program)), 1, 0, "ended with exit status 0 too early")
-
-    @pytest.mark.complete
-    @pytest.mark.cores(2)
-    def test_one_that_fails_because_another_was_killed_is_a_victim(self):
-        program = MPI_HEAD + (
-            "from collectives.calls import Call\n"
-            "from popdist.records import ProgressPage\n"
-            "page = ProgressPage.from_environ(os.environ)\n"
-            "page.operation_begins(5, Call('barrier'))\n"
-            "page.waiting_for([1 - rank])\n"
-            "if rank == 1:\n    comm.send(os.getpid(), 0); signal.pause()\n"
-            "victim = comm.recv(source=1)\n"
-            "os.kill(victim, 9); raise RuntimeError('instance 1 is gone')\n"
-        )
-        check(run(*two(program)), 137, 1, "was killed by SIGKILL")
-
-    @pytest.mark.complete
-    def test_an_error_of_ones_own_after_another_has_finished_is_ones_own(self):
-        program = PROGRESS_HEAD + (
-            "enter(1, b'barrier'); page.operation_ends()\nif rank == 0: os._exit(0)\nraise ValueError('mine')\n"
-        )
-        check(run(*two(program)), 1, 1, "ended with exit status 1")
 
 
 def test_a_killed_agent_takes_its_program_with_it_and_is_blamed():
@@ -290,20 +195,6 @@ def test_when_mpirun_cannot_start_its_own_words_are_shown():
     assert finished.status not in (0, 2)
     assert "no-such-option-at-all" in finished.stderr
     assert finished.own_lines[-1] == "instance 0 never started"
-
-
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_output_of_the_others_is_dropped_once_one_has_failed():
-    program = (
-        "import os, sys, time\n"
-        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
-        "    print('last words', file=sys.stderr, flush=True); os._exit(4)\n"
-        "while True: print('x' * 50, flush=True)\n"
-    )
-    finished = run(*two(program))
-    check(finished, 4, 0)
-    assert finished.stderr.splitlines()[0] == "[1,0]<stderr>:last words"
 
 
 class TestTheControlSocket:

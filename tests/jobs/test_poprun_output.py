@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,32 +18,10 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
 
-def test_any_program_can_be_run():
-    finished = run("echo", "Hello World")
-    assert (finished.status, finished.stdout, finished.said) == (0, "Hello World\n", [])
-
-
 def test_both_streams_of_every_instance_are_tagged():
     finished = run(*two(RANK + "print('out', rank); print('err', rank, file=sys.stderr)"))
     assert sorted(finished.stdout.splitlines()) == ["[1,0]<stdout>:out 0", "[1,1]<stdout>:out 1"]
     assert sorted(finished.stderr.splitlines()) == ["[1,0]<stderr>:err 0", "[1,1]<stderr>:err 1"]
-
-
-@pytest.mark.complete
-def test_long_lines_written_fast_are_neither_torn_nor_lost():
-    lines, length = 300, 20_011
-    program = RANK + (
-        f"for n in range({lines}):\n"
-        f"    line = f'{{n:06d}} ' + 'ab'[rank] * {length} + '\\n'\n"
-        "    for start in range(0, len(line), 4096): os.write(1, line[start:start + 4096].encode())\n"
-    )
-    finished = run(*two(program))
-    assert finished.status == 0
-    shown = finished.stdout.splitlines()
-    assert len(shown) == 2 * lines
-    for rank, letter in enumerate("ab"):
-        mine = [line for line in shown if line.startswith(f"[1,{rank}]")]
-        assert mine == [f"[1,{rank}]<stdout>:{n:06d} {letter * length}" for n in range(lines)]
 
 
 @pytest.mark.complete
@@ -100,20 +77,6 @@ def test_a_pipe_that_has_standard_error_too_gets_tags():
     assert (finished.returncode, finished.stdout) == (0, b"[1,0]<stdout>:Hello World\n")
 
 
-def test_a_file_gets_tags(tmp_path):
-    words = [sys.executable, "-m", "poprun", "echo", "Hello World"]
-    with (tmp_path / "log").open("wb") as log:
-        subprocess.run(words, env=os.environ | ROOT_ALLOWED, check=True, stdout=log, timeout=LIMIT_S)
-    assert (tmp_path / "log").read_text() == "[1,0]<stdout>:Hello World\n"
-
-
-def test_no_tags_are_shown_if_asked_and_lines_stay_whole():
-    program = RANK + "sys.stdout.write(f'out {rank}\\n'); sys.stderr.write(f'err {rank}\\n')"
-    finished = run(*two(program, "--no-tags"))
-    assert sorted(finished.stdout.splitlines()) == ["out 0", "out 1"]
-    assert sorted(finished.stderr.splitlines()) == ["err 0", "err 1"]
-
-
 def test_empty_lines_and_bytes_that_are_no_text_pass():
     job = start("printf", r"\n\303\050\n")
     job.process.wait()
@@ -122,32 +85,11 @@ def test_empty_lines_and_bytes_that_are_no_text_pass():
     job.streams[1].close()
 
 
-def test_a_line_appears_as_soon_as_it_is_whole():
-    job = start(*two(RANK + "print('ready', rank)\nimport signal; signal.pause()"))
-    job.wait_for("[1,0]<stdout>:ready 0\n")
-    job.wait_for("[1,1]<stdout>:ready 1\n")
-    job.process.terminate()
-    assert job.finish().status == 143
-
-
 def test_a_prompt_without_line_end_appears_too():
     job = start(sys.executable, "-c", "import signal; print('name? ', end=''); signal.pause()")
     job.wait_for("name? ")
     job.process.terminate()
     assert job.finish().stdout == "name? "
-
-
-@pytest.mark.complete
-def test_a_progress_bar_is_shown_while_it_moves():
-    program = (
-        "import sys, time\n"
-        "for n in range(40): sys.stdout.write(f'\\r{n:3d} %'); sys.stdout.flush(); time.sleep(0.02)\n"
-        "sys.stdout.write('\\n')\n"
-        "sys.stdin.close()\n"
-    )
-    finished = run(sys.executable, "-c", program)
-    states = re.findall(r"\r( *\d+) %", finished.stdout)
-    assert [int(state) for state in states] == list(range(40))
 
 
 def test_a_progress_bar_survives_on_a_terminal_and_in_files(tmp_path):
@@ -206,15 +148,7 @@ def test_files_are_written_at_once_and_tell_why_a_job_has_failed(tmp_path):
     assert merged.splitlines()[-1] == finished.stderr.splitlines()[-1]
 
 
-def test_a_folder_with_earlier_output_is_refused_before_anything_starts(tmp_path):
-    words = ["--output-dir", str(tmp_path), "echo", "Hello World"]
-    assert run(*words).status == 0
-    finished = run(*words)
-    assert (finished.status, finished.stdout, len(finished.own_lines)) == (2, "", 1)
-    assert "holds the output of an earlier job (instance-000.stderr)" in finished.own_text
-    assert (tmp_path / "merged.log").read_text() == "[1,0]<stdout>:Hello World\n"
-
-
+@pytest.mark.complete
 def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     program = (
         "import os\n"
@@ -228,37 +162,6 @@ def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     (warning,) = finished.stderr.splitlines()
     assert "POPRUN [W] cannot write" in warning
     assert "No space left on device; the job goes on" in warning
-
-
-@pytest.mark.complete
-def test_hosts_and_times_are_shown_if_asked():
-    finished = run("--tag-host", "--timestamps", "echo", "Hello World")
-    host = re.escape(os.uname().nodename)
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d\.\d{{3}} \[1,0\]\[{host}\]<stdout>:Hello World\n", finished.stdout)
-
-
-def test_only_one_instance_is_heard():
-    program = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
-    finished = run(*two(program, "--only-output-from-instance", "1"))
-    assert (finished.stdout, finished.stderr) == ("[1,1]<stdout>:out 1\n", "[1,1]<stderr>:err 1\n")
-
-
-@pytest.mark.complete
-def test_the_last_errors_of_a_silenced_instance_that_fails_are_shown():
-    program = RANK + (
-        "if rank == 1:\n"
-        "    print('quiet')\n"
-        "    for n in range(100): print('note', n, file=sys.stderr)\n"
-        "    raise ValueError('no such data')\n"
-        "import signal; signal.pause()\n"
-    )
-    finished = run(*two(program, "--only-output-from-instance=0"))
-    assert finished.status == 1
-    assert finished.stdout == ""
-    assert finished.stderr.count("[1,1]<stderr>:ValueError: no such data") == 1
-    assert "[1,1]<stderr>:note 99\n" in finished.stderr
-    assert "[1,1]<stderr>:note 9\n" not in finished.stderr
-    assert finished.own_lines[0].startswith("instance 1 on host")
 
 
 def test_a_reader_that_comes_late_finds_everything():

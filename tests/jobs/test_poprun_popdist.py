@@ -60,12 +60,6 @@ def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, statu
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
 
 
-def test_instances_that_agree_end_well():
-    job = start(*two(HEAD.format(event="pass")))
-    finished = job.finish()
-    assert (finished.status, finished.said) == (0, [])
-
-
 THREADS = """\
 import sys, threading
 import popdist

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 from poprun_jobs import PROGRESS_HEAD, run, start, two
@@ -43,22 +42,6 @@ def test_a_job_completes_after_failures_of_different_kinds():
     assert second.startswith("restart 2 of 3: 2 instances on ")
     assert last == f"the job completed after 2 restarts: {killed}; {failed}"
     assert finished.stderr.endswith(f"{last}\n")
-
-
-@pytest.mark.complete
-def test_it_gives_up_after_so_many_restarts():
-    finished = run(*RESTART, "--max-restarts", "1", "sh", "-c", "echo run $POPDIST_RESTART_COUNT; exit 7")
-    assert finished.status == 7
-    assert finished.lines_of(0) == ["run 0", "run 1"]
-    assert finished.own_lines[-1] == "gave up after 1 restart (--max-restarts 1)"
-
-
-@pytest.mark.complete
-def test_the_pauses_double():
-    began = time.monotonic()
-    finished = run("--on-failure", "restart", "--restart-backoff-s", "1", "--max-restarts", "2", "false")
-    assert finished.status == 1
-    assert time.monotonic() - began >= 1 + 2
 
 
 @pytest.mark.parametrize(("number", "status"), [also(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -155,36 +138,6 @@ def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
     assert second == "instance 0 was in collective 5, barrier, step 4, waiting for instance 1"
 
 
-@pytest.mark.complete
-def test_a_program_that_shows_no_stack_is_not_hurt_by_the_question():
-    program = PROGRESS_HEAD + (
-        "if rank == 0: enter(5, b'barrier'); page.waiting_for([1])\n"
-        "else: enter(4, b'barrier'); page.operation_ends()\n"
-        "signal.pause()\n"
-    )
-    finished = run(*two(program, "--stuck-timeout-s", "1"))
-    assert finished.status == 124
-    assert finished.own_lines[0].endswith("after collective 4, barrier: it is at a place that it does not show")
-
-
-@pytest.mark.complete
-def test_nobody_is_stuck_where_the_user_says_so(tmp_path):
-    """The instance that is waited for ends last: one that ends while others wait for it is a failure of its own."""
-    done = tmp_path / "done"
-    program = PROGRESS_HEAD + (
-        "import pathlib, time\n"
-        f"done = pathlib.Path({str(done)!r})\n"
-        "if rank == 0:\n"
-        "    enter(5, b'barrier'); page.waiting_for([1]); time.sleep(1.5); page.finished(); done.touch()\n"
-        "else:\n"
-        "    enter(4, b'barrier'); page.operation_ends()\n"
-        "    while not done.exists(): time.sleep(0.05)\n"
-        "    page.finished()\n"
-    )
-    finished = run(*two(program, "--stuck-timeout-s", "0"))
-    assert finished.status == 0, finished.stderr
-
-
 PLAIN_TRAINING = """\
 import numpy as np, popdist
 from collectives.instruments import UPDATE
@@ -226,16 +179,6 @@ def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fac
     said, _, place = finished.own_lines[0].partition("; last heard of ")  # if it was heard of before it was cut off
     assert said.endswith(fact)
     assert not place or kind == "cut"
-
-
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_an_instance_that_does_not_come_to_the_end_is_stuck():
-    finished = run(*two(PLAIN_TRAINING, "--inject", "stop:instance=1,step=3,phase=update", "--stuck-timeout-s", "2"))
-    assert finished.status == 124, finished.stderr
-    first, second = finished.own_lines
-    assert first.endswith(" after collective 4, all_reduce 'gradients': it is stopped by a signal or a debugger")
-    assert second == "instance 0 had come to the end of the program"
 
 
 @pytest.mark.parametrize("kind", ["kill", also("cut")])

@@ -125,22 +125,6 @@ def test_a_program_that_has_something_to_save_gets_the_time_that_it_asked_for():
     assert finished.stdout.count("saved") == 2
 
 
-@pytest.mark.complete
-def test_once_one_instance_has_left_the_others_do_not_get_it():
-    job = start_two(NEEDS_TIME.replace("LEAVES", "rank == '0'"))
-    job.process.terminate()
-    finished = job.finish()
-    assert (finished.status, finished.stdout.count("saved")) == (143, 1)
-
-
-@pytest.mark.complete
-def test_a_second_signal_does_not_wait_for_those_either():
-    job = start_two(NEEDS_TIME.replace("LEAVES", "False"))
-    job.process.send_signal(signal.SIGTERM)
-    job.process.send_signal(signal.SIGINT)
-    job.finish()
-
-
 def test_user_signals_reach_the_programs():
     program = (
         "import os, signal\n"
@@ -157,13 +141,6 @@ def test_user_signals_reach_the_programs():
 
 @pytest.mark.parametrize("program", [also(WAITS), HAS_CHILDREN], ids=["waiting", "with children"])
 def test_after_sigkill_of_poprun_nothing_is_left(program):
-    start_two(program).kill()
-
-
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_after_sigkill_of_poprun_busy_mpi_programs_are_gone():
-    program = MPI_HEAD + "print('ready', rank, flush=True)\nwhile True: comm.Barrier()\n"
     start_two(program).kill()
 
 
@@ -189,15 +166,6 @@ def test_no_file_is_left(tmp_path, ending):
     program = MPI_HEAD + f"if rank == 1: {ending}\n"
     run(*two(program), environ={"TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.complete
-def test_no_file_of_poprun_is_left_even_by_sigkill(tmp_path):
-    job = start(*two(WAITS), environ={"TMPDIR": str(tmp_path)})
-    job.wait_for("ready 0")
-    job.wait_for("ready 1")
-    job.kill()
-    assert poprun_files(tmp_path) == []
 
 
 def poprun_files(folder: Path) -> list[str]:

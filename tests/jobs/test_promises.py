@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import ROOT, Finished, start, start_mpirun
+from poprun_jobs import ROOT, Finished, run_alone, start, start_mpirun
 
 import strategies
 
@@ -33,12 +33,6 @@ def directory(tmp_path_factory):
 
 def python(name: str, *words: object) -> list[str]:
     return [sys.executable, str(PROGRAMS / name), *map(str, words)]
-
-
-def finish_alone(words: list[str]) -> None:
-    """Run a program without a launcher to its end."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    subprocess.run(words, check=True, timeout=LIMIT_S, env=clean | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
 
 
 def compiled_once() -> list[str]:
@@ -99,7 +93,7 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
             pytest.skip(f"no mount namespace: {probe.stderr.decode().strip()}")
         output = directory / "small.json"
         job = [sys.executable, "-m", "poprun", "--allow-run-as-root=yes", "--num-replicas=6", "--num-instances=2"]
-        finish_alone([*in_small_memory, *job, *python("digits_everywhere.py", output, "auto", "dropout")])
+        run_alone(*in_small_memory, *job, *python("digits_everywhere.py", output, "auto", "dropout"), limit_s=LIMIT_S)
         assert json.loads(output.read_text()) == {"dropout": alone(6, "dropout"), "mechanism": "ring"}
 
 
@@ -126,12 +120,3 @@ def test_the_rows_of_popdist_strategy_hold():
     finished = start_mpirun(2, *python("popdist_strategy_rows.py")).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == ["all rows held"]
-
-
-@pytest.mark.complete
-class TestCollectivesBetweenReplicas:
-    """Inside compiled functions; in one process: tests/strategies/test_replica_context.py."""
-
-    def test_across_instances(self):
-        finished = finish("--num-replicas=6", "--num-instances=3", *compiled_once(), *python("replica_collectives.py"))
-        assert finished.stdout == "[1,0]<stdout>:all held\n"

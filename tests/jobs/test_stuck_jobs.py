@@ -5,7 +5,6 @@ After how long, and who is blamed, is tested in tests/poprun/test_job_machine.py
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -51,18 +50,6 @@ def test_an_instance_behind_a_shell_that_is_stopped_while_it_imports():
     assert finished.own_lines[0].endswith(f": {STOPPED}")
 
 
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_an_instance_that_is_blocked_before_init_is_named_with_those_that_wait_for_it(tmp_path):
-    nobody_writes = tmp_path / "pipe"
-    os.mkfifo(nobody_writes)
-    finished = run(*two(HEAD + f"if rank == 1: open({str(nobody_writes)!r})\n" + JOIN, *SHORT))
-    assert finished.status == 124, finished.stderr
-    first, second = finished.own_lines
-    assert first.endswith(" before popdist.init: it is asleep, or waits for something (process state S)")
-    assert second == "instance 0 was in popdist.init, waiting for instance 1"
-
-
 @pytest.mark.cores(2)
 def test_an_instance_that_ends_before_init_while_another_waits_there():
     finished = run(*two(HEAD + "if rank == 1: sys.exit(0)\n" + JOIN))
@@ -97,16 +84,6 @@ def test_an_agent_that_is_stopped_after_all_results_are_out():
     assert finished.status == 124, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert "its supervisor process has not answered for 10 s" in finished.own_lines[0]
-
-
-@pytest.mark.complete
-@pytest.mark.cores(2)
-def test_an_agent_that_somebody_tells_to_stop_is_lost():
-    program = HEAD + JOIN + "if rank == 1: os.kill(agent, signal.SIGTERM); signal.pause()\n"
-    finished = run(*two(program + "popdist.communicator().barrier(name='end')\n"))
-    assert finished.status == 137, finished.stderr
-    assert finished.own_lines[0].startswith("instance 1 on host ")
-    assert "was lost" in finished.own_lines[0]
 
 
 @pytest.mark.complete

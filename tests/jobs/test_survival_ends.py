@@ -39,10 +39,3 @@ def test_who_is_at_work_carries_on_without_those_who_have_come_to_their_end():
     finished = end_apart("at-work", 3)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(2) == ["instance 0 of 1, chief: True, sum 1"]
-
-
-@pytest.mark.complete  # on threads: tests/strategies/test_surviving_duties.py
-def test_another_one_does_what_the_chief_was_doing():
-    finished = end_apart("duty", 2)
-    assert finished.status == 0, finished.stderr
-    assert finished.lines_of(1) == ["reported", "chief"]

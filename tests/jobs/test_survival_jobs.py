@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from poprun_jobs import Finished, start, two
+from poprun_jobs import Finished, start
 
 import strategies
 
@@ -169,23 +169,6 @@ def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
     finished = train(3, 6, "--on-failure=shrink", *injected, environ=MESSAGES | wide)
     check(finished, alone(6, width=256), [3, 3])
     assert {each["mechanism"] for each in found_by(finished)} == {"ring"}
-
-
-@pytest.mark.complete
-def test_too_few_are_left():
-    finished = train(2, 4, "--on-failure=shrink", "--min-instances=2", "--inject=kill:instance=1,step=3")
-    assert finished.status == 137
-    assert finished.own_lines[0].startswith("instance 1 on host ")
-    assert finished.own_lines[-1] == "1 instance would be left, --min-instances is 2: the job ends"
-    assert warnings(finished) == []
-
-
-@pytest.mark.complete
-def test_those_that_have_not_joined_cannot_go_on():
-    program = "import os, signal, sys; sys.exit(3) if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else signal.pause()"
-    finished = start(*two(program, "--on-failure=shrink")).finish(LIMIT_S)
-    assert finished.status == 3
-    assert finished.own_lines[-1].startswith("the others cannot go on: what is lost before popdist.init has returned")
 
 
 @pytest.mark.complete

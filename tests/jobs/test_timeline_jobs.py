@@ -51,21 +51,6 @@ UNTIL_RECORDED = f"""\
 """What instance 1 does before it is lost: waits, as long as the test has time, until the steps of both can be read."""
 
 
-SLOW_INPUT = """\
-import popdist, time
-popdist.init()
-communicator = popdist.context.communicator()
-instruments = communicator.instruments
-for step in range(30):
-    with instruments.during["data"]:
-        time.sleep(0.05 if communicator.rank == communicator.size - 1 else 0)
-    instruments.step_begins(step)
-    with instruments.during["exchange"]:
-        communicator.barrier(name="gradients")
-    instruments.step_ends(1, 0.5)
-"""
-
-
 TRAINING = """\
 import sys, time
 import jax.numpy as jnp, numpy as np, optax
@@ -98,25 +83,12 @@ def verdict_of(tmp_path: Path, *words: str) -> TimelineReport:
 class TestOfSeveralInstances:
     """What is found does not depend on how many there are: each number is met."""
 
-    @pytest.mark.parametrize("instances", [4])
-    def test_one_whose_data_are_slow_is_named_with_its_input(self, tmp_path: Path, instances: int) -> None:
-        culprit = verdict_of(tmp_path, f"-n={instances}", sys.executable, "-c", SLOW_INPUT).culprit
-        assert culprit is not None
-        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
-
     @pytest.mark.parametrize("instances", [2])
     def test_one_whose_data_are_slow_is_named_in_a_training(self, tmp_path: Path, instances: int) -> None:
         words = [f"-n={instances}", sys.executable, "-c", TRAINING, str(instances - 1)]
         culprit = verdict_of(tmp_path, *words).culprit
         assert culprit is not None
         assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
-
-    @pytest.mark.parametrize("instances", [3, 4])
-    def test_one_delayed_in_its_steps_is_named_with_what_is_in_no_phase(self, tmp_path: Path, instances: int) -> None:
-        faults = [f"--inject=delay:instance={instances - 1},step={step},seconds=0.05" for step in range(2, 30)]
-        culprit = verdict_of(tmp_path, f"-n={instances}", *faults, sys.executable, "-c", PROGRAM).culprit
-        assert culprit is not None
-        assert (culprit.instance, culprit.cause) == (instances - 1, Cause.REST)
 
     @pytest.mark.parametrize("instances", [2, 3])
     def test_none_is_named_where_all_are_alike(self, tmp_path: Path, instances: int) -> None:

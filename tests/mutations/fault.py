@@ -21,14 +21,14 @@ class Fault:
         path: of the file, from the root of the project.
         old: the right text; it occurs there exactly once.
         new: the wrong one.
-        caught_by: the node ids of tests of the default tier that fail then.
+        caught_by: the node id of a test of the default tier that fails then.
     """
 
     name: str
     path: str
     old: str
     new: str
-    caught_by: tuple[str, ...]
+    caught_by: str
 
     def __post_init__(self) -> None:
         if self.old == self.new or not self.caught_by:
@@ -45,17 +45,6 @@ class Fault:
                 f"{self.name!r} wants to change a text that {self.path} has {found} times: {self.old!r}"
             )
         return text.replace(self.old, self.new)
-
-    @property
-    def row(self) -> str:
-        """Of the Markdown table."""
-        tests = ", ".join(f"`{test}`" for test in self.caught_by)
-        return f"| {self.name} | `{self.path}` | {tests} |"
-
-
-def table(faults: Sequence[Fault]) -> str:
-    """All faults, in Markdown."""
-    return "\n".join(["| fault | file | test that catches it |", "|---|---|---|", *(fault.row for fault in faults)])
 
 
 def check(faults: Sequence[Fault], root: Path) -> None:

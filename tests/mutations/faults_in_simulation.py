@@ -10,15 +10,13 @@ IN_SIMULATION = (
         path="collectives/simulation/run.py",
         old="begun, carried[remote], self._into)",
         new="begun, carried[remote], self._out)",
-        caught_by=(
-            "tests/collectives/test_simulated_network.py::test_directions_and_links_of_others_do_not_disturb_each_other",
-        ),
+        caught_by="tests/collectives/test_simulated_network.py::test_directions_and_links_of_others_do_not_disturb_each_other",
     ),
     Fault(
         name="a rank sends before it has added",
         path="collectives/simulation/run.py",
         old="np.maximum(ready[ranks], self._busy[ranks]) + took",
         new="np.maximum(ready[ranks], self._busy[ranks])",
-        caught_by=("tests/collectives/test_simulated_network.py::test_a_rank_adds_before_it_sends",),
+        caught_by="tests/collectives/test_simulated_network.py::test_a_rank_adds_before_it_sends",
     ),
 )

@@ -71,12 +71,12 @@ class Trial:
         return self._folder / str(self._runs)
 
     def with_fault(self, fault: Fault) -> Run:
-        """Run the tests that catch a fault while it is there."""
+        """Run the test that catches a fault while it is there."""
         path = self.root / fault.path
         right = path.read_text()
         try:
             _write(path, fault.planted_in(right))
-            return self.run(fault.caught_by, "-x")
+            return self.run([fault.caught_by], "-x")
         finally:
             _write(path, right)
 

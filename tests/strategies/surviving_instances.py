@@ -81,11 +81,6 @@ class Threads(Membership):
         return self._first, communicator
 
     @property
-    def is_chief(self) -> bool:
-        """The first one that is left is."""
-        return self.instance.is_leader
-
-    @property
     def can_carry_on(self) -> bool:
         """Whether the others go on when one is lost."""
         return self._job.survives

@@ -3,19 +3,22 @@
 import errno
 import hashlib
 import logging
+import math
 import os
 import stat
 
 import numpy as np
 import pytest
 
+from strategies import Best
+
 pytest.importorskip("orbax.checkpoint")
 
 from strategies import CheckpointError, Position  # noqa: E402
 from strategies.checkpoints import checkpoint_folder as module  # noqa: E402
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder, Training, _reason  # noqa: E402
-from strategies.checkpoints.packing import Packing  # noqa: E402
+from strategies.checkpoints.checkpoint_folder import CheckpointFolder, SavedTraining, _reason  # noqa: E402
 from strategies.checkpoints.sealed_folders import fault_of  # noqa: E402
+from strategies.checkpoints.serialization import Packing  # noqa: E402
 
 POSITION = Position(1, 2, seed=3, batch_size=4, total_replicas=2, length=50)
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, np.int32)}
@@ -23,7 +26,7 @@ PACKING = Packing.of(ARRAYS)
 
 
 def training(step=10, position=POSITION):
-    return Training(step, replicas=2, seed=5, position=position, packing=PACKING)
+    return SavedTraining(step, replicas=2, seed=5, position=position, packing=PACKING)
 
 
 def flat():
@@ -179,7 +182,7 @@ def test_a_disk_that_is_too_small_is_not_begun(folder, monkeypatch):
 
 @pytest.mark.parametrize("position", [None, POSITION])
 def test_a_training_survives_json(position):
-    assert Training.from_json(training(position=position).to_json()) == training(position=position)
+    assert SavedTraining.from_json(training(position=position).to_json()) == training(position=position)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_a_training_survives_json(position):
 )
 def test_other_texts_are_no_training(text):
     with pytest.raises(ValueError):  # noqa: PT011  several messages, of Python and of ours
-        Training.from_json(text)
+        SavedTraining.from_json(text)
 
 
 class SaverWhoseThreadsStay:
@@ -253,3 +256,38 @@ def test_the_reason_is_what_the_operating_system_said_first_but_for_locks_of_ten
     assert _reason(said(errno.EEXIST)) == os.strerror(errno.EEXIST)
     assert _reason(said()) == "no reason"
     assert _reason(OSError(errno.EEXIST, "there it is")) == "there it is"
+
+
+# ---- the best checkpoints, by a metric
+
+
+METRICS = {1: {"a": 0.5}, 2: {"a": 0.75, "b": 3.0}, 3: {"a": 0.75}, 4: {}, 5: {"a": math.nan}, 6: {"a": -1.0}}
+
+
+@pytest.mark.parametrize(
+    ("best", "steps"),
+    [
+        (Best("a"), [2]),
+        (Best("a", count=2), [2, 3]),
+        (Best("a", count=9), [2, 3, 1, 6]),
+        (Best("a", "min"), [6]),
+        (Best("a", "min", 2), [6, 1]),
+        (Best("b", "min", 2), [2]),
+        (Best("c"), []),
+    ],
+)
+def test_are_those_with_the_best_value_and_of_equal_ones_the_earlier(best, steps):
+    assert best.steps(METRICS) == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("a", "most"), ValueError, r"mode is 'most'; the best values are the largest \('max'\)"),
+        (("a", "max", 0), ValueError, "count is 0"),
+        (("a", "max", 1.5), TypeError, "count is 1.5; an integer"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(words, error, message):
+    with pytest.raises(error, match=message):
+        Best(*words)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -116,6 +117,65 @@ def test_a_strategy_only_chooses_a_membership() -> None:
     ):
         own = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
         assert own == chooses, cls
+
+
+def names_of_classes(package: str) -> dict[str, set[str]]:
+    """For each name of a class of a package the files that define one."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+IN_TWO_FILES = {
+    "Asked",
+    "Checkpoints",
+    "Elements",
+    "Ended",
+    "Evaluator",
+    "Given",
+    "Link",
+    "Node",
+    "Options",
+    "Outputs",
+    "Pipeline",
+    "Placing",
+    "Process",
+    "Recording",
+    "ReplicaGroups",
+    "ReplicaRun",
+    "Round",
+    "Row",
+    "Source",
+    "Trainer",
+    "Turn",
+    "Verdict",
+    "Wanted",
+    "Watch",
+    "_OfThread",
+    "_Pending",
+    "_Sent",
+    "_State",
+}
+"""Names of classes that two files of one package define. New ones get a name of their own."""
+MOST_NAMES_IN_TWO_FILES = 56
+"""Of all packages together, whichever they are in."""
+
+
+def test_a_name_of_a_class_stands_in_one_file_of_its_package() -> None:
+    found = {name for package in PACKAGES for name, files in names_of_classes(package).items() if len(files) > 1}
+    assert found - IN_TWO_FILES == set(), "one word, one thing"
+    assert IN_TWO_FILES - found == set(), "take it from the list"
+
+
+def test_few_names_of_classes_stand_in_two_files_of_the_product() -> None:
+    counts = Counter[str]()
+    for package in PACKAGES:
+        counts.update({name: len(files) for name, files in names_of_classes(package).items()})
+    found = sorted(name for name, count in counts.items() if count > 1)
+    assert len(found) <= MOST_NAMES_IN_TWO_FILES, found
 
 
 class TestTheWalk:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from collectives.reduction import OPERATIONS
-from strategies.replicas.collective_equations import Collective, Exchange, Gather, Reduce
+from strategies.replicas.collective_equations import BlockExchange, Collective, Gather, Reduce
 from strategies.replicas.replica_groups import ReplicaGroups
 
 KINDS = [
     *map(Reduce, OPERATIONS),
     Gather(),
-    *(Exchange(split, concat) for split in (0, 1) for concat in (0, 1)),
+    *(BlockExchange(split, concat) for split in (0, 1) for concat in (0, 1)),
 ]
 VALUES = np.random.default_rng(0).integers(-5, 6, (3, 2, 6, 3)).astype(np.float32)  # of three replicas, twice each
 X = jnp.float32([1, 2, 4])
@@ -73,9 +73,9 @@ class TestKinds:
 
 def test_blocks_that_are_exchanged_go_back_the_other_way():
     values = list(VALUES[:, 0])
-    there = Exchange(0, 1).combine(values)
+    there = BlockExchange(0, 1).combine(values)
     assert not np.array_equal(there[0], values[0])
-    np.testing.assert_array_equal(Exchange(1, 0).combine(there), values)
+    np.testing.assert_array_equal(BlockExchange(1, 0).combine(there), values)
 
 
 class TestCalls:

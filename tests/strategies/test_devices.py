@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.replicas.devices import THREADS, ReplicaDevices, borrow, choose_devices, is_key
+from strategies.replicas.devices import THREADS, ReplicaDevices, borrow, choose_grid, is_key
 
 LIMIT_S = 60.0
 
 
 @pytest.mark.parametrize("replicas", [1, 6, 9, 11])
 def test_on_a_cpu_all_replicas_share_a_device(replicas):
-    devices = choose_devices(range(5, 5 + replicas))
+    devices = choose_grid(range(5, 5 + replicas)).first
     assert devices.devices == (jax.local_devices()[0],) * replicas
     assert (devices.width, devices.waves, devices.is_lockstep, devices.is_cpu) == (replicas, 1, True, True)
 
 
 def test_replicas_of_other_instances_do_not_change_the_devices():
-    assert choose_devices(range(4), local_index=1).devices == choose_devices(range(4)).devices
+    assert choose_grid(range(4), local_index=1).first.devices == choose_grid(range(4)).first.devices
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ def rows_about_gpus():
 @pytest.mark.parametrize(("instances", "local", "devices", "waves"), list(rows_about_gpus()))
 def test_accelerators_are_shared_out_as_the_page_on_gpus_says(instances, local, devices, waves, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
-    found = [choose_devices(range(index * local, (index + 1) * local), index) for index in range(instances)]
+    found = [choose_grid(range(index * local, (index + 1) * local), index).first for index in range(instances)]
     assert [[device.number for device in each.devices] for each in found] == devices
     assert {each.waves for each in found} == {waves}
 
 
 def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
-    devices = choose_devices(range(3))
+    devices = choose_grid(range(3)).first
     placed = devices.place({"x": np.arange(6, dtype=np.float32), "y": np.ones((3, 2))})
     assert placed["x"].device == jax.local_devices()[0]
     parts = devices.parts(placed)
@@ -62,22 +62,22 @@ def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
 
 def test_the_only_replica_gets_the_batch_as_it_is():
     batch = {"x": np.zeros(3)}
-    assert choose_devices(range(1)).parts(batch) == [batch]
+    assert choose_grid(range(1)).first.parts(batch) == [batch]
 
 
 def test_the_shape_for_a_replica_is_a_share_of_the_rows():
     leaf = np.zeros((24, 5), np.float64)
-    assert choose_devices(range(12)).replica_shape(leaf) == jax.ShapeDtypeStruct((2, 5), np.float32)
+    assert choose_grid(range(12)).first.replica_shape(leaf) == jax.ShapeDtypeStruct((2, 5), np.float32)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (7, 3)])
 def test_rows_that_replicas_cannot_share_are_refused(shape):
     with pytest.raises(ValueError, match="for 3 local replicas; its first axis must be a multiple of their number"):
-        choose_devices(range(3)).replica_shape(np.zeros(shape))
+        choose_grid(range(3)).first.replica_shape(np.zeros(shape))
 
 
 def test_zeros_are_memory_of_a_replica_alone():
-    devices = choose_devices(range(2))
+    devices = choose_grid(range(2)).first
     zeros = [devices.zeros(position, 4096, np.dtype(np.float32)) for position in range(2)]
     assert [array.shape for array in zeros] == [(4096,)] * 2
     assert zeros[0].unsafe_buffer_pointer() != zeros[1].unsafe_buffer_pointer()
@@ -87,7 +87,7 @@ class TestThreads:
     """Every replica has one."""
 
     def test_run_all_replicas_at_once_and_return_in_their_order(self):
-        devices = choose_devices(range(4))
+        devices = choose_grid(range(4)).first
         all_here = threading.Barrier(4)
 
         def work(position):
@@ -97,7 +97,9 @@ class TestThreads:
         assert devices.each(work) == [(position, True) for position in range(4)]
 
     def test_are_not_needed_for_one_replica(self):
-        assert choose_devices(range(1)).each(lambda position: threading.current_thread()) == [threading.main_thread()]
+        assert choose_grid(range(1)).first.each(lambda position: threading.current_thread()) == [
+            threading.main_thread()
+        ]
 
     def test_are_those_of_the_devices_there_are(self):
         """Replicas beyond that wait for their wave."""
@@ -115,7 +117,7 @@ class TestThreads:
         assert max(most) <= 2
 
     def test_bring_back_the_error_of_the_first_replica_when_all_have_ended(self):
-        devices = choose_devices(range(3))
+        devices = choose_grid(range(3)).first
         others_may_end, told, ended = threading.Event(), [], []
 
         def work(position):
@@ -134,7 +136,7 @@ class TestThreads:
         assert sorted(ended) == [0, 2]
 
     def test_end_with_their_devices(self):
-        devices = choose_devices(range(3))
+        devices = choose_grid(range(3)).first
         threads = devices.each(lambda position: threading.current_thread())
         del devices
         for thread in threads:

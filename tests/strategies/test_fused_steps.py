@@ -7,12 +7,12 @@ import optax
 import pytest
 
 import strategies
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.model_state import ModelStateRule
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
 from strategies.step.fused_steps import FusedSteps
-from strategies.updates.update import UpdateSettings, WholeUpdate
+from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5
@@ -43,9 +43,9 @@ class Steps:
     def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
         shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
         trainable, rule = Trainable.of(shapes.variables, None), ModelStateRule.of(None, None)
-        options = Accumulation(), Precision(), Transfer(), False
+        options = Accumulation(), Precision(), GradientTransfer(), False
         self.program = ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, SEED, *options)
-        self.update = WholeUpdate(
+        self.update = WholeStateUpdate(
             strategy.replicas, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings)
         )
         self.fused = FusedSteps(self.program, self.update)

@@ -9,8 +9,8 @@ import pytest
 from jax.extend import core
 
 from strategies.programs.jaxpr import (
+    EquationGroup,
     Graph,
-    Group,
     ancestors,
     bind,
     bodies,
@@ -22,7 +22,7 @@ from strategies.programs.jaxpr import (
     producers_of,
     with_bodies,
 )
-from strategies.programs.segments import Part, carry_out, in_turn
+from strategies.programs.segments import Part, carry_out
 
 X = np.linspace(-2, 2, 7, dtype=np.float32)
 
@@ -194,13 +194,9 @@ ARGUMENTS = [np.random.default_rng(0).standard_normal((2, 5, 5)).astype(np.float
 
 
 def run(segments, arguments):
-    done = carry_out(
-        in_turn(len(segments)), segments, [arguments], lambda action, given: segments[action.segment].function(*given)
-    )
+    done = carry_out(segments, arguments, lambda number, given: segments[number].function(*given))
     return {
-        part: value
-        for action, results in done
-        for part, value in zip(segments[action.segment].parts, results, strict=False)
+        part: value for number, results in done for part, value in zip(segments[number].parts, results, strict=False)
     }
 
 
@@ -208,7 +204,7 @@ def blocks_of(graph, size):
     """Groups of `size` equations, and one without any that has the results."""
     count = len(graph.equations)
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
-    return [*(Group(range(k, min(k + size, count))) for k in range(0, count, size)), Group((), results)]
+    return [*(EquationGroup(range(k, min(k + size, count))) for k in range(0, count, size)), EquationGroup((), results)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -232,8 +228,8 @@ def test_residuals_are_what_others_make_and_inputs_what_is_read():
     first, second = cut(
         graph,
         [
-            Group({places["cos"], places["exp"]}, {Part(1): graph.results[1]}),
-            Group({places["sin"], places["mul"]}, {Part(0): graph.results[0]}),
+            EquationGroup({places["cos"], places["exp"]}, {Part(1): graph.results[1]}),
+            EquationGroup({places["sin"], places["mul"]}, {Part(0): graph.results[0]}),
         ],
     )
     assert (first.inputs, first.takes, first.gives, first.parts) == ((0, 1), (), (0,), (Part(1),))
@@ -242,7 +238,7 @@ def test_residuals_are_what_others_make_and_inputs_what_is_read():
 
 def test_what_is_repeated_is_not_handed_on():
     graph = Graph.of(traced(lambda x: jnp.sin(jnp.cos(x) * 2)))
-    groups = [Group({0, 1}), Group({2}, {Part(0): graph.results[0]})]
+    groups = [EquationGroup({0, 1}), EquationGroup({2}, {Part(0): graph.results[0]})]
     _, handed = cut(graph, groups)
     _, repeated = cut(graph, groups, lambda equation: equation.primitive.name in ("cos", "mul"))
     assert handed.takes
@@ -261,7 +257,7 @@ def test_what_is_repeated_is_not_handed_on():
 def test_cuts_that_no_order_can_carry_out_are_refused(groups, message):
     graph = Graph.of(traced(lambda x: jnp.sin(jnp.cos(x) * 2)))
     with pytest.raises(ValueError, match=message):
-        cut(graph, [Group(equations) for equations in groups])
+        cut(graph, [EquationGroup(equations) for equations in groups])
 
 
 def test_the_same_function_is_always_cut_into_the_same_segments():
@@ -284,7 +280,7 @@ def test_constants_may_be_arguments():
     constant = jnp.asarray(X)
     graph = Graph.of(traced(lambda x: jax.jit(jnp.cos)(x) + constant))
     values = graph.lift_constants()
-    (whole,) = cut(graph, [Group(range(len(graph.equations)), {Part(0): graph.results[0]})])
+    (whole,) = cut(graph, [EquationGroup(range(len(graph.equations)), {Part(0): graph.results[0]})])
     assert whole.inputs == (0, 1)
     np.testing.assert_array_equal(values[0], X)
     np.testing.assert_array_equal(whole.function(X * 3, X)[0], jnp.cos(X) + X * 3)
@@ -298,7 +294,7 @@ def test_effects_stay_with_the_segments_that_have_them():
     graph = Graph.of(traced(calling))
     at = next(number for number, equation in enumerate(graph.equations) if equation.effects)
     rest = set(range(len(graph.equations))) - {at}
-    with_it, without = cut(graph, [Group({at}), Group(rest, {Part(0): graph.results[0]})])
+    with_it, without = cut(graph, [EquationGroup({at}), EquationGroup(rest, {Part(0): graph.results[0]})])
     assert with_it.function.args[0].effects
     assert not without.function.args[0].effects
     assert isinstance(without.function.args[0], core.Jaxpr)

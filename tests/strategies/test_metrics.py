@@ -9,7 +9,7 @@ import collectives
 from collectives.instruments import Instruments
 from popdist.instance import Instance
 from strategies import Metrics
-from strategies.step.metrics import tell_end
+from strategies.step.metrics import StepNotice, tell_end
 
 
 @pytest.fixture
@@ -69,3 +69,25 @@ def test_a_loss_that_is_not_there_is_not_known():
     gone.delete()
     assert Metrics(("loss",), gone).loss_at_hand() is None
     assert Metrics((), np.zeros(0, np.float32)).loss_at_hand() is None
+
+
+# ---- word that reaches all instances at the same step
+
+
+def test_nothing_is_given_before_anyone_gives_it():
+    notice = StepNotice()
+    assert (notice.is_given, notice.number, notice.is_agreed) == (False, 0, False)
+
+
+def test_what_is_given_here_is_not_agreed_before_a_step_has_carried_it():
+    notice = StepNotice()
+    notice.give(15)
+    assert (notice.is_given, notice.number, notice.is_agreed) == (True, 15, False)
+
+
+def test_a_single_replica_is_enough_whoever_it_was_given_to():
+    notice = StepNotice()
+    notice.agree(1 / 1024)
+    assert (notice.is_given, notice.is_agreed) == (False, True)
+    notice.agree(0.0)
+    assert not notice.is_agreed

@@ -9,7 +9,7 @@ import pytest
 
 import strategies
 from strategies import StepOptions, Trainer
-from strategies.step.options import Options
+from strategies.step.options import TrainerOptions
 
 POSITIONAL = {"seed", "check_numerics", "digest_every"}
 
@@ -17,8 +17,8 @@ POSITIONAL = {"seed", "check_numerics", "digest_every"}
 def test_a_trainer_takes_every_option():
     """Type checkers know the names and types of what is given by name."""
     fields = {field.name: field.type for field in dataclasses.fields(StepOptions)}
-    assert fields.keys() == POSITIONAL | Options.__annotations__.keys()
-    of_step, of_trainer = typing.get_type_hints(StepOptions), typing.get_type_hints(Options)
+    assert fields.keys() == POSITIONAL | TrainerOptions.__annotations__.keys()
+    of_step, of_trainer = typing.get_type_hints(StepOptions), typing.get_type_hints(TrainerOptions)
     assert {name: of_step[name] for name in of_trainer} == of_trainer
 
 

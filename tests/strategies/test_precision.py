@@ -10,8 +10,8 @@ from tiers import first_of
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
 from strategies.gradients.replica_program import control_words
-from strategies.programs.rounding import round_stochastically
-from strategies.updates.update import UpdateSettings, WholeUpdate
+from strategies.updates.arithmetic import round_stochastically
+from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((32, 5)).astype(np.float32)
@@ -271,6 +271,6 @@ def test_small_updates_count_with_stochastic_rounding(strategy):
 def test_rounding_has_other_random_bits_than_the_replicas(strategy):
     """The key of replica 2 at step 5, from which a loss function may draw, is not that of variable 2."""
     own = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 5), 2)
-    update = WholeUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))
+    update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))
     bits = update._bits(2, (64,), control_words(5, False, 1.0))
     assert (np.asarray(bits) != np.asarray(jax.random.bits(own, (64,), jnp.uint32))).mean() > 0.9

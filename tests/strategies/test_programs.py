@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.programs.program import Program, compiler_options, jit
+from strategies.programs.program import DeviceProgram, compiler_options, jit
 
 DEVICE = jax.local_devices()[0]
 
@@ -38,7 +38,7 @@ def test_a_loop_that_xla_would_divide_stays_whole():
 
 def test_a_program_is_compiled_once_for_shapes_and_dtypes():
     traced = []
-    program = Program(lambda x, y: traced.append(1) or x + y, None)
+    program = DeviceProgram(lambda x, y: traced.append(1) or x + y, None)
     first = program.compiled(DEVICE, np.float32(1), np.zeros(3, np.float32))
     assert program.compiled(DEVICE, np.float32(2), jnp.ones(3)) is first
     assert program.compiled(DEVICE, np.float32(2), jax.ShapeDtypeStruct((3,), np.float32)) is first
@@ -48,7 +48,7 @@ def test_a_program_is_compiled_once_for_shapes_and_dtypes():
 
 
 def test_numbers_of_python_stay_weak():
-    program = Program(lambda x, y: x * y, None)
+    program = DeviceProgram(lambda x, y: x * y, None)
     half = np.ones(2, jnp.bfloat16)
     assert program.compiled(DEVICE, half, 2.0)(half, 2.0).dtype == jnp.bfloat16
     assert program.compiled(DEVICE, half, np.float32(2))(half, np.float32(2)).dtype == np.float32
@@ -56,7 +56,7 @@ def test_numbers_of_python_stay_weak():
 
 def test_settings_of_jax_are_those_of_who_asks():
     """They are settings of a thread, and programs run in others."""
-    program = Program(lambda x: x * np.float64(2), None)
+    program = DeviceProgram(lambda x: x * np.float64(2), None)
     x = np.ones(2, np.float32)
     plain = program.compiled(DEVICE, x)
     with jax.default_matmul_precision("highest"):
@@ -74,7 +74,7 @@ def test_threads_run_the_same_executable_at_once():
     def function(x):
         return jax.pure_callback(meet, jax.ShapeDtypeStruct((), np.float32), x) + 1
 
-    executable = Program(function, None).compiled(DEVICE, np.float32(0))
+    executable = DeviceProgram(function, None).compiled(DEVICE, np.float32(0))
     threads = [
         threading.Thread(target=lambda n=n: found.update({n: float(executable(np.float32(n)))})) for n in range(3)
     ]
@@ -86,7 +86,7 @@ def test_threads_run_the_same_executable_at_once():
 
 
 def test_results_take_over_what_is_donated():
-    program = Program(lambda x, y: y + 1, None, donated=[1])
+    program = DeviceProgram(lambda x, y: y + 1, None, donated=[1])
     taken = jax.block_until_ready(jax.jit(lambda: jnp.zeros(4096))())
     place = taken.unsafe_buffer_pointer()
     result = program.compiled(DEVICE, np.float32(0), taken)(np.float32(0), taken)

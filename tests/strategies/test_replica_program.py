@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.model_state import ModelStateRule
 from strategies.gradients.replica_program import (
     LOSS_SCALE,
@@ -59,7 +59,7 @@ def program_of(
         seed,
         accumulation or Accumulation(),
         precision or Precision(),
-        Transfer.parse(transfer),
+        GradientTransfer.parse(transfer),
         checks,
     )
 

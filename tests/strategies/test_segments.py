@@ -1,63 +1,37 @@
-"""Lists of actions: what is refused before anything runs, and what segments get and hand on."""
+"""Segments of a program, carried out in turn: what they get and hand on, and how long that is kept."""
 
-import re
 import weakref
 
-import pytest
-
-from strategies.programs.segments import Action, Part, Segment, carry_out, in_turn, refuse_impossible
+from strategies.programs.segments import Part, ProgramSegment, carry_out
 
 
 def segment(takes=(), gives=(), inputs=(0,), parts=1):
-    return Segment(lambda *values: values, inputs, takes, gives, tuple(map(Part, range(parts))))
+    return ProgramSegment(lambda *values: values, inputs, takes, gives, tuple(map(Part, range(parts))))
 
 
 CHAIN = [segment(gives=(0, 1)), segment(takes=(1,), gives=(2,)), segment(takes=(0, 2), inputs=())]
 """A pass in three segments, the last of which reads what the first one has kept."""
 
 
-def test_segments_in_turn_are_one_micro_batch_after_another():
-    assert list(map(str, in_turn(2, micro_batches=2))) == [
-        "segment 0 of micro-batch 0",
-        "segment 1 of micro-batch 0",
-        "segment 0 of micro-batch 1",
-        "segment 1 of micro-batch 1",
-    ]
-
-
-ORDERS = {
-    "in turn": in_turn(3, 2),
-    "micro-batches side by side": [Action(place, number) for place in range(3) for number in range(2)],
-    "one ahead": [Action(*pair) for pair in [(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]],
-}
-
-
-@pytest.mark.parametrize("actions", ORDERS.values(), ids=ORDERS)
-def test_segments_get_their_inputs_and_residuals_of_their_own_micro_batch(actions):
-    refuse_impossible(actions, CHAIN, 2)
+def test_segments_get_their_inputs_and_what_others_hand_on():
     seen = {}
 
-    def compute(action, given):
-        seen[action] = given
-        made = [f"{action.segment}{name} of {action.micro_batch}" for name in "ab"]
-        return ["finished", *made[: len(CHAIN[action.segment].gives)]]
+    def compute(number, given):
+        seen[number] = given
+        return ["finished", *[f"{number}{name}" for name in "ab"][: len(CHAIN[number].gives)]]
 
-    done = [action for action, _ in carry_out(actions, CHAIN, [["x of 0"], ["x of 1"]], compute)]
-    assert done == list(actions)
-    for number in range(2):
-        assert seen[Action(0, number)] == [f"x of {number}"]
-        assert seen[Action(1, number)] == [f"x of {number}", f"0b of {number}"]
-        assert seen[Action(2, number)] == [f"0a of {number}", f"1a of {number}"]
+    assert [number for number, _ in carry_out(CHAIN, ["x"], compute)] == [0, 1, 2]
+    assert seen == {0: ["x"], 1: ["x", "0b"], 2: ["0a", "1a"]}
 
 
 def test_the_next_segment_begins_when_the_last_ones_results_are_taken():
     begun = []
 
-    def compute(action, given):
-        begun.append(action.segment)
-        return [None, *CHAIN[action.segment].gives]
+    def compute(number, given):
+        begun.append(number)
+        return [None, *CHAIN[number].gives]
 
-    results = carry_out(in_turn(3), CHAIN, [[0]], compute)
+    results = carry_out(CHAIN, [0], compute)
     next(results)
     assert begun == [0]
     next(results)
@@ -71,35 +45,11 @@ class Residual:
 def test_residuals_are_let_go_when_they_were_taken_for_the_last_time():
     kept = {}
 
-    def compute(action, given):
-        made = [Residual() for _ in CHAIN[action.segment].gives]
-        kept.update({number: weakref.ref(one) for number, one in zip(CHAIN[action.segment].gives, made, strict=True)})
+    def compute(number, given):
+        made = [Residual() for _ in CHAIN[number].gives]
+        kept.update({place: weakref.ref(one) for place, one in zip(CHAIN[number].gives, made, strict=True)})
         return [None, *made]
 
-    alive = [{number for number, one in kept.items() if one()} for _ in carry_out(in_turn(3), CHAIN, [["x"]], compute)]
+    alive = [{number for number, one in kept.items() if one()} for _ in carry_out(CHAIN, ["x"], compute)]
     assert alive[:2] == [{0, 1}, {0, 2}]
     assert not any(one() for one in kept.values())
-
-
-@pytest.mark.parametrize(
-    ("actions", "message"),
-    [
-        (in_turn(2), "the list has segment 2 of micro-batch 0 0 times, for 3 segments and 1 micro-batches"),
-        ((*in_turn(3), Action(1, 0)), "the list has segment 1 of micro-batch 0 2 times"),
-        (in_turn(3, 2), "the list has segment 0 of micro-batch 1 1 times, for 3 segments and 1 micro-batches"),
-        (in_turn(4), "the list has segment 3 of micro-batch 0 1 times"),
-        (
-            [Action(0, 0), Action(2, 0), Action(1, 0)],
-            "segment 2 of micro-batch 0 takes what segment 1 gives; it must come behind it",
-        ),
-    ],
-)
-def test_impossible_lists_are_refused(actions, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        refuse_impossible(actions, CHAIN)
-
-
-def test_another_micro_batchs_residuals_do_not_do():
-    actions = [Action(0, 0), Action(1, 1), Action(0, 1), Action(1, 0), Action(2, 0), Action(2, 1)]
-    with pytest.raises(ValueError, match="segment 1 of micro-batch 1 takes what segment 0 gives"):
-        refuse_impossible(actions, CHAIN, 2)

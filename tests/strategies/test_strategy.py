@@ -13,6 +13,7 @@ import strategies
 from collectives import LayoutMismatchError, UnsupportedBufferError
 from collectives.tree import combined
 from strategies import PerReplica, get_replica_context
+from strategies.per_replica import dealt
 
 
 def replica_index():
@@ -522,3 +523,37 @@ def test_results_may_be_random_keys(strategy):
 def test_an_array_on_one_device_goes_whole_to_all_replicas(strategy):
     for value in (jnp.arange(3.0), strategy.variable(np.arange(3, dtype=np.float32)).value):
         assert [list(result) for result in strategy.run(lambda v: v * 2, args=(value,))] == [[0, 2, 4]] * 4
+
+
+# ---- values of which every replica has its own
+
+
+def test_it_is_a_sequence_of_the_local_replicas_values():
+    values = PerReplica((4, 5, 6))
+    assert (list(values), len(values), values[1]) == ([4, 5, 6], 3, 5)
+
+
+def test_what_has_none_is_dealt_as_it_is():
+    tree = {"a": 1, "b": (2, 3)}
+    assert dealt(tree, range(2)) is tree
+    whole = PerReplica((1, 2))
+    assert dealt(whole, range(2)) is whole
+
+
+def test_every_replica_gets_a_whole_tree_with_its_own_value_in_it():
+    tree = {"shared": 7, "own": (PerReplica((1, 2)), PerReplica(("x", "y")))}
+    found = dealt(tree, range(2))
+    assert list(found) == [{"shared": 7, "own": (1, "x")}, {"shared": 7, "own": (2, "y")}]
+
+
+@pytest.mark.parametrize("value", [PerReplica((1, 2, 3)), [0, PerReplica((1,))]])
+def test_another_number_of_values_is_refused(value):
+    with pytest.raises(ValueError, match=r"has [13] values, and this instance has 2 replicas; make it with strategy"):
+        dealt(value, range(2))
+
+
+def test_values_of_other_replicas_are_refused():
+    values = PerReplica((1, 2), range(2, 4))
+    assert list(dealt([values], range(2, 4))) == [[1], [2]]
+    with pytest.raises(ValueError, match=r"of the replicas \[2, 3\], and this instance has \[0, 1\]; make it with"):
+        dealt([values], range(2))

@@ -1,5 +1,7 @@
 """Options that are on or off: nothing else counts as one of the two."""
 
+import tempfile
+
 import numpy as np
 import optax
 import pytest
@@ -10,20 +12,6 @@ from strategies import pipelining_ops
 from strategies.evaluation.data_pass import DataPass
 from strategies.switches import require_switches, require_switches_or_none
 
-OF_PIPELINES = (
-    "gradient_accumulation_for_captured_grads",
-    "continuous_weight_updates",
-    "outfeed_loss",
-    "accumulate_outfeed",
-)
-OF_PIPELINES_OR_NONE = (
-    "offload_weight_update_variables",
-    "replicated_optimizer_state_sharding",
-    "offload_activations",
-    "offload_gradient_accumulation_buffers",
-    "replicated_weight_sharding",
-    "offload_weights",
-)
 ANYTHING_ELSE = ("yes", 1, 0.0, np.True_, [])
 
 
@@ -42,82 +30,66 @@ def test_what_may_not_be_left_open_is_not_none():
         require_switches(is_on=None)
 
 
-@pytest.mark.parametrize("name", [*OF_PIPELINES, *OF_PIPELINES_OR_NONE])
-def test_of_pipelines_of_functions(name):
-    with pytest.raises(TypeError, match=f"^{name} is 'yes'; it is True or False"):
-        pipelining_ops.pipeline([lambda v, x: x] * 2, 4, **{name: "yes"})
+def loss_fn(variables, batch, key):
+    return 0.0
 
 
-@pytest.mark.parametrize(
-    "name", ["recompute", "offload_activations", "offload_gradient_accumulation_buffers", "allow_idle_devices"]
-)
-def test_of_pipelines_of_a_trainer(name):
-    with pytest.raises(TypeError, match=f"^{name} is 'yes'; it is True or False"):
-        strategies.Pipelining([0, 1], **{name: "yes"})
+def restored(strategy, **option):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(1))
+        with strategies.Checkpoints(folder, trainer, every=1) as checkpoints:
+            checkpoints.restore(None, **option)
 
 
-@pytest.mark.parametrize("name", ["training", "recompute"])
-def test_of_plans(name):
+TAKERS = {
+    "pipelines of functions": (
+        lambda strategy, **option: pipelining_ops.pipeline([lambda v, x: x] * 2, 4, **option),
+        *("gradient_accumulation_for_captured_grads", "continuous_weight_updates", "outfeed_loss"),
+        *("accumulate_outfeed", "offload_weight_update_variables", "replicated_optimizer_state_sharding"),
+        *("offload_activations", "offload_gradient_accumulation_buffers", "replicated_weight_sharding"),
+        "offload_weights",
+    ),
+    "pipelines of a trainer": (
+        lambda strategy, **option: strategies.Pipelining([0, 1], **option),
+        *("recompute", "offload_activations", "offload_gradient_accumulation_buffers", "allow_idle_devices"),
+    ),
+    "plans": (lambda strategy, **option: pipelining_ops.plan(2, 4, **option), "training", "recompute"),
+    "trainers": (
+        lambda strategy, **option: strategies.Trainer(strategy, loss_fn, optax.sgd(1), **option),
+        *("check_numerics", "stochastic_rounding", "replicated_optimizer_state_sharding", "offload_optimizer_state"),
+    ),
+    "predictions": (lambda strategy, **option: DataPass(strategy.replicas, None, None, **option), "to_all"),
+    "checkpoints": (restored, "other_replicas"),
+    "data sets": (
+        lambda strategy, **option: strategy.distribute_dataset(np.ones(8, np.float32), batch_size=1, **option),
+        "shuffle",
+    ),
+    "values that are assumed equal": (
+        lambda strategy, **option: strategies.cross_replica_ops.assume_equal_across_replicas(1.0, **option),
+        "inplace",
+    ),
+    "benchmarks of data sets": (
+        lambda strategy, **option: strategies.dataset_benchmark([np.ones(3)], 1, 1, **option),
+        *("print_stats", "apply_debug_options", "do_memcpy"),
+    ),
+    "benchmarks of infeeds": (
+        lambda strategy, **option: strategies.infeed_benchmark(None, 1, 1, **option),
+        *("print_stats", "do_memcpy"),
+    ),
+    "configurations of an instance": (
+        lambda strategy, **option: popdist.tensorflow.set_ipu_config(strategies.config.IPUConfig(), **option),
+        "configure_device",
+    ),
+    "collectives": (
+        lambda strategy, **option: strategy.run(
+            lambda: strategies.cross_replica_ops.cross_replica_sum(1.0, 2, **option)
+        ),
+        "orthogonal",
+    ),
+}
+
+
+@pytest.mark.parametrize(("taker", "name"), [(taker, name) for taker, (_, *names) in TAKERS.items() for name in names])
+def test_a_word_is_no_switch(strategy, taker, name):
     with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
-        pipelining_ops.plan(2, 4, **{name: "no"})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "check_numerics",
-        "stochastic_rounding",
-        "compile_ahead",
-        "replicated_optimizer_state_sharding",
-        "offload_optimizer_state",
-    ],
-)
-def test_of_trainers(strategy, name):
-    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
-        strategies.Trainer(strategy, lambda variables, batch, key: 0.0, optax.sgd(1), **{name: "no"})
-
-
-def test_of_predictions(strategy):
-    with pytest.raises(TypeError, match="^to_all is 'no'; it is True or False"):
-        DataPass(strategy.replicas, None, None, to_all="no")
-
-
-def test_of_checkpoints(strategy, tmp_path):
-    trainer = strategies.Trainer(strategy, lambda variables, batch, key: 0.0, optax.sgd(1))
-    with (
-        strategies.Checkpoints(tmp_path, trainer, every=1) as checkpoints,
-        pytest.raises(TypeError, match="^other_replicas is 'no'; it is True or False"),
-    ):
-        checkpoints.restore(None, other_replicas="no")
-
-
-def test_of_data_sets(strategy):
-    with pytest.raises(TypeError, match="^shuffle is 'no'; it is True or False"):
-        strategy.distribute_dataset(np.ones(8, np.float32), batch_size=1, shuffle="no")
-
-
-def test_of_values_that_are_assumed_equal():
-    with pytest.raises(TypeError, match="^inplace is 'no'; it is True or False"):
-        strategies.cross_replica_ops.assume_equal_across_replicas(1.0, inplace="no")
-
-
-@pytest.mark.parametrize("name", ["print_stats", "apply_debug_options", "do_memcpy"])
-def test_of_benchmarks_of_data_sets(name):
-    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
-        strategies.dataset_benchmark([np.ones(3)], 1, 1, **{name: "no"})
-
-
-@pytest.mark.parametrize("name", ["print_stats", "do_memcpy"])
-def test_of_benchmarks_of_infeeds(name):
-    with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
-        strategies.infeed_benchmark(None, 1, 1, **{name: "no"})
-
-
-def test_of_configurations_of_an_instance():
-    with pytest.raises(TypeError, match="^configure_device is 'no'; it is True or False"):
-        popdist.tensorflow.set_ipu_config(strategies.config.IPUConfig(), configure_device="no")
-
-
-def test_of_collectives(strategy):
-    with pytest.raises(TypeError, match="^orthogonal is 'no'; it is True or False"):
-        strategy.run(lambda: strategies.cross_replica_ops.cross_replica_sum(1.0, 2, orthogonal="no"))
+        TAKERS[taker][0](strategy, **{name: "no"})

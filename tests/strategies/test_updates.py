@@ -8,7 +8,7 @@ import pytest
 
 import strategies
 from strategies.gradients.replica_program import control_words
-from strategies.updates.update import UpdateSettings, WholeUpdate
+from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}
 MEANS = {"w": np.array([0.25, 1.0], np.float32), "b": np.float32(-1.0)}
@@ -20,7 +20,7 @@ def alone():
 
 
 def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
-    update = WholeUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
+    update = WholeStateUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
     placed = jax.tree.map(jnp.array, variables)  # a copy, which is used up
     after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
     update.wait()
@@ -72,7 +72,7 @@ def test_g13_what_a_squared_gradient_makes_of_the_weights(strategy):
 
 def test_old_variables_and_state_are_used_up(alone):
     """Declared to the compiler: it may write the new ones where they lie."""
-    update = WholeUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
+    update = WholeStateUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
     jax.block_until_ready((variables, state))

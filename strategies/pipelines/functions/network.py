@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.outcome import Outcome
+from strategies.gradients.arguments import Outcome
 from strategies.pipelines.functions.captures import Captures
 from strategies.pipelines.functions.inference import Inference
 from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput

@@ -13,7 +13,7 @@ import numpy as np
 from strategies.pipelines.running.stage_programs import StagePrograms
 from strategies.pipelines.running.staged import Array, Staged
 from strategies.pipelines.timetable import ActionKind, Places, StageAction
-from strategies.programs.segments import Segment
+from strategies.programs.segments import ProgramSegment
 from strategies.roles import Tree
 from strategies.updates.update import HOST_MEMORY
 
@@ -165,7 +165,9 @@ class ReplicaStages:
                 kept, residuals = self._offloaded(segment, kept, device), on_host(residuals, device)
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
-    def _offloaded(self, segment: Segment, kept: Sequence[Array | None], device: jax.Device) -> list[Array | None]:
+    def _offloaded(
+        self, segment: ProgramSegment, kept: Sequence[Array | None], device: jax.Device
+    ) -> list[Array | None]:
         """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
         stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
         return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]

@@ -21,7 +21,6 @@ from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
 from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
-from strategies.pipelines.running.stage_programs import CompiledStage
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.roles import Tree, Variables
@@ -59,7 +58,7 @@ class PipelinePlan(ReplicaPlan):
         """See `ReplicaPlan`."""
         return self.stages.sum_bytes
 
-    def executables(self, grid: DeviceGrid) -> Mapping[str, CompiledStage]:
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
@@ -186,7 +185,7 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object
     What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
     once, and be no faster. Those that have to meet in collectives are not kept from each other.
     """
-    if not (plan.keeping.recomputes and plan.program.is_independent and grid.column(0).is_cpu):
+    if not (plan.keeping.recomputes and plan.program.is_independent and grid.first.is_cpu):
         return nullcontext()
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -207,9 +206,9 @@ class _ReplicaStep:
     ) -> None:
         self._plan = plan
         self._at_once = at_once
-        self._is_cpu = grid.column(0).is_cpu
+        self._is_cpu = grid.first.is_cpu
         self._devices = [column.device_of(position) for column in grid.columns]
-        self._instruments = grid.column(0).instruments
+        self._instruments = grid.first.instruments
         self._number = grid.replicas[position]
         self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
         self.buffers: list[Sequence[jax.Array]] = []

@@ -19,7 +19,7 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
-from strategies.pipelines.running.stage_programs import CompiledStage, Executables, Shape, StagePrograms
+from strategies.pipelines.running.stage_programs import Executables, Shape, StagePrograms
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
@@ -98,7 +98,7 @@ class StagePlan:
         self.state_parts = [Part(TAIL + 1 + leaf) for leaf in range(gradients, len(program.results))]
         self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
         self.course = Course.of(timetable)
-        self._found: dict[tuple[int, jax.Device], CompiledStage] = {}
+        self._found: dict[tuple[int, jax.Device], jax.stages.Compiled] = {}
 
     def _refuse_shared_weights(self) -> None:
         """Refuse weights whose gradient is that of several segments, which add it up for all micro-batches.
@@ -140,10 +140,10 @@ class StagePlan:
 
     # ---- programs
 
-    def executables(self, devices: Sequence[jax.Device]) -> dict[str, CompiledStage]:
+    def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
         """All compiled programs for the devices of a replica, by what they compute."""
         self.compile(devices)
-        found: dict[str, CompiledStage] = {}
+        found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
             found |= {f"{self._named(number)}, {name}": one for name, one in of_passes if one is not None}
@@ -186,7 +186,7 @@ class StagePlan:
         pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
         return next(devices[number - own[0]] for own, devices in pairs if number in own)
 
-    def finish(self, bucket: StageBucket, device: jax.Device) -> CompiledStage:
+    def finish(self, bucket: StageBucket, device: jax.Device) -> jax.stages.Compiled:
         """The program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
         key = (bucket.segment, device)
         if key not in self._found:
@@ -194,7 +194,7 @@ class StagePlan:
             self._found[key] = self._compiled(device, self._finishing(bucket), shapes, bucket.layout)
         return self._found[key]
 
-    def end(self, device: jax.Device) -> CompiledStage:
+    def end(self, device: jax.Device) -> jax.stages.Compiled:
         """The program `(sum of the values, index, control, *model state, *which are not finite, *buffers) -> ...`.
 
         It returns buffers, and what is kept of the model state.
@@ -214,7 +214,7 @@ class StagePlan:
         function: Callable[..., tuple[jax.Array, ...]],
         shapes: Sequence[Shape],
         layout: FlatLayout,
-    ) -> CompiledStage:
+    ) -> jax.stages.Compiled:
         buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
         donated = range(len(shapes), len(shapes) + len(buffers))
         return self._executables.compiled(device, function, [*shapes, *buffers], donated)

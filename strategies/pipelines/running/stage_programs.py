@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,15 @@ from strategies.comparing.program_text import lines_of
 from strategies.gradients.accumulation import accumulated, mapped
 from strategies.pipelines.running.staged import Accumulators, Array, Staged
 from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import Graph, Group, Variable, cut, every_equation, variables
-from strategies.programs.program import Program
-from strategies.programs.segments import Part, Segment
-from strategies.roles import Function, Tree
+from strategies.programs.jaxpr import EquationGroup, Graph, Variable, cut, every_equation, variables
+from strategies.programs.program import DeviceProgram
+from strategies.programs.segments import Part, ProgramSegment
+from strategies.roles import Function
 
 Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
 
-Compile = Callable[[Function, Sequence[int]], Program]
+Compile = Callable[[Function, Sequence[int]], DeviceProgram]
 """(Function, which arguments are donated) -> the program of it."""
-
-
-class CompiledStage(Protocol):
-    """A compiled program, as the part of `jax.stages.Compiled` that pipelines use."""
-
-    out_info: Tree
-
-    def __call__(self, *arguments: Array | None) -> Sequence[jax.Array]:
-        """Compute the results, which may not be ready yet."""
 
 
 class Executables:
@@ -47,7 +38,7 @@ class Executables:
 
     def __init__(self, compile_program: Compile) -> None:
         self._compile = compile_program
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[Hashable, DeviceProgram] = {}
 
     def __len__(self) -> int:
         """Return the number of programs."""
@@ -55,13 +46,13 @@ class Executables:
 
     def compiled(
         self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
-    ) -> CompiledStage:
+    ) -> jax.stages.Compiled:
         """The executable of a function for arguments of some shapes on a device."""
         closed = jax.make_jaxpr(function)(*shapes)
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
             self._programs[key] = self._compile(function, donated)
-        return cast(CompiledStage, self._programs[key].compiled(device, *shapes))
+        return self._programs[key].compiled(device, *shapes)
 
 
 def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
@@ -104,7 +95,7 @@ class StagePrograms:
         self._handed = outputs.function(*map(_Handed, range(len(outputs.inputs) + len(outputs.takes))))
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
         self._executables = executables
-        self._compiled: dict[jax.Device, list[CompiledStage | None]] = {}
+        self._compiled: dict[jax.Device, list[jax.stages.Compiled | None]] = {}
 
     @cached_property
     def seed(self) -> np.ndarray:
@@ -174,7 +165,7 @@ class StagePrograms:
             found.append(results[[part.result for part in parts].index(self._staged.loss or 0)])
         return found
 
-    def _cut(self) -> list[Segment]:
+    def _cut(self) -> list[ProgramSegment]:
         """Cut the three passes, and a segment that hands over the results of the forward pass."""
         graph = Graph.of(self.closed)
         segment = self.segment
@@ -188,13 +179,13 @@ class StagePrograms:
         again = _movements(graph) | self._lasting(graph)
         repeated = {id(graph.equations[number]) for number in again - handed}
         groups = [
-            Group(set(range(len(graph.equations))) - backward),
-            Group(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
-            Group(
+            EquationGroup(set(range(len(graph.equations))) - backward),
+            EquationGroup(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
+            EquationGroup(
                 backward - of_inputs,
                 {Part(number): atom for number, atom in enumerate(graph.results[results + len(self.steep) :])},
             ),
-            Group((), outputs),
+            EquationGroup((), outputs),
         ]
         return cut(graph, groups, lambda equation: id(equation) in repeated)
 
@@ -223,7 +214,7 @@ class StagePrograms:
 
     # ---- compiling
 
-    def compiled(self, device: jax.Device) -> list[CompiledStage | None]:
+    def compiled(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
         """The executables of the three passes on a device, None for those that have nothing to compute.
 
         They are compiled when they are asked for first.
@@ -232,10 +223,10 @@ class StagePrograms:
             self._compiled[device] = self._compile(device)
         return self._compiled[device]
 
-    def _compile(self, device: jax.Device) -> list[CompiledStage | None]:
+    def _compile(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
         values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.closed.in_avals]
         kept: dict[int, jax.ShapeDtypeStruct] = {}
-        found: list[CompiledStage | None] = []
+        found: list[jax.stages.Compiled | None] = []
         for one in self._passes[:2]:
             if one is self._inputs and not self.steep:
                 found.append(None)
@@ -254,7 +245,7 @@ class StagePrograms:
         return found
 
     @property
-    def _passes(self) -> tuple[Segment, Segment, Segment]:
+    def _passes(self) -> tuple[ProgramSegment, ProgramSegment, ProgramSegment]:
         return self._forward, self._inputs, self._weights
 
     # ---- running
@@ -302,7 +293,7 @@ class StagePrograms:
         """Run one of the three passes; all of its results are ready when one is."""
         program = self.compiled(device)[number]
         assert program is not None
-        results = program(*given)
+        results: Sequence[jax.Array] = program(*given)
         if results:
             results[-1].block_until_ready()
         return results

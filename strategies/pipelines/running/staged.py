@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient
-from strategies.programs.segments import Segment
+from strategies.programs.segments import ProgramSegment
 
 Array: TypeAlias = jax.Array | np.ndarray | np.generic
 """A flat argument or result of a stage: on a device, or of NumPy."""
@@ -31,7 +31,7 @@ class Staged:
         loss: the number of the result that is differentiated; None where nothing is learned.
     """
 
-    stages: tuple[tuple[Segment, ...], ...]
+    stages: tuple[tuple[ProgramSegment, ...], ...]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     weights: tuple[int, ...] = ()
     varying: frozenset[int] = frozenset()
@@ -39,7 +39,7 @@ class Staged:
     loss: int | None = None
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[ProgramSegment, ...]:
         """Those of all stages, in their order."""
         return tuple(segment for stage in self.stages for segment in stage)
 

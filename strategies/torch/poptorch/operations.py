@@ -76,12 +76,11 @@ def setLogLevel(level: int | str) -> None:
     Raises:
         ValueError: for another one.
     """
-    names = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "CRITICAL", "OFF")
-    levels = (5, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL, 100)
-    name = names[level] if isinstance(level, int) and 0 <= level < len(names) else str(level)
-    if name not in names:
-        raise ValueError(f"the log level is {level!r}; use one of {', '.join(names)}")
-    logging.getLogger("strategies.torch").setLevel(levels[names.index(name)])
+    levels = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "CRITICAL": 50, "OFF": 100}
+    name = [*levels][level] if isinstance(level, int) and 0 <= level < len(levels) else str(level)
+    if name not in levels:
+        raise ValueError(f"the log level is {level!r}; use one of {', '.join(levels)}")
+    logging.getLogger("strategies.torch").setLevel(levels[name])
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 import popdist
 from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
+from strategies.job_strategies import PopDistStrategy
 from strategies.numbers import at_least, positive
-from strategies.popdist_strategy import PopDistStrategy
 from strategies.strategy import Strategy
 from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy

@@ -1,11 +1,10 @@
 """Instances that come to their end one after another, while one of them is killed.
 
-usage: ending_apart.py waiting|chief|at-work|duty
+usage: ending_apart.py waiting|chief|at-work
 
 waiting: instance 1 is killed while it waits at its end for instance 0.
 chief:   instance 0 is killed while the others wait at their end.
 at-work: instance 0 is killed while instance 1 waits at its end and instance 2 in a collective.
-duty:    instance 0 is killed in what `Strategy.on_chief` has it do.
 """
 
 from __future__ import annotations
@@ -58,25 +57,10 @@ def killed_while_one_works(instance: int) -> None:
             print(f"instance {now.index} of {now.count}, chief: {popdist.is_chief()}, sum {total[0]:g}", flush=True)
 
 
-def killed_on_duty(instance: int) -> None:
-    import strategies
-
-    strategy = strategies.PopDistStrategy()
-
-    def report() -> None:
-        if instance == 0:
-            die()
-        print("reported", flush=True)
-
-    strategy.on_chief(report)
-    print("chief" if strategy.is_chief else "another one", flush=True)
-
-
 CASES = {
     "waiting": killed_waiting,
     "chief": killed_before_its_end,
     "at-work": killed_while_one_works,
-    "duty": killed_on_duty,
 }
 
 

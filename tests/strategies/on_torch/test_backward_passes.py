@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.backward_passes import BackwardPasses, ModelPass, is_nested
 from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
-PLAN = TorchGradientPlan((LARGE,) * 3, Transfer.parse(None), streams=True)  # three buckets
+PLAN = TorchGradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=True)  # three buckets
 
 
 class Recording:

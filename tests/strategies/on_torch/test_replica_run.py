@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from strategies.exchange.transfer import Transfer
+from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.options import TorchOptions
@@ -53,7 +53,7 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     parameters = tuple(
         Parameter(name, tuple(each.shape), np.dtype(np.float32)) for name, each in module.named_parameters()
     )
-    plan = TorchGradientPlan(parameters, Transfer(), streams=True, tail=5)
+    plan = TorchGradientPlan(parameters, GradientTransfer(), streams=True, tail=5)
     assert plan.members == ((2, 1), (0,))
 
     def planned(names):
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before():
     """Another replica may have one, so it travels; alone in a buffer, and together with a second one."""
     for shapes in ([(3,)], [(3,), (2,)]):
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
-        contribution = Contribution(TorchGradientPlan(parameters, Transfer(), streams=False, tail=0))
+        contribution = Contribution(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
         for gradients in ([torch.ones(shape)[:] for shape in shapes], [None] * len(shapes)):
             contribution.take_all(gradients)
             found = sum(array.sum() for array in contribution.arrays(0))

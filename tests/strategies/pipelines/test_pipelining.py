@@ -20,7 +20,7 @@ from zoo.pipelines import MODELS, trained
 import strategies
 from strategies import pipelining_ops
 from strategies.pipelines.schedules import SCHEDULES
-from strategies.step.engine import control_of
+from strategies.step.jax_engine import control_of
 
 REPLICAS = 4
 

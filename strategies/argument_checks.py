@@ -1,0 +1,95 @@
+"""Checks of what users give: whole numbers, axes of arrays, and names of options."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from strategies.numbers import integer
+
+# ---- axes
+
+Axis = int | tuple[int, ...] | list[int]
+"""One axis or several, counted from the end where negative."""
+
+
+def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
+    """The axes of an array of that shape, in order and none of them negative.
+
+    Raises:
+        TypeError: if one is no whole number.
+        ValueError: if there is no such axis, or it is named twice.
+    """
+    numbers = [integer(one) for one in (axis if isinstance(axis, tuple | list) else (axis,))]
+    found = sorted(one + len(shape) if one < 0 else one for one in numbers if one is not None)
+    if len(found) < len(numbers):
+        raise TypeError(f"axis is {axis!r}; it must be a whole number, or a tuple of them")
+    if not set(found) <= set(range(len(shape))):
+        raise ValueError(
+            f"axis is {axis!r}, and a replica's value has the shape {list(shape)}; name an axis that it has, or give "
+            "values with one more"
+        )
+    if len(set(found)) < len(found):
+        raise ValueError(f"axis is {axis!r}, which names one axis of {list(shape)} twice; name each once")
+    return tuple(found)
+
+
+def checked_axis(axis: int, shape: Sequence[int]) -> int:
+    """See `checked_axes`, where it has to be one."""
+    if integer(axis) is None:
+        raise TypeError(f"axis is {axis!r}; it must be a whole number")
+    return checked_axes(axis, shape)[0]
+
+
+def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
+    """The parts of an array, each without these axes, one after another along them.
+
+    Raises:
+        TypeError, ValueError: see `checked_axes`; or an axis has the length 0.
+    """
+    axes = checked_axes(axis, array.shape)
+    lengths = [array.shape[one] for one in axes]
+    if 0 in lengths:
+        raise ValueError(
+            f"axis is {axis!r}, and a replica's value of the shape {list(array.shape)} has nothing along it; give each "
+            "replica at least one row"
+        )
+    rest = [length for place, length in enumerate(array.shape) if place not in axes]
+    rows = np.moveaxis(array, axes, range(len(axes))).reshape(int(np.prod(lengths)), *rest)
+    return [np.asarray(row, order="C") for row in np.ascontiguousarray(rows)]
+
+
+# ---- names of options
+
+_ELSEWHERE = dict.fromkeys(
+    (
+        *("accumulate_grad_batches", "accumulation", "accumulation_steps", "grad_accumulation"),
+        *("gradient_accumulation", "gradient_accumulation_steps"),
+    ),
+    "gradient_accumulation_count",
+)
+"""Names that other libraries give to an option."""
+
+
+def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:
+    """Refuse a keyword that is no option, as a function does, and name the option that is nearest.
+
+    Args:
+        taker: the class that the user calls.
+        given: the keywords.
+        options: all there are besides the parameters of `taker`, by name.
+
+    Raises:
+        TypeError: for the first one that is unknown.
+    """
+    own = [name for name, kind in inspect.signature(taker).parameters.items() if kind.kind is not kind.VAR_KEYWORD]
+    known = [*own, *(name for name in options if name not in own)]
+    for name in given:
+        if name not in known:
+            meant = _ELSEWHERE.get(name, "")
+            nearest = [meant] if meant in known else difflib.get_close_matches(name, known, 2)
+            way_out = f"did you mean {' or '.join(nearest)}?" if nearest else f"it takes {', '.join(known)}"
+            raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}; {way_out}")
