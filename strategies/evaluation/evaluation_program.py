@@ -22,9 +22,9 @@ from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Function, Key, Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Key, Tree, Variables
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 

@@ -36,10 +36,10 @@ from strategies.gradients.arguments import (
 from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree
 
 
 class JaxEvaluator:

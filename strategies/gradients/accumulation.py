@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.feed_program import current_program
-from strategies.roles import Batch, Tree, Variables
+from strategies.typing import Batch, Tree, Variables
 
 UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for

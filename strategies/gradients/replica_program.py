@@ -28,7 +28,7 @@ from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Leaf, Tree, Variables
+from strategies.typing import Batch, Leaf, Tree, Variables
 
 LossFunction = Callable[..., Any]
 

@@ -28,9 +28,9 @@ from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.roles import Batch, Function, Gradients, Tree
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Gradients, Tree
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")

@@ -15,10 +15,10 @@ from strategies.gradients.trainable import Trainable
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
+from strategies.typing import Tree, Variables
 from strategies.updates.update import VariableUpdate
 
 

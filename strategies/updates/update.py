@@ -19,7 +19,7 @@ from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.roles import Function, Gradients, OptimizerState, Tree, Variables
+from strategies.typing import Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
 

@@ -19,8 +19,8 @@ from strategies.gradients.accumulation import AccumulationDtype, accumulator_dty
 from strategies.pipelines.running.micro_batch import get_current_iteration_counter
 from strategies.programs.gradient_capture import with_handles
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Function, OptimizerState, Tree, Variables
 from strategies.train_state import TrainState
+from strategies.typing import Function, OptimizerState, Tree, Variables
 from strategies.updates.optimizers import AnyOptimizer, OptaxOptimizer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import AccumulationDtype, asks_for_each
 from strategies.pipelines.mapping import wrong_type
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 @dataclass(frozen=True)
