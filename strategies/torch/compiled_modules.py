@@ -51,11 +51,7 @@ def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
 
 
 def refuse_to_be_compiled() -> None:
-    """Refuse to go on in a function that torch.compile runs.
-
-    Raises:
-        StrategyError: it does, and would compile the exchange of gradients as well.
-    """
+    """Refuse a function that torch.compile runs: it would compile the exchange of gradients as well."""
     if callable(eval_frame.get_eval_frame_callback()):
         raise StrategyError(
             "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the "

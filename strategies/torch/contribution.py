@@ -97,7 +97,7 @@ class Contribution:
         return True
 
     def _view(self, number: int) -> torch.Tensor:
-        """Where a gradient is copied to."""
+        """Return the memory to which a gradient is copied."""
         view = self._views.get(number)
         if view is None:
             view = self._views[number] = self._room(number)
@@ -126,7 +126,7 @@ class Contribution:
         memory[memory.size - len(values) :] = values
 
     def arrays(self, bucket: int) -> list[np.ndarray]:
-        """The buffers of a bucket, when everything in it was taken."""
+        """Return the buffers of a bucket, when everything in it was taken."""
         return [self._memory(bucket, place) for place in range(len(self._arrays[bucket]))]
 
     def is_finite(self, number: int) -> bool:
@@ -156,7 +156,7 @@ class Contribution:
         return array
 
     def _room(self, number: int) -> torch.Tensor:
-        """The place of a gradient, as a tensor in the dtype in which it travels."""
+        """Return the place of a gradient as a tensor, in the dtype in which the gradient travels."""
         home = self._homes[number]
         if home.is_of_one:
             self._arrays[home.bucket][home.buffer] = None  # not what autograd has made once
@@ -167,7 +167,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a gradient lies, and how.
+    """The place of a gradient in the buffers that travel.
 
     Attributes:
         is_of_one: whether it has the buffer alone.
@@ -212,7 +212,7 @@ def quantise(
 
 
 def _blocks_of(leaf: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The blocks of a gradient: values int8[n * 64], scales int8[n]; and what they lost."""
+    """Return the blocks of a gradient: values int8[n * 64], scales int8[n], and what was lost."""
     exact = leaf.astype(np.float32) + residual
     count = -(-exact.size // BLOCK)
     blocks = np.zeros((count, BLOCK), np.float32)
@@ -235,6 +235,6 @@ def _blocks_of(leaf: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _power_of_two(exponents: np.ndarray) -> np.ndarray:
-    """The powers of two that have these exponents in float32, as a column."""
+    """Return the powers of two that have these exponents in float32, as a column."""
     powers: np.ndarray = (exponents.astype(np.int32) << MANTISSA_BITS).view(np.float32)[:, None]
     return powers

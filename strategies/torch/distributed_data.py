@@ -58,7 +58,7 @@ def distribute_dataset(
 
 
 def _of_arrays(source: object) -> object:
-    """The source with arrays for tensors."""
+    """Return the source with arrays in place of tensors."""
     if isinstance(source, torch.utils.data.TensorDataset):
         source = source.tensors
     return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)

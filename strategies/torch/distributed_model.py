@@ -26,7 +26,7 @@ from strategies.typing import Tree
 
 
 class DistributedModel(torch.nn.Module):
-    """Averages the gradients of a module over all instances during every backward pass; one replica per instance.
+    """A module whose gradients are averaged over all instances in every backward pass; one replica per instance.
 
         model = strategies.torch.DistributedModel(module, strategy)
         for x, y in loader:                       # this replica's rows
@@ -113,7 +113,7 @@ class DistributedModel(torch.nn.Module):
         self._averaging.start()
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
-        """What the module returns; random numbers are drawn from the replica's generator."""
+        """Return what the module returns; random numbers are drawn from the replica's generator."""
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()

@@ -1,4 +1,4 @@
-"""Evaluating and predicting with a module: every row of a data set once, on all replicas, in a fixed order."""
+"""Evaluation of a module and prediction: every row of a data set once, on all replicas, in a fixed order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Rows = tuple[Batch, int, int]
 
 
 class TorchEvaluator:
-    """Evaluates and predicts with a module, which stays as it is.
+    """An evaluator of a module, which stays as it is.
 
     Args:
         loss_fn: of the `Trainer`, for where no other function is given.
@@ -134,7 +134,7 @@ class _Local:
         self._inference: InferenceReplicas | None = None
 
     def told(self, batch: Masked) -> Told:
-        """What they tell of a batch, and their masks. Rows that count come first, and are all that a module gets."""
+        """Return what the replicas tell of a batch, and their masks; modules get only the rows that count."""
         local = self._replicas.local_replicas
         if self._inference is None or self._of != local:
             self.close()
@@ -162,13 +162,13 @@ class _Local:
 
 
 def _first(part: Batch, mask: np.ndarray) -> Batch:
-    """The rows that count; one that does not, where there is none: it says what there would be to tell."""
+    """Drop padding rows. If every row is padding, keep one, so that the shape of the outputs is known."""
     rows = max(int(mask.sum()), 1)
     return jax.tree.map(lambda leaf: leaf[:rows], part)
 
 
 def _means(function: LossFunction, module: torch.nn.Module, given: Rows) -> Tree:
-    """The loss and the metrics of a replica's rows, weighted with their number.
+    """Return the loss and the metrics of a replica's rows, weighted with their number.
 
     Raises:
         TypeError: if they are no scalars.
@@ -190,7 +190,7 @@ def _scalar(name: str, value: Number) -> float:
 
 
 def _outputs(function: LossFunction, module: torch.nn.Module, given: Rows, is_loss: bool) -> Tree:
-    """What a function says of a replica's rows, filled up with zeros.
+    """Return the outputs of a function for a replica's rows, padded with zeros.
 
     Raises:
         ValueError: if there is nothing, or not something for each row.

@@ -17,7 +17,7 @@ from strategies.torch.tensors import as_tensor
 
 @dataclass(frozen=True)
 class Tail:
-    """What travels behind the gradients: means over all replicas.
+    """Numbers that travel behind the gradients: means over all replicas.
 
     Attributes:
         metrics: float32, in the order of their names.
@@ -35,19 +35,19 @@ class Tail:
 
     @classmethod
     def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
-        """The tail in so many values."""
+        """Return the tail that these values are."""
         kept, first, last = values.copy(), metrics + 3, metrics + 3 + parameters
         notice, word, square = map(float, kept[metrics:first])
         return cls(kept[:metrics], notice, (word, square), kept[first:last], kept[last:])
 
     @staticmethod
     def size(metrics: int, parameters: int, buffers: int) -> int:
-        """How many values it has."""
+        """Return the number of values in a tail."""
         return metrics + 3 + parameters + buffers
 
 
 class GradientExchange:
-    """Has the means computed by all instances.
+    """An exchange in which all instances compute the means.
 
     Args:
         is_private: whether the memory of the means may be written; otherwise instances of a host share it.
@@ -86,7 +86,7 @@ class GradientExchange:
 
     @property
     def tail(self) -> Tail:
-        """What came behind the last bucket."""
+        """The numbers that came behind the last bucket."""
         last = self._buckets[-1]
         return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
 
@@ -108,7 +108,7 @@ class GradientExchange:
                 torch._foreach_copy_(own, means)
 
     def _views(self) -> list[torch.Tensor]:
-        """Where the means are."""
+        """Return the memory of the means."""
         numbers = range(len(self.plan.parameters))
         return [as_tensor(self.plan.mean(number, self._buckets, self._means.of_payload)) for number in numbers]
 

@@ -40,7 +40,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """Where a gradient lies.
+    """The place of a gradient in a plan.
 
     Attributes:
         leaf: its number in the bucket's layout.
@@ -52,7 +52,7 @@ class GradientPlace:
 
 @dataclass(frozen=True)
 class TorchGradientPlan:
-    """Which gradients travel together: from the last parameter to the first, as backward passes finish them.
+    """A plan of which gradients travel together: from the last parameter to the first, as backward passes finish them.
 
     Attributes:
         transfer: in which dtype they travel.
@@ -70,7 +70,7 @@ class TorchGradientPlan:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket the numbers of its parameters."""
+        """The numbers of the parameters in each bucket."""
         found: list[list[int]] = [[]]
         nbytes = 0
         for number in reversed(range(len(self.parameters))):
@@ -88,12 +88,12 @@ class TorchGradientPlan:
 
     @cached_property
     def quantised(self) -> Int8Layout | None:
-        """How int8 gradients lie in their payload, in the order of the parameters; None where there are none."""
+        """The layout of int8 gradients in their payload, in the order of the parameters; None for other dtypes."""
         return Int8Layout.of(self.parameters) if self.transfer.is_quantised else None
 
     @cached_property
     def layouts(self) -> tuple[FlatLayout, ...]:
-        """How each bucket lies in buffers."""
+        """The layout of each bucket in buffers."""
         last = len(self.members) - 1
         return tuple(
             self._layout(numbers, self.tail if bucket == last else 0) for bucket, numbers in enumerate(self.members)
@@ -112,7 +112,7 @@ class TorchGradientPlan:
 
     @cached_property
     def places(self) -> tuple[GradientPlace, ...]:
-        """For each parameter where its gradient lies."""
+        """The place of each parameter's gradient."""
         of_number = {
             number: GradientPlace(bucket, leaf)
             for bucket, numbers in enumerate(self.members)
@@ -122,7 +122,7 @@ class TorchGradientPlan:
 
     @cached_property
     def scattered(self) -> tuple[bool, ...]:
-        """For each parameter whether an instance gets only its part of the mean gradient."""
+        """Whether an instance gets only its part of the mean gradient, for each parameter."""
         return tuple(self._has_parts(number) for number in range(len(self.parameters)))
 
     def _has_parts(self, number: int) -> bool:

@@ -71,7 +71,7 @@ class InferenceReplicas:
         number: int,
         buffers: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> list[list[Tree]]:
-        """The outputs of each micro-batch and replica.
+        """Return the outputs of each micro-batch and replica.
 
         Args:
             rounds: for each micro-batch, one after another, the batches of the local replicas.

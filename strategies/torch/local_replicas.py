@@ -33,7 +33,7 @@ from strategies.typing import Batch
 
 @dataclass
 class _Names:
-    """Who computes the first forward pass says what the metrics are, and waits until a plan is made of that."""
+    """The names of the metrics, told by the first replica that has them, which then waits for the plan."""
 
     found: tuple[str, ...] | None = None
     plan: TorchGradientPlan | None = None
@@ -42,7 +42,7 @@ class _Names:
 
 
 class LocalReplicas:
-    """Computes the gradients of the local replicas.
+    """The local replicas, which compute gradients.
 
     Args:
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
@@ -175,7 +175,7 @@ class LocalReplicas:
     def collect(
         self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]
     ) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
-        """The number of each bucket when it is ready, and for each of its buffers the arrays of the local replicas.
+        """Yield the number of each bucket that is ready, and for each of its buffers the arrays of the local replicas.
 
         Args:
             make_plan: (names of the metrics) -> how gradients travel; called once.

@@ -31,7 +31,7 @@ def plan_memory(
     is_private: bool,
     batch: Batch,
 ) -> MemoryPlan:
-    """What this instance needs."""
+    """Return what this instance needs."""
     communicator, local = replicas.communicator, len(replicas.local_replicas)
     state = training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)

@@ -89,7 +89,7 @@ class MicroBatches:
 
 
 def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAction]]:
-    """For each action those that need its end: by the data, or as the next ones of the device; no updates."""
+    """Return for each action those that need its end: by the data, or as the next ones of the device; no updates."""
     found: dict[StageAction, list[StageAction]] = {
         action: [] for actions in timetable.devices for action in actions if action.kind is not ActionKind.UPDATE
     }
@@ -102,7 +102,7 @@ def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAct
 
 
 def weights_behind(timetable: Timetable) -> Timetable:
-    """The same actions with those for weights where the thread of their micro-batch comes to them.
+    """Return the same actions, with those for weights where the thread of their micro-batch comes to them.
 
     All others keep their order. A device makes a part for weights when it can do nothing else, in the order of
     micro-batches.
@@ -124,7 +124,7 @@ def weights_behind(timetable: Timetable) -> Timetable:
 
 
 class _Waiting:
-    """What a device has not done yet."""
+    """The actions that a device has not begun."""
 
     def __init__(self, timetable: Timetable, actions: tuple[StageAction, ...]) -> None:
         self._timetable = timetable
@@ -138,7 +138,7 @@ class _Waiting:
         return bool(self._weights or self._others)
 
     def next(self, ended: set[StageAction]) -> StageAction | None:
-        """What it can do now, if anything."""
+        """Return the action that the device can begin now, if any."""
         for queue in (self._others, self._weights):
             if queue and ended.issuperset(self._needed(queue[0])):
                 return queue.popleft()

@@ -106,7 +106,7 @@ class ModelBuffers:
         return [slot.tensor for slot in self.slots]
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
-        """The buffers with which a replica begins a step."""
+        """Return the buffers with which a replica begins a step."""
         self._follow_shown()
         found = self.masters
         for number, own in self.own.items():
@@ -114,7 +114,7 @@ class ModelBuffers:
         return found
 
     def _follow_shown(self) -> None:
-        """What the program has changed in the module all replicas get."""
+        """Give all replicas what the program has changed in the module."""
         for number, own in self.own.items():
             if not have_same_bits(own[self._shown], self.slots[number].tensor):
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
@@ -196,7 +196,7 @@ class ModelBuffers:
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
-        """What all replicas have, which is on every instance, so that nothing is lost with one."""
+        """Gather what all replicas have on every instance, so that nothing is lost with one."""
         local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
         gathered = gather_replicas(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
@@ -227,7 +227,7 @@ class ModelBuffers:
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator
     ) -> dict[int, torch.Tensor]:
-        """What replica 0 has, which is on the first of the instances: all of them in one message."""
+        """Broadcast what replica 0 has, which is on the first of the instances, in one message."""
         values = [of_first[number].tensor.detach().to(HOST, copy=True) for number in numbers]
         if communicator.size > 1:
             arrays = [as_array(value).reshape(-1).view(np.uint8) for value in values]

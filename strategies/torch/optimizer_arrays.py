@@ -23,12 +23,12 @@ Kinds = dict[int, dict[str, type | None]]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """What an optimizer updates, as its `state_dict` numbers it."""
+    """Return the parameters of an optimizer, as its `state_dict` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]:
-    """The hyperparameters of each group as arrays of no axes, tuples of them as lists; None and words are left out.
+    """Return the hyperparameters of each group as arrays of no axes, tuples as lists; None and words are left out.
 
     `params` has the numbers of the group's parameters, as in a `state_dict`.
     """
@@ -54,7 +54,7 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
-    """For each parameter that has a state, by its number, the arrays of that: nothing is copied.
+    """Return the arrays of each parameter's state, by its number; nothing is copied.
 
     Raises:
         StrategyError: if it has something else than tensors, numbers and None.
@@ -85,7 +85,7 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> Kinds:
-    """What the values of `state_of` are: `torch.Tensor`, a kind of number, or None where there is no value."""
+    """Return the kinds of the values of `state_of`: `torch.Tensor`, a kind of number, or None for no value."""
     return {
         number: {
             name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)

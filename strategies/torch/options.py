@@ -30,7 +30,7 @@ _COMPUTE = {
 
 
 class TorchTrainerOptions(TypedDict, total=False):
-    """What `Trainer` takes by name; see `TorchOptions`."""
+    """The arguments that `Trainer` takes by name; see `TorchOptions`."""
 
     check_numerics: bool
     digest_every: int
@@ -53,7 +53,7 @@ class TorchTrainerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """How a step is made; what has the name of an option of `strategies.StepOptions` does what that does.
+    """Options of a PyTorch training step. Options also found in `strategies.StepOptions` have the same meaning.
 
     Attributes:
         seed: of all random numbers that models draw, see `seed_of`.
@@ -160,7 +160,7 @@ class TorchOptions:
 
     @cached_property
     def method(self) -> GradientAccumulationReductionMethod:
-        """How micro-batches become one gradient."""
+        """The way in which micro-batches become one gradient."""
         return GradientAccumulationReductionMethod.parse(self.reduction_method)
 
     def compares_bits(self, steps_made: int) -> bool:
@@ -186,7 +186,7 @@ class TorchOptions:
 
     @cached_property
     def autocast_dtype(self) -> torch.dtype | None:
-        """That of `torch.autocast`; None where there is none."""
+        """The dtype of `torch.autocast`; None without it."""
         if self.compute_dtype is None:
             return None
         if str(self.compute_dtype) not in _COMPUTE:
@@ -195,12 +195,12 @@ class TorchOptions:
 
     @cached_property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not."""
+        """The scaling of losses; None where they are not scaled."""
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
     def transfer(self) -> GradientTransfer:
-        """In which dtype gradients travel."""
+        """The dtype in which gradients travel."""
         dtype = self.gradient_transfer_dtype
         return GradientTransfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 

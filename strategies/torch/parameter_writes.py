@@ -126,9 +126,6 @@ def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
     Args:
         written: the names of these parameters.
         trained: the names of all that are trained.
-
-    Raises:
-        StrategyError: if there are any.
     """
     if wrong := [name for name in written if name in trained]:
         raise StrategyError(

@@ -1,4 +1,4 @@
-"""Carries out a timetable for one replica: a thread for each micro-batch, which waits for its turn at each stage.
+"""A timetable carried out for one replica: a thread for each micro-batch, which waits for its turn at each stage.
 
 The forward pass of a micro-batch is told when blocks begin. Backward passes need not be cut: autograd numbers what it
 records as it records it, and goes back from the highest number to the lowest. So the first node of a stage that
@@ -105,13 +105,13 @@ class PipelineRun:
         return Walk(self._stages, number, turns, self._instruments, self._replica)
 
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
-        """The first micro-batch, which shows where buffers are used."""
+        """Make the first micro-batch, which shows where buffers are used."""
         with BufferUses(self._module, lambda: walk.stage) as uses:
             _walk(walk, work)
         uses.refuse_changes_that_cross()
 
     def _planned(self) -> Timetable:
-        """The timetable, of the stages that the first step has met."""
+        """Return the timetable of the stages that the first step has met."""
         devices = self._stages.devices()
         if self._trains:
             self._stages.refuse_unmet()
@@ -188,7 +188,7 @@ class Walk:
             self._wait()
 
     def turn_round(self, loss: torch.Tensor, last: int) -> None:
-        """The forward pass has ended with a loss: wait for the turn of its backward pass."""
+        """End the forward pass with a loss, and wait for the turn of its backward pass."""
         self._advance(last, "the loss")
         if self._turns is not None and self._turns.timetable.has_split_backward:
             self._split = SplitBackward(loss, self._stage_of)
@@ -201,7 +201,7 @@ class Walk:
                 node.register_prehook(partial(self._go_back, stage))
 
     def back(self, loss: torch.Tensor) -> None:
-        """The backward pass, from the loss that `turn_round` was given."""
+        """Make the backward pass, from the loss that `turn_round` was given."""
         if self._split is None:
             loss.backward()
         else:
@@ -220,7 +220,7 @@ class Walk:
             self._done()
 
     def leave(self) -> None:
-        """The forward pass has ended, and there is no backward pass."""
+        """End the forward pass, where there is no backward pass."""
         self._advance(self.last_stage, "the end")
         self._done()
 
@@ -237,11 +237,11 @@ class Walk:
             self._wait()
 
     def _stage_of(self, node: Node) -> int:
-        """Which stage has recorded a node; 0 where it was there before."""
+        """Return the stage that has recorded a node; 0 for a node from before."""
         return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
 
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
-        """For each stage the node that autograd comes to first; parameters are looked at on the way."""
+        """Return for each stage the node that autograd comes to first; note the parameters that stages use."""
         assert loss.grad_fn is not None
         firsts: dict[int, Node] = {}
         for node in nodes_below(loss.grad_fn):

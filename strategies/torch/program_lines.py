@@ -1,4 +1,4 @@
-"""What a training on PyTorch computes, as lines of text, to be compared between instances before the first step.
+"""A training on PyTorch as lines of text, which instances compare before the first step.
 
 PyTorch does not trace: what a module computes is its Python code. So what is compared are the types and numbers of all
 its parts, the shapes of parameters and buffers, the optimizer's numbers, and the code of the loss function.
@@ -54,7 +54,7 @@ def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def lines_of_function(function: object) -> list[str]:
-    """The instructions of a function of Python, with the numbers that it closes over; of others the name only."""
+    """Return the instructions of a function of Python, and the numbers that it closes over; of others the name."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return [str(getattr(function, "__qualname__", type(function).__qualname__))]

@@ -47,7 +47,7 @@ _installed: list[object] = []  # what keeps the kernels where they are
 
 
 def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
-    """The seed of a replica's random numbers for one micro-batch of one step.
+    """Return the seed of a replica's random numbers for one micro-batch of one step.
 
     `torch.manual_seed` of it makes plain PyTorch draw what the replica draws. Of its 64 bits PyTorch's generator for
     the CPU uses the lower 32.
@@ -108,7 +108,7 @@ def _install() -> None:
 
 
 class _GeneratorOfThread:
-    """What `torch.get_rng_state` and its likes ask: the generator of the thread, else that of the process.
+    """The generator that `torch.get_rng_state` and its likes ask: that of the thread, else that of the process.
 
     `torch.utils.checkpoint` saves and restores the state with them, so that a forward pass that is made again draws
     the same numbers.
@@ -122,7 +122,7 @@ class _GeneratorOfThread:
 
 
 def _names_of_random_operators() -> list[str]:
-    """Those with an argument that is a generator, without `aten::`."""
+    """Return the names of the operators that take a generator, without `aten::`."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     return [name.removeprefix("aten::") for name in names if _generator_argument(_schema(name)) is not None]
 
@@ -133,13 +133,13 @@ def _schema(name: str) -> torch._C.FunctionSchema:
 
 
 def _generator_argument(schema: torch._C.FunctionSchema) -> int | None:
-    """Which of the arguments it is."""
+    """Return the position of the generator among the arguments; None if there is none."""
     kinds = [str(argument.type) for argument in schema.arguments]
     return next((number for number, kind in enumerate(kinds) if "Generator" in kind), None)
 
 
 def _drawing(name: str) -> Callable[..., Any]:
-    """The operator, with the generator of the thread where none is given."""
+    """Return the operator, with the generator of the thread where none is given."""
     base, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), overload or "default")
     place = _generator_argument(operator._schema)
@@ -164,11 +164,7 @@ def _drawing(name: str) -> Callable[..., Any]:
 
 
 def _refuse_to_share(generator: torch.Generator) -> None:
-    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads.
-
-    Raises:
-        StrategyError: it has.
-    """
+    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads."""
     replica = _replica.now
     if replica is None or _is_default_of_accelerator(generator):
         return

@@ -14,7 +14,7 @@ _MARK = "_replica_groups"
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Which replicas have a row of a parameter in common.
+    """Groups of replicas that have a row of a parameter in common.
 
     Attributes:
         size: replicas in a group; None: all of them.
@@ -35,7 +35,7 @@ class ReplicaGroups:
             positive("size of a group of replicas", self.size)
 
     def count(self, replicas: int) -> int:
-        """How many groups there are.
+        """Return the number of groups.
 
         Raises:
             StrategyError: if the replicas cannot be divided so.
@@ -48,12 +48,12 @@ class ReplicaGroups:
         return replicas // size
 
     def row_of(self, replica: int, replicas: int) -> int:
-        """The group of a replica, and so its row."""
+        """Return the group of a replica, which is the number of its row."""
         count = self.count(replicas)
         return replica * count // replicas if self.consecutive else replica % count
 
     def gain(self, replicas: int) -> float:
-        """By what a gradient is multiplied, of which the mean over all replicas is taken with zeros of other groups."""
+        """Return the factor of a gradient whose mean over all replicas is taken with zeros of other groups."""
         return 1.0 if self.sums else float(self.count(replicas))
 
 
@@ -71,7 +71,7 @@ def group_replicas(parameter: torch.nn.Parameter, groups: ReplicaGroups) -> None
 
 
 def groups_of(parameter: torch.Tensor) -> ReplicaGroups | None:
-    """The groups of a parameter; None where all replicas have the same."""
+    """Return the groups of a parameter; None where all replicas have the same."""
     groups: ReplicaGroups | None = getattr(parameter, _MARK, None)
     return groups
 
@@ -85,14 +85,14 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What a replica has of a parameter that is grouped."""
+    """The row of a grouped parameter that a replica has."""
 
     number: int
     gain: float
 
 
 def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> GroupRow | None:
-    """What a replica has of a parameter; None where it has all of it.
+    """Return the row that a replica has of a parameter; None where it has all of it.
 
     Raises:
         StrategyError: if the parameter has not a row for each group.
@@ -110,6 +110,6 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> G
 
 
 def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
-    """What a replica sees of a parameter, in its memory."""
+    """Return what a replica sees of a parameter, in the parameter's memory."""
     whole = parameter.detach()
     return whole if row is None else whole[row.number]

@@ -141,11 +141,7 @@ class ReplicaModule:
         return float(is_moving or differs(slot.tensor, master))
 
     def refuse_other_parts(self) -> None:
-        """Refuse other parts than the replica had before the forward pass.
-
-        Raises:
-            StrategyError: if it has replaced, added or removed a module, a parameter or a buffer.
-        """
+        """Refuse other parts than the replica had before the forward pass."""
         if name := self._parts.changed():
             raise StrategyError(
                 f"the forward pass of a replica has replaced, added or removed {name}, and only its copy of the module "
@@ -153,11 +149,7 @@ class ReplicaModule:
             )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own.
-
-        Raises:
-            StrategyError: if there are others.
-        """
+        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own."""
         self._memory.refuse_writes([number for number in numbers if not self._are_own[number]])
 
     def follow(self) -> None:

@@ -1,4 +1,4 @@
-"""What one local replica does in a step: its micro-batches forward and backward, and its gradients leave one by one."""
+"""A local replica's part of a step: its micro-batches forward and backward; its gradients leave one by one."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class TorchReplicaRun:
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
     def _weighted(self, loss: torch.Tensor, number: int, scale: float) -> torch.Tensor:
-        """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
+        """Return the loss from which a backward pass begins; of a running mean make the gradients ready for it."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
@@ -288,7 +288,7 @@ class TorchReplicaRun:
             self.finished[bucket].set()
 
     def _end(self, values: Sequence[float], turn: ReplicaTurn) -> None:
-        """What has not left yet, and the tail."""
+        """Take the gradients that have not left yet, and set the tail."""
         assert self._plan is not None
         assert self.contribution is not None
         gradients = [self.copy.parameters[number].grad for number in self._trained]
@@ -321,7 +321,7 @@ class TorchReplicaRun:
 
     @property
     def seen(self) -> list[bool]:
-        """For each parameter that is trained whether it had a gradient in the last step."""
+        """Whether each parameter that is trained had a gradient in the last step."""
         return list(self._seen)
 
     def is_finite(self, number: int) -> bool:
@@ -337,7 +337,7 @@ def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tenso
 
 
 def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree]:
-    """The loss, the metrics, and other outputs that a loss function has returned.
+    """Return the loss, the metrics, and other outputs that a loss function has returned.
 
     Raises:
         TypeError: if it has returned something else.

@@ -50,7 +50,7 @@ class SplitBackward:
             self._kept[graph.root] = torch.ones_like(loss)
 
     def of_inputs(self) -> None:
-        """The first part: no parameter gets a gradient."""
+        """Make the first part: no parameter gets a gradient."""
         hooks = []
         for node in self.of_first_part:
             aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
@@ -70,7 +70,7 @@ class SplitBackward:
                 self._kept[edge] = gradient if before is None else before + gradient
 
     def of_weights(self, stage: int) -> None:
-        """The second part for one stage: its parameters get their gradients."""
+        """Make the second part for one stage: its parameters get their gradients."""
         for entrance in self._entrances.pop(stage, ()):
             kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
             if kept:
@@ -80,7 +80,7 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class _Entrance:
-    """Where autograd begins for parameters.
+    """The edges at which autograd begins for parameters.
 
     Attributes:
         edges: with what is kept for these.
@@ -128,7 +128,7 @@ class _Graph:
                 self.trunk.add(node)
 
     def entrances(self) -> dict[int, list[_Entrance]]:
-        """For each stage where its second part begins."""
+        """Return the edges at which the second part of each stage begins."""
         return {stage: self._entrances_of(stage, groups) for stage, groups in self._groups().items()}
 
     def _groups(self) -> dict[int, list[_EdgeGroup]]:
@@ -186,7 +186,7 @@ class _Graph:
         return [*entrances, _Entrance(edges, None)] if edges else entrances
 
     def _into(self, node: Node) -> list[Edge]:
-        """The edges that lead to a node of the trunk."""
+        """Return the edges that lead to a node of the trunk."""
         edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
         return [*edges, self.root] if self.root[0] is node else [*edges]
 

@@ -117,11 +117,7 @@ class MetStages:
         return stage
 
     def refuse_unmet(self) -> None:
-        """Refuse stages with blocks that are in no micro-batch.
-
-        Raises:
-            StrategyError: if a stage has one.
-        """
+        """Refuse stages with blocks that are in no micro-batch."""
         if unmet := self._placing.unmet():
             raise StrategyError(
                 f"a stage has the block {unmet[0]!r}, which no micro-batch of the first step has entered; mark it in "
@@ -201,11 +197,7 @@ class BufferUses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse_changes_that_cross(self) -> None:
-        """Refuse buffers that were used in several stages, and changed.
-
-        Raises:
-            StrategyError: if there are any.
-        """
+        """Refuse buffers that were used in several stages, and changed."""
         for slot, before in zip(self._slots, self._before, strict=True):
             stages = sorted(self._stages[slot.name])
             if len(stages) > 1 and _identity(slot) != before:

@@ -1,4 +1,4 @@
-"""What plain PyTorch loads: the state dictionaries of a module and its optimizer, out of checkpoints or into a file."""
+"""State dictionaries for plain PyTorch, of a module and its optimizer, out of checkpoints or into a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StateDicts:
 
 
 def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | None = None) -> StateDicts:
-    """The state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
+    """Return the state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
 
     Args:
         path: a folder of checkpoints, of which the newest whole one is read, or one checkpoint.
@@ -54,7 +54,7 @@ def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | 
 
 
 def _optimizer(tree: Tree) -> dict[str, object]:
-    """As `optimizer.state_dict` returns it."""
+    """Return the optimizer's part of a tree, as `optimizer.state_dict` has it."""
     is_made = np.asarray(tree[IS_MADE])
     of_parameters = tree.get(STATE, {})
     numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()

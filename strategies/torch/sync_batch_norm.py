@@ -124,11 +124,7 @@ def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> 
 
 
 def refuse_to_join(module: torch.nn.Module) -> None:
-    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches.
-
-    Raises:
-        StrategyError: if there is one, which needs rows of all replicas.
-    """
+    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
     if layers := sync_layers_of(module):
         raise StrategyError(
             f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, and with join some "

@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor on the CPU, in its shape.
+    """Return the memory of a tensor on the CPU, in its shape.
 
     Raises:
         TypeError: NumPy has no such dtype, or the tensor is on another device, or sparse.
@@ -31,7 +31,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """The memory of an array, which is copied where it may not be written."""
+    """Return the memory of an array as a tensor; an array that may not be written is copied."""
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = array.copy()
     if array.dtype == BFLOAT16:
@@ -40,7 +40,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
-    """The dtype of a tensor as NumPy, or ml_dtypes, has it."""
+    """Return the dtype of a tensor as NumPy, or ml_dtypes, has it."""
     return as_array(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
@@ -61,7 +61,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(batch: Batch) -> Batch:
-    """The arrays of a batch, of NumPy or JAX, as tensors; tensors, and what is no array, as they are."""
+    """Return the arrays of a batch, of NumPy or JAX, as tensors; other leaves stay as they are."""
     return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
 
 
@@ -70,7 +70,7 @@ def _is_array(leaf: object) -> bool:
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """A batch cut along its first axis into parts of equal size, each as aligned as if it had been alone.
+    """Cut a batch along its first axis into parts of equal size, each as aligned as if it had been alone.
 
     Libraries may round otherwise where rows do not begin at addresses as an allocator gives them.
 

@@ -42,7 +42,7 @@ from strategies.typing import Batch, Tree
 
 
 class TorchStep:
-    """Makes one step after another, with the instances that there are."""
+    """A maker of steps, one after another, with the instances that there are."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class TorchStep:
         surviving(self._replicas, begin, catch_up, lambda _, root: self._share(root))
 
     def make(self, batch: Batch) -> Metrics:
-        """One update; see `Trainer.step`."""
+        """Make one update; see `Trainer.step`."""
         training, replicas = self._training, self._replicas
         given, local = batch, len(replicas.local_replicas)
         replicas.instruments.step_begins(training.step)
@@ -250,7 +250,7 @@ class TorchStep:
         return self._training.buffers.agreed(changed, slots, self._replicas, resized)
 
     def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
-        """The mean gradients by their names; of parameters that are not trained arrays without elements."""
+        """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
@@ -315,7 +315,7 @@ class TorchStep:
     # ---- preparing
 
     def _prepared(self, given: Batch, batch: Batch) -> LocalReplicas:
-        """What computes gradients; a collective call where batches of such shapes are new."""
+        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
         if self._local is not None:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
@@ -370,7 +370,7 @@ class TorchStep:
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """Of the last step, for each local replica and micro-batch."""
+        """The outputs of the last step, for each local replica and micro-batch."""
         return [] if self._local is None else [run.outputs for run in self._local.runs]
 
     @property
@@ -386,13 +386,13 @@ class TorchStep:
             self._local = None
 
     def planned(self, batch: Batch) -> MemoryPlan:
-        """The memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
         plan = self._gradient_plan(("loss",))
         buckets = plan.buckets(not_made)
         return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
 
     def _plan(self, names: tuple[str, ...]) -> TorchGradientPlan:
-        """How gradients travel; with the memory for the means, a collective call."""
+        """Plan how gradients travel, and make the memory for the means; a collective call."""
         plan, count = self._gradient_plan(names), self._replicas.num_replicas_in_sync
         communicator = self._replicas.communicator
         self._exchange = GradientExchange(plan, names, communicator, count, self._has_private_means)
@@ -434,7 +434,7 @@ class TorchStep:
 
 
 def _shape_for_one(leaf: object, local: int) -> object:
-    """What one of the local replicas gets of a leaf; None, which is no leaf, where it is no tensor."""
+    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

@@ -1,4 +1,4 @@
-"""Everything that a training on PyTorch changes, and the same as a tree of arrays."""
+"""The state that a training on PyTorch changes, and the same as a tree of arrays."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TorchTraining:
 
     @property
     def own_part(self) -> str | None:
-        """What each instance has of the state that no other has, in words; None where all have the same."""
+        """The part of the state that no other instance has, in words; None where all have the same."""
         kinds = {
             "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
             "residuals of int8 gradients": self._options.transfer.is_quantised,
@@ -91,7 +91,7 @@ class TorchTraining:
         return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     def replaced(self) -> None:
-        """What was given of the state is used up."""
+        """Note that what was given of the state is used up."""
         self._age.number += 1
 
     def flip_bit(self) -> None:
@@ -107,7 +107,7 @@ class TorchTraining:
     # ---- as a tree
 
     def state(self) -> TrainState:
-        """The state now: views of the memory of tensors, which the next step uses up."""
+        """Return the state now: views of the memory of tensors, which the next step uses up."""
         variables: Tree
         model_state: Tree
         variables, model_state = self.tensors()
@@ -122,7 +122,7 @@ class TorchTraining:
         return TrainState(variables, optimizer_tree, self.step, self.scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
-        """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
+        """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
         optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
@@ -148,7 +148,7 @@ class TorchTraining:
         return {number: jax.tree.map(np.zeros_like, found[number]) for number in numbers if number in found}
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         local, count = len(self._replicas.local_replicas), self._replicas.num_replicas_in_sync
         shards = Shards(count, local, 1)
 
@@ -236,18 +236,16 @@ class TorchTraining:
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
         is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
-        lacking = [number for number in np.flatnonzero(is_made_there).tolist() if not is_made[number]]
-        if lacking:
+        there = np.flatnonzero(is_made_there).tolist()
+        if lacking := [number for number in there if not is_made[number]]:
             kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
             set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
-        kinds = kinds_of(self.optimizer)
-        arrays = state_of(self.optimizer)
-        for number in np.flatnonzero(is_made_there).tolist():
-            for name, array in arrays[number].items():
-                own = np.ascontiguousarray(array)
-                broadcast(own, root, name=f"{name} of parameter {number}")
-                arrays[number][name] = own
-        set_state(self.optimizer, {number: arrays[number] for number in np.flatnonzero(is_made_there).tolist()}, kinds)
+        own = state_of(self.optimizer)
+        arrays = {number: {name: np.ascontiguousarray(one) for name, one in own[number].items()} for number in there}
+        for number, of_parameter in arrays.items():
+            for name, array in of_parameter.items():
+                broadcast(array, root, name=f"{name} of parameter {number}")
+        set_state(self.optimizer, arrays, kinds_of(self.optimizer))
 
     def _scale_words(self) -> list[float]:
         scale = self.scale
@@ -310,11 +308,7 @@ def refuse_modules(module: object) -> None:
 
 
 def refuse_other_devices(module: torch.nn.Module) -> None:
-    """Look where a module is.
-
-    Raises:
-        StrategyError: if a parameter or buffer is not on the CPU.
-    """
+    """Refuse a module with a parameter or buffer that is not on the CPU."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "cpu":
             raise StrategyError(

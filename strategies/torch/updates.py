@@ -42,7 +42,7 @@ class TorchUpdate(ABC):
     @property
     @abstractmethod
     def shards(self) -> Shards | None:
-        """How mean gradients are cut of which this instance takes its part only; None: it takes them whole."""
+        """The way mean gradients are cut, of which this instance takes its part; None: it takes them whole."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -164,12 +164,12 @@ class ShardedTorchUpdate(TorchUpdate):
         return self._bounds_of(parameter, self._replicas.local_replicas.start)
 
     def _bounds_of(self, parameter: torch.nn.Parameter, first: int) -> slice:
-        """The elements of the replicas from `first` on, as many as an instance has."""
+        """Return the elements of the replicas from `first` on, as many as an instance has."""
         size, part = parameter.numel(), self.parts.part(parameter)
         return slice(min(size, first * part), min(size, (first + self.parts.local) * part))
 
     def _gather(self) -> None:
-        """The parts of all instances, into the memory of the parameters."""
+        """Gather the parts of all instances into the memory of the parameters."""
         communicator = self._replicas.communicator
         if communicator.size == 1:
             return
@@ -225,11 +225,7 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Look at parameters of which groups of replicas have rows of their own.
-
-    Raises:
-        StrategyError: if the optimizer would mix rows, or the way in which gradients travel does.
-    """
+    """Refuse rows of groups of replicas if the optimizer, or the way in which gradients travel, would mix them."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return
