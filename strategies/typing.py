@@ -51,3 +51,12 @@ Metric: TypeAlias = Any
 
 Function: TypeAlias = Callable[..., Tree]
 """A function of arrays that JAX can trace."""
+
+LossFunction: TypeAlias = Function
+"""`(variables, batch, key) -> loss`, or more; see `strategies.Trainer`."""
+
+MapGradient: TypeAlias = Callable[[Leaf, Leaf], Leaf]
+"""`(gradient, variable) -> gradient` of one variable, traceable."""
+
+AccumulationDtype: TypeAlias = Any
+"""None for the variable's dtype, a dtype, or a function of the variable (its shape and dtype) that returns either."""

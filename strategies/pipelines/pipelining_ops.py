@@ -17,7 +17,7 @@ from strategies.argument_checks import positive
 from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (
@@ -51,7 +51,7 @@ from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace
 from strategies.programs.recomputation import recomputation_checkpoint
 from strategies.strategy import get_strategy
-from strategies.typing import Number, Tree
+from strategies.typing import AccumulationDtype, Number, Tree
 
 __all__ = [
     "OptimizerFunctionOutput",

@@ -19,7 +19,7 @@ from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.gradients.gradient_programs import JaxGradientPlan
 from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
+from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
@@ -30,7 +30,7 @@ from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
-from strategies.typing import Batch, Function, Gradients, Tree
+from strategies.typing import Batch, Function, Gradients, LossFunction, Tree
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
