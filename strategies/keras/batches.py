@@ -18,8 +18,8 @@ import numpy as np
 
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, SourceFactory
-from strategies.roles import Batch
 from strategies.strategy import Strategy
+from strategies.typing import Batch
 
 Read = Callable[[int], Batch]
 

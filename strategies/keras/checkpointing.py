@@ -12,9 +12,9 @@ import keras
 import strategies.checkpoints.checkpoints as saved
 from strategies.data.datasets import DistributedDataset
 from strategies.keras.protocols import Callbacks
-from strategies.roles import Batch
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch
 
 
 class FitCheckpoints(keras.callbacks.Callback):

@@ -17,12 +17,12 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
+from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
-from strategies.numbers import positive
-from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
+from strategies.typing import Batch, Data, Tree
 
 Hooks: TypeAlias = tuple[Callable[[], object], Callable[[], object]]
 Shuffle: TypeAlias = bool | int | str | None

@@ -42,8 +42,8 @@ from strategies.keras.refusals import (
 )
 from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
-from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
+from strategies.typing import Batch, Data, Tree
 
 logger = logging.getLogger("strategies.keras")
 
