@@ -180,10 +180,7 @@ class _Numbered(_Batches):
         self._last_rows = rows_of(given.read(given.count - 1))
 
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        order, per_step = (
-            epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle),
-            dealer.per_step,
-        )
+        order, per_step = (epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step)
         dealer.first_row = start * self._layout.global_batch_size
         for step in range(start, self.steps or 0):
             numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]

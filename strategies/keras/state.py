@@ -80,7 +80,7 @@ class Seeds:
     def after(self, values: Values, begun: Values, made: Values) -> list[Array]:
         """Return what all replicas have after a step; traceable.
 
-        `values` were before the step, `begun` is what `of_replica` made of them, and `made` what the model made of that.
+        `values` were before the step, `begun` is what `of_replica` made of them, `made` what the model made of that.
         """
         rows = zip(values, begun, made, self.flags, strict=True)
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
