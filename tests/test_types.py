@@ -32,7 +32,7 @@ ANY = {
     "strategies/exchange": 4,
     "strategies/feeds": 79,
     "strategies/gradients": 12,
-    "strategies/keras": 368,
+    "strategies/keras": 21,
     "strategies/measure": 18,
     "strategies/memory": 7,
     "strategies/pipelines": 193,
