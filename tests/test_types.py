@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("collectives", "popdist", "poprun", "simulator", "strategies")
-"""One that is not there has no rooms."""
+PACKAGES = ("collectives", "popdist", "poprun", "strategies")
 
 ANY = {
     "collectives": 5,

@@ -65,11 +65,7 @@ def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
 
 
 class SavedFit:
-    """The checkpoints of a `fit` that runs.
-
-    Args:
-        opened: where they are.
-        dataset: whose position they have.
+    """The checkpoints of a `fit` that runs, with the position of its data set.
 
     Attributes:
         first_epoch: with which it begins.

@@ -167,15 +167,7 @@ class ReplicatedModel:
             if checkpoints is not None:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
-        running = Running(
-            self._model,
-            self.strategy,
-            feed.begin_with,
-            self.unite,
-            resume,
-            self._made,
-            self._watch,
-        )
+        running = Running(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), stack:
             return self.stock.fit(

@@ -45,13 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class OwnStep:
-    """The step of a model, as a function of its state.
-
-    Attributes:
-        model: of Keras.
-        step: its `train_step`.
-        seeds: which of its variables that are not trained are states of seed generators.
-    """
+    """The `train_step` of a model, as a function of its state."""
 
     model: ModelLike
     step: Callable[[State, Data], tuple[Logs, State]]
