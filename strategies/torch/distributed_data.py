@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sized
 import jax
 import torch
 
+from popdist.switches import require_switches
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, Remainder, epoch_order
-from strategies.roles import Data
 from strategies.strategy import Strategy
-from strategies.switches import require_switches
 from strategies.torch.tensors import as_array, tensors_of
+from strategies.typing import Data
 
 
 def distribute_dataset(
