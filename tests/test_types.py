@@ -12,14 +12,8 @@ PACKAGES = ("collectives", "popdist", "poprun", "strategies")
 ANY = {
     "collectives": 5,
     "collectives/network": 11,
-<<<<<<< HEAD
     "popdist": 6,
     "popdist/environments": 1,
-=======
-    "popdist": 7,
-    "popdist/environments": 11,
-    "popdist/timeline": 10,
->>>>>>> superv
     "poprun/cli": 1,
     "poprun/hosts": 2,
     "poprun/monitor": 2,
