@@ -28,7 +28,7 @@ from strategies.data.lockstep import Lockstep
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
-from strategies.importing import when_imported
+from strategies.keras_in_scope import keras_in_scope
 from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
@@ -513,22 +513,22 @@ class Strategy(ABC):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own."""
-        when_imported("keras", _hook_keras)
-        token = _scope.set(self)
-        try:
-            yield self
-        finally:
-            _scope.reset(token)
+        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own.
+
+        Raises:
+            ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
+        """
+        with keras_in_scope(get_strategy):
+            token = _scope.set(self)
+            try:
+                yield self
+            finally:
+                _scope.reset(token)
 
 
 def get_strategy() -> Strategy | None:
     """The strategy whose scope this is, or None."""
     return _scope.get()
-
-
-def _hook_keras() -> None:
-    import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
 
 
 def _require_arguments(args: object, kwargs: object) -> None:

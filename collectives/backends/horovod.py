@@ -119,8 +119,8 @@ class _Unprotected:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def finished(begin: Callable[[], int], watch: Watch) -> object:
-    """The result of an operation of Horovod that `begin` starts.
+def finished(begin: Callable[[], int], watch: Watch) -> torch.Tensor:
+    """Return the result of an operation of Horovod that `begin` starts.
 
     Raises:
         CollectiveError: what Horovod reports, as one of ours.
@@ -131,7 +131,8 @@ def finished(begin: Callable[[], int], watch: Watch) -> object:
     try:
         handle = begin()
         watch.wait_patiently(lambda: hvd.poll(handle), lambda: others)
-        return hvd.synchronize(handle)
+        result: torch.Tensor = hvd.synchronize(handle)
+        return result
     except (HorovodInternalError, ValueError) as error:  # ValueError: Horovod was shut down in between
         raise _translated(error, watch) from error
 
@@ -252,12 +253,10 @@ class HorovodTransport(Transport):
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
         """The messages of all ranks one after another; they may differ in size."""
-        gathered: torch.Tensor = self.run(partial(hvd.allgather_async, tensor_of(message)), name)
-        messages: np.ndarray = gathered.numpy()
-        return messages
+        return self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
 
-    def run(self, begin: Callable[..., int], name: str) -> object:
-        """The result of an operation of Horovod that `begin(name=...)` starts."""
+    def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
+        """Return the result of an operation of Horovod that `begin(name=...)` starts."""
         # The same name in every step lets Horovod remember the answer of its negotiation.
         return finished(partial(begin, name=f"{self._name}: {name}"), self._watch)
 

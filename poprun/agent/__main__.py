@@ -1,4 +1,4 @@
-"""What mpirun starts in place of each instance's program: run as a script, isolated, without site-packages.
+"""The script that mpirun starts in place of each instance's program, isolated, without site-packages.
 
 usage: poprun/agent/__main__.py CPUS program [arguments]
 

@@ -40,7 +40,7 @@ STACK_VARIABLE = "POPRUN_STACK"
 NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
 """The folder of what warns about libraries that do not know the other instances."""
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""That of popdist, which would take too long to load; it was meant for whoever has started poprun."""
+"""A variable of popdist, which would take too long to load; it was meant for the process that started poprun."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80

@@ -1,4 +1,4 @@
-"""What the agent decides about its instance: events with their times in, actions out. Pure: no clock, no process.
+"""The machine of one instance in its agent: events with their times in, actions out. Pure: no clock, no process.
 
 An event is a call and an action a pair, because the agent has no time to load `dataclasses`.
 """
@@ -11,15 +11,15 @@ from enum import Enum
 from poprun.ipc import wire
 
 ABORT_GRACE_S = 0.15
-"""After mpirun has said stop: the instance that called MPI_Abort ends by itself, and its status is wanted. Not twice as
+"""The wait after mpirun has said stop: the instance that called MPI_Abort ends by itself with its status. Not twice as
 long: where a host is cut off, the daemons of the others would kill us before we have said that we were told."""
 LINGER_S = 0.1
-"""After the program has ended: helpers such as Python's resource tracker clean up and end by themselves."""
+"""The wait after the program has ended: helpers such as Python's resource tracker clean up and end by themselves."""
 SWEEP_S = 0.003
 STACK_S = 0.1
-"""How often it is looked whether a program has written its stack: it has when there is one that grows no more."""
+"""The interval between looks at a stack that a program writes: it is complete when it grows no more."""
 STACK_LIMIT_S = 4.0
-"""How long that may take on a machine with too few cores."""
+"""The time that this may take on a machine with too few cores."""
 CUT_SIGNAL = signal.SIGRTMIN + 1  # of an injected fault
 STACK_SIGNAL = signal.SIGRTMAX - 4  # not one of those that programs use
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, wire.ORPHANED)

@@ -116,7 +116,7 @@ class ProgramOutput:
 PAUSE_S = 0.05
 """At 1 MB/s 50 kB come together in this time; nobody sees the delay."""
 AT_ONCE = 20
-"""So many pieces are read without delay, and the streams keep their order, before pauses begin."""
+"""The pieces that are read without delay, so that the streams keep their order, before pauses begin."""
 
 
 class Pace:

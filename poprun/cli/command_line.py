@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from popdist.records.faults import KINDS, Fault, parse_fault
 from popdist.records.metric_words import RUN_VARIABLE, parse_words
@@ -201,15 +200,16 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
         UsageError: the settings are impossible.
     """
     given = (option.name for option in OPTIONS if option.name in line.values)
-    values: dict[str, Any] = {name.replace("-", "_"): line.values[name] for name in given}
+    values: dict[str, object] = {name.replace("-", "_"): line.values[name] for name in given}
     values.setdefault("num_replicas", values.get("num_instances", 1))
     if environ.get(PARTITION_VARIABLE):
         values.setdefault("vipu_partition", environ[PARTITION_VARIABLE])
-    if texts := values.get("instance_mpi_local_args"):
+    if isinstance(texts := values.get("instance_mpi_local_args"), tuple):
         values["instance_mpi_local_args"] = tuple(read_instance_arguments(text) for text in texts)
     if values.get("metrics"):
         values["metrics_run"] = environ.get(RUN_VARIABLE) or os.urandom(6).hex()
-    return LaunchSettings(line.program, **values)
+    make: Callable[..., LaunchSettings] = LaunchSettings  # each value was read as its option needs it
+    return make(line.program, **values)
 
 
 def _is_option(word: str) -> bool:

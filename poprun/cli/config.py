@@ -192,7 +192,7 @@ def _read(option: Option, value: object, path: str) -> Value:
 
 
 def _convert(option: Option, value: object) -> Value:
-    """The value as the command line would have it; every kind is also understood as the word it would be there."""
+    """Convert a value of TOML; a word is read as it would be on the command line."""
     if isinstance(value, bool) and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
         return value
     if _is_number(value, option.kind):

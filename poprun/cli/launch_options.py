@@ -233,6 +233,9 @@ class LaunchOptions:
     )
     debug: bool = debugging(False, FLAG, "say everything: as -vv, and every setting in force", rare=True)
 
+    def __post_init__(self) -> None:
+        """Check the options against each other; see `LaunchSettings`."""
+
 
 OPTIONS: tuple[Option, ...] = options_of(LaunchOptions)
 """The options of poprun, in the order of `--help`."""

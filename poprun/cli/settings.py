@@ -69,9 +69,10 @@ class SummaryAsked:
         return cls(file=file)
 
 
-@dataclass(frozen=True)
 class LaunchSettings(LaunchOptions):
     """The options of a launch, checked.
+
+    No field is added, so the methods of the dataclass are inherited; making them again costs milliseconds.
 
     Raises:
         UsageError: numbers are out of range, options exclude each other, or replicas or instances do not divide evenly.

@@ -11,9 +11,8 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
-from poprun.hosts.schedulers.kubernetes import KubernetesScheduler
+from poprun.hosts.schedulers.hostfiles import KubernetesScheduler, OpenMPIHostfile
 from poprun.hosts.schedulers.lsf import LsfScheduler
-from poprun.hosts.schedulers.open_mpi_hostfile import OpenMPIHostfile
 from poprun.hosts.schedulers.pbs import PbsScheduler
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, describe_slots
 from poprun.hosts.schedulers.slurm import SlurmScheduler
@@ -57,7 +56,7 @@ def _allocations(
 
 
 def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int = 0) -> Allocation:
-    """The part of an allocation over which the instances are spread: as many hosts as take equally many each, or all.
+    """Return the part of an allocation that the instances use: as many hosts as take equal shares, or all.
 
     Args:
         allocation: what is reserved.
@@ -92,7 +91,7 @@ def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: Launch
 
 
 def spread(hosts: Sequence[Host], num_instances: int) -> tuple[Host, ...]:
-    """The most hosts, the first of them, that take equally many instances each; all where only slots fit; or none."""
+    """Return the most hosts, from the first on, that take equal shares; all if only their slots fit; or none."""
     for number in range(min(len(hosts), num_instances), 0, -1):
         if num_instances % number == 0:
             share = num_instances // number

@@ -251,7 +251,7 @@ def _complain(host: str, ended: CommandResult, late: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """The first line that names a known reason, because rsync and tar go on to sum up; otherwise the last one."""
+    """Return the first line with a known reason, because rsync and tar go on to sum up; otherwise the last line."""
     own = "\n".join(line for line in text.splitlines() if not line.startswith("rsync error: "))
     return next(iter(_known_reasons(text)), last_line(own))
 

@@ -107,7 +107,7 @@ def with_this_machine(hosts: Sequence[str]) -> list[str]:
 
 
 LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name another network with --host-subnet"
-"""What to do about hosts that cannot connect to each other: Open MPI uses ports as the kernel gives them out."""
+"""The way out for hosts that cannot connect to each other: Open MPI uses any port that the kernel gives it."""
 
 
 def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:

@@ -169,7 +169,7 @@ def _interface_with(ours: Sequence[Interface], address: str) -> Interface:
 
 
 def _covering(interface: Interface, addresses: Sequence[str]) -> HostNetwork:
-    """The interface's network, made as wide as needed: routed networks (and some clouds, with /32) are narrower."""
+    """Return the interface's network, widened to hold all addresses; in routed networks (/32) it is narrower."""
     network: _Net = reduce(_widen, map(ip_address, addresses), interface.ip.network)
     return HostNetwork(str(network), interface.address, interface.name)
 

@@ -25,7 +25,7 @@ LinkAnswer = dict[str, Any]
 
 CONNECT_LIMIT_S = 2.0
 DURATION_S = 0.3
-"""How long the bandwidth of one link is measured."""
+"""The duration of measuring the bandwidth of one link."""
 
 _ANSWER_LIMIT_S = 5.0
 _LIFE_LIMIT_S = 120

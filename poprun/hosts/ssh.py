@@ -12,10 +12,10 @@ ARGUMENTS_VARIABLE = "POPRUN_SSH_ARGS"
 """Options for every ssh that is started, split like a shell does, such as `-F my_ssh_config -p 2222`."""
 
 SSH_FAILED = 255
-"""What ssh ends with when it has a complaint of its own; otherwise with the status of the command."""
+"""The exit status of ssh itself if it fails; otherwise ssh ends with the status of the command."""
 
 SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--export=ALL", "--nodes=1", "--ntasks=1")
-"""What takes the place of ssh inside a job of Slurm, whose nodes need not let anybody log in.
+"""The words that take the place of ssh in a job of Slurm, whose nodes need not let anybody log in.
 
 After `sbatch --export=NONE` steps would find no variables at all, not even PATH.
 """

@@ -15,7 +15,7 @@ MARK = "poprun-survey "
 """Begins the one line that is the answer; what a login shell prints before it does no harm."""
 
 CONNECTIONS = ("SSH_CONNECTION", "SLURM_SRUN_COMM_HOST")
-"""What sshd and srun say about where they were called from."""
+"""The variables in which sshd and srun say from where they were called."""
 
 _ANY_PORT = 9
 _CPUS = Path("/sys/devices/system/cpu")
@@ -52,7 +52,7 @@ def answer(question: Mapping[str, object]) -> dict[str, object]:
 
 
 def reached_at(environ: Mapping[str, str]) -> str:
-    """The address at which ssh has reached this machine, or from which it talks with the srun that has started us."""
+    """Return the address at which ssh reached this machine, or from which it talks with srun."""
     connection, caller = (environ.get(name, "") for name in CONNECTIONS)
     if not connection and caller:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from poprun.hosts.survey import limit_from
 from poprun.ipc.processes import die_with_parent, send, start
 
 SILENT_LIMIT_S = 0.7
-"""For a host that was silent just now: whoever waits for poprun would wait for nothing, most of the time."""
+"""The limit for a host that was silent just now: it will probably not answer, and the user waits."""
 _ON_HOST = (
     "runs() { grep -qs '^State:[[:space:]]*[^XZ[:space:]]' /proc/$1/status; }; "
     'found=$(pgrep -f "$1") || exit 0; '

@@ -1,1 +1,1 @@
-"""What poprun and its agents share: messages, sockets, terminals, processes, and what is left of them."""
+"""Messages, sockets, streams and processes, which poprun and its agents share."""

@@ -1,4 +1,4 @@
-"""What is known about the instances of a job; plain values for the diagnosis."""
+"""Facts about the instances of a job and its end; plain values for the diagnosis."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def is_own(connection: socket.socket) -> bool:
 
 MOST_PROBES = 127
 LONGEST_PAUSE_S = 32767
-"""What Linux accepts (MAX_TCP_KEEPCNT, MAX_TCP_KEEPIDLE in net/tcp.h)."""
+"""The limits of Linux (MAX_TCP_KEEPCNT, MAX_TCP_KEEPIDLE in net/tcp.h)."""
 _LARGEST_INT = (1 << 31) - 1
 
 

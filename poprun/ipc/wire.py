@@ -11,14 +11,14 @@ import signal
 import struct
 
 CONTROL_VARIABLE = "POPRUN_CONTROL"
-"""Tells agents where they are to run, where to report, and how; forwarded by name, so that mpirun's command does not
+"""The variable with the agents' folder, address and streams; forwarded by name, so that mpirun's command does not
 depend on it."""
 
 IGNORES_HANGUP = "/nohup"
 """At the end of CONTROL_VARIABLE: poprun ignores SIGHUP, so agents and programs do, on every host."""
 
 HOST_VARIABLE = "POPRUN_HOST"
-"""Tells an agent, where it is known, the name of the host for which its instance is meant, as its kernel knows it."""
+"""The variable with the host for which an instance is meant, if it is known, as its kernel knows it."""
 
 HELLO = 1
 """agent: rank, program's pid, its clock, the job's token, its host; the first message."""

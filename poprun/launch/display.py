@@ -104,7 +104,7 @@ def _centre(text: str, width: int) -> str:
 
 
 def draw_placement(launch: Launch, columns: int | None = None) -> str:
-    """The placement as a table, then the environment that all instances share and that of each. No final newline.
+    """Draw the placement as a table, then the common and the own environment of instances. No final newline.
 
     Args:
         launch: what would be run.

@@ -1,4 +1,4 @@
-"""Where everything runs: replicas on instances, instances on hosts, domains and cores. Pure arithmetic."""
+"""The placement of replicas on instances, and of instances on hosts, domains and cores. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _interpreter_of(script: Path) -> str | None:
 
 
 def _meant_for_poprun(word: str) -> str:
-    """The way out for a word that is no program and looks like a command of poprun or of its likes; often empty."""
+    """Return the way out for a word that looks like a command of poprun or of other launchers; often empty."""
     if (said := _COMMANDS.get(word)) is not None:
         return f"; {said}"
     nearest = name_nearest(word, [name for name, said in _COMMANDS.items() if not said])

@@ -56,7 +56,7 @@ def instance_variables(
 
 
 def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[str, str]:
-    """The variables that describe one instance to its program, in the original's order; what is unset is left out."""
+    """Return the variables that describe one instance to its program, in the original's order."""
     variables = {
         TOTAL: str(settings.num_replicas),
         IPUS: str(settings.ipus_per_replica),
@@ -121,7 +121,7 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
 
 
 def find_jaxlib(folders: list[str]) -> str:
-    """The version of the first jaxlib in these folders; "" where there is none. Faster than importing the library."""
+    """Return the version of the first jaxlib in these folders, or "". Faster than importing the library."""
     names = (each.name for folder in folders if folder for each in Path(folder).glob("jaxlib-*.dist-info"))
     return next((name.removesuffix(".dist-info").partition("-")[2] for name in names), "")
 

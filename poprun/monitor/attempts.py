@@ -1,4 +1,4 @@
-"""What an attempt at a job has come to, in numbers. Pure."""
+"""Attempts at a job, and their totals. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from popdist.records.progress import Made
 from poprun.ipc.facts import Facts, JobEnd
 
 LEAST_DIFFERENCE = 0.03
-"""So much less of its time than the others an instance has to wait to be called the slowest: less is chance."""
+"""The least share of time by which the slowest instance waits less than the others: less is chance."""
 
 
 @dataclass(frozen=True)

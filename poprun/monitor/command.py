@@ -50,11 +50,11 @@ _WORDS = (
 UNAVAILABLE = "tables follow each other; to have one drawn in place, pip install rich"
 
 FIRST_LIMIT_S = 5.0
-"""How long poprun may take to say something at first."""
+"""The time in which poprun has to send a first snapshot."""
 LIST_LIMIT_S = 2.0
-"""The same where several jobs are listed."""
+"""The same if several jobs are listed."""
 LOOK_S = 1.5
-"""How long news are waited for before the page is drawn again without."""
+"""The wait for a snapshot, after which the page is drawn again without one."""
 _MOST_PROGRAM = 60
 
 

@@ -119,7 +119,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
-"""That of the workers of TF_CONFIG, too; forwarded to other hosts by name."""
+"""The variable with the token, also for workers of TF_CONFIG; forwarded to other hosts by name."""
 
 CHALLENGE = 96
 """poprun: random bytes; only over a network."""

@@ -13,7 +13,7 @@ from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import waiting_share
 
 _MOST = 1e18
-"""Of whatever a snapshot counts."""
+"""The limit of all numbers in a snapshot."""
 VERSION = 1
 """Grows when a field gets another meaning or goes."""
 
@@ -210,7 +210,7 @@ def _doing(each: Facts, condition: str) -> str:
 
 
 APART_S = 1.0
-"""What is kept lies so far apart at least."""
+"""The least time between two counts that are kept."""
 _KEPT = 8
 
 

@@ -14,7 +14,7 @@ from poprun.monitor.doors import CHALLENGE, FULL, RANDOM_BYTES, SEEN, TOKEN_VARI
 from poprun.monitor.snapshot import Snapshot
 
 CONNECT_LIMIT_S = 5.0
-"""How long it may take until poprun is there, and has proved that it is the one."""
+"""The time in which poprun has to answer and to prove that it is the one."""
 _READ_BYTES = 1 << 16
 
 

@@ -63,7 +63,7 @@ class Summary:
 
 
 _MOST_NAMED = 8
-"""Of how many instances the memory is listed; of more the least and the largest."""
+"""The most instances whose memory is listed; of more the least and the largest is."""
 
 
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
@@ -157,14 +157,9 @@ def _describe_attempt(attempt: Attempt) -> dict[str, object]:
 
 
 def _describe_totals(totals: Totals) -> dict[str, object]:
-    return {
-        "steps": totals.steps,
-        "samples": totals.samples,
-        "steps_per_s": totals.steps_per_s,
-        "samples_per_s": totals.samples_per_s,
-        "waiting_share": totals.waiting_share,
-        "slowest": None if totals.slowest is None else asdict(totals.slowest),
-    }
+    described = asdict(totals)
+    del described["peak_memory_bytes"], described["survived"]
+    return described
 
 
 def _describe_instance(each: Facts) -> dict[str, object]:

@@ -19,14 +19,14 @@ from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Do
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
-"""How often viewers get something new."""
+"""The interval between snapshots."""
 GREETING_LIMIT_S = 5.0
-"""How long one may take to prove that it knows the token."""
+"""The time in which a viewer has to prove that it knows the token."""
 UNREAD_LIMIT_S = 30.0
-"""How long one may take to read a snapshot."""
+"""The time in which a viewer has to read a snapshot."""
 MOST_VIEWERS = 16
 PAUSE_S = 1.0
-"""After which calls are taken again when descriptors have run out."""
+"""The pause between calls after descriptors have run out."""
 _READ_BYTES = 1024
 _SEND_BYTES = 1 << 16
 
@@ -63,11 +63,6 @@ class Viewer:
     def events(self) -> int:
         """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
-
-    @property
-    def unsent_bytes(self) -> int:
-        """The bytes that the viewer has not taken yet."""
-        return len(self._unsent)
 
     def serve(self) -> None:
         """Take what it says, and send what it takes."""
@@ -177,8 +172,10 @@ class Viewers:
             message = wire.pack(SEEN, self._snapshot(now_s, look(), losses).pack())
             for viewer in due:
                 viewer.offer(message, now_s)
-        for viewer in [each for each in self._viewers if not each.is_open or self._is_late(each, now_s)]:
-            self._part_from(viewer)
+        for viewer in list(self._viewers):
+            is_late = not viewer.is_welcome and now_s >= viewer.called_at_s + GREETING_LIMIT_S
+            if is_late or not viewer.is_open:
+                self._part_from(viewer)
 
     def pause(self, seconds: float) -> None:
         """Wait for so long, between two attempts; whoever looks sees that there are no instances."""
@@ -218,9 +215,6 @@ class Viewers:
     def _part_from(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
         viewer.close()
-
-    def _is_late(self, viewer: Viewer, now_s: float) -> bool:
-        return not viewer.is_welcome and now_s >= viewer.called_at_s + GREETING_LIMIT_S
 
     def _too_many(self) -> list[Viewer]:
         """Return whoever is one too many: strangers who called first, then the last of the others."""

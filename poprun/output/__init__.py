@@ -1,1 +1,1 @@
-"""What the instances print: tagged, kept in files, and shown."""
+"""The output of the instances: tagged, kept in files, and shown."""

@@ -34,7 +34,7 @@ class OutputStream:
         self.fault = ""
         self.is_terminal = os.isatty(descriptor)
         self._unwaiting = _open_unwaiting(descriptor)
-        self._piece_bytes = _WRITE_BYTES if self._unwaiting >= 0 or _is_file(descriptor) else select.PIPE_BUF
+        self._piece_bytes = _WRITE_BYTES if self._unwaiting >= 0 or stat.S_ISREG(_mode(descriptor)) else select.PIPE_BUF
         self._cursor = Cursor()
         self._status = ""
         self._held = bytearray()
@@ -214,10 +214,6 @@ def _open_unwaiting(descriptor: int) -> int:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return -1
-
-
-def _is_file(descriptor: int) -> bool:
-    return stat.S_ISREG(_mode(descriptor))
 
 
 def _mode(descriptor: int) -> int:

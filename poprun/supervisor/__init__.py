@@ -1,1 +1,1 @@
-"""What becomes of a job: events and times come in, actions go out, and no clock runs here."""
+"""The supervisor of a job: it starts mpirun, watches the instances, and names the one to blame."""

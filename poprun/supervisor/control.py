@@ -27,11 +27,11 @@ from poprun.supervisor.job_events import (
 )
 
 GREETING_LIMIT_S = 20.0
-"""How long somebody who has called may take to say who he is; an agent does it at once."""
+"""The time in which a caller has to say who he is; an agent does it at once."""
 MOST_STRANGERS = 16
-"""So many more than there are instances may be connected without having said it."""
+"""The most callers, besides as many as there are instances, that have not said it."""
 PAUSE_S = 0.5
-"""After which another call is tried to be taken where descriptors or memory have run out."""
+"""The pause between calls after descriptors or memory have run out."""
 
 _READ_BYTES = 1 << 18
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

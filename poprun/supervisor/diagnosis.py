@@ -15,7 +15,7 @@ from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
-"""Ends closer than this may be in the wrong order: a signal comes from outside, so it is the cause."""
+"""The difference below which ends may be in the wrong order: a signal comes from outside, so it is the cause."""
 
 STUCK_STATUS = 124
 """The exit status of a job with an instance that is stuck; that of timeout(1)."""
@@ -465,7 +465,7 @@ NEVER_STARTED = (
     "them out (32768-60999, see /proc/sys/net/ipv4/ip_local_port_range, and 1024 and above for Open MPI's data); "
     "`poprun doctor --host HOSTS` tries it between all of them, and a slow start may need a larger --start-timeout-s"
 )
-"""What to do where instances on other hosts never started."""
+"""Advice if instances on other hosts never started."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from poprun.launch.program import quote_words
 from poprun.monitor.attempts import Attempt
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output, is_piped
-from poprun.output.output_style import OutputStyle, style_from
+from poprun.output.output_style import style_from
 from poprun.supervisor.supervision import LAST_WORDS_LIMIT_S, JobSupervisor
 
 
@@ -40,7 +40,8 @@ def run_job(
     Returns:
         With poprun's exit status: that of the instance that failed, 128 + n after signal n.
     """
-    output = Output(launch.settings.only_output_from_instance, _style(launch, environ))
+    style = style_from(launch.settings, _hosts(launch), environ, is_piped())
+    output = Output(launch.settings.only_output_from_instance, style)
     viewers = viewers or Viewers()
 
     def run_once(launch: Launch) -> JobEnd:
@@ -77,7 +78,7 @@ def _run_once(
     supervisor = JobSupervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
     began_s = time.monotonic()
     ended = supervisor.run({**environ, **launch.mpirun_variables})
-    note(Attempt(tuple(supervisor.facts), time.monotonic() - began_s, ended, tuple(supervisor.losses)))
+    note(Attempt(tuple(supervisor.machine.facts), time.monotonic() - began_s, ended, tuple(supervisor.machine.losses)))
     return ended
 
 
@@ -86,10 +87,6 @@ def end_standard_input() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-
-
-def _style(launch: Launch, environ: Mapping[str, str]) -> OutputStyle:
-    return style_from(launch.settings, _hosts(launch), environ, is_piped())
 
 
 def _hosts(launch: Launch) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What poprun decides about a running job: events with their times in, actions out. Pure: no clock, no process.
+"""The machine of a running job: events with their times in, actions out. Pure: no clock, no process.
 
 RUNNING ──▶ SETTLING ──▶ CLOSING ──▶ OVER
 │ ▲          │ │         ▲

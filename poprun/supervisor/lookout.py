@@ -24,8 +24,7 @@ from poprun.supervisor.job_events import Action, Say
 from poprun.supervisor.members import JobMembers
 
 BLIND_S = 5.0
-"""After such a pause between two looks, as when poprun was stopped itself, nobody is taken to be stuck at once; with a
-short limit after a pause of half of it."""
+"""The pause between two looks, as of a stopped poprun, after which nobody is stuck at once; at most half the limit."""
 
 
 class Lookout:
@@ -107,7 +106,7 @@ class Lookout:
 
 
 BUSY_FACTOR = 10
-"""So many times the limit an instance that works may be late at `popdist.init`: it imports, or prepares data."""
+"""The factor of the limit by which a working instance may be late at `popdist.init`: it imports, or prepares data."""
 
 LEAST_S = 10.0
 """An agent that has not answered for less, and a program that has done nothing, may wait for a busy machine."""

@@ -18,7 +18,7 @@ from poprun.supervisor.job_events import (
 )
 
 MOST_QUESTIONS = 8
-"""So many may wait for an answer: an agent that is stopped takes none, and poprun would wait for it at last."""
+"""The most questions without an answer: a stopped agent takes none, and poprun would wait for it at last."""
 
 
 class JobMembers:

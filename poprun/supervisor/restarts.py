@@ -26,7 +26,7 @@ MOST_FAILURES = 2
 """A host on which a job has failed so often is left out, if the others take the job."""
 
 MOST_PAUSE_S = 300.0
-"""To which the pause before a restart grows."""
+"""The longest pause before a restart."""
 
 
 class Restarts:

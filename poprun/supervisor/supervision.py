@@ -46,9 +46,9 @@ from poprun.supervisor.mpirun import Mpirun
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """With one of these, mpirun is told by the user where instances run."""
 END_LIMIT_S = 1.0
-"""How long processes may take to be gone that were killed."""
+"""The time in which killed processes have to be gone."""
 LAST_WORDS_LIMIT_S = 0.2
-"""How long a reader may take for each piece of the last output after an interrupt."""
+"""The time that a reader has for each piece of the last output after an interrupt."""
 
 
 class JobSupervisor:
@@ -62,6 +62,9 @@ class JobSupervisor:
         across: how the hosts are reached, where there are several.
         now_s: the clock, that of `time.monotonic`.
         viewers: those who look at the job; None: nobody can.
+
+    Attributes:
+        machine: the machine of the job, also when that has ended.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class JobSupervisor:
             self._mpirun = Mpirun(self._command, variables, lambda pid: self._tidy(pid, sweeps=True))
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
-            self._machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
+            self.machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
             self._began_s = self._now_s()
             while self._ended is None:
                 self._wait()
@@ -118,16 +121,6 @@ class JobSupervisor:
             signal.signal(number, signal.SIG_DFL)
         return self._ended
 
-    @property
-    def facts(self) -> Sequence[Facts]:
-        """The knowledge about each instance; also when the job has ended."""
-        return self._machine.facts
-
-    @property
-    def losses(self) -> Sequence[str]:
-        """A line about each instance without which the others have gone on."""
-        return self._machine.losses
-
     # What comes in.
 
     def _wait(self) -> None:
@@ -137,7 +130,7 @@ class JobSupervisor:
             handlers[self._reception.fileno()] = self._accept
         for descriptor in self._mpirun_outputs:
             handlers[descriptor] = partial(self._read_mpirun, descriptor)
-        takes_output = not self._output.is_behind or self._machine.phase is not JobPhase.RUNNING
+        takes_output = not self._output.is_behind or self.machine.phase is not JobPhase.RUNNING
         for member in self._connections:
             if takes_output or member.index < 0:
                 handlers[member.fileno()] = partial(self._take, member)
@@ -158,7 +151,7 @@ class JobSupervisor:
             self._part_from(stranger)
 
     def _timeout_ms(self) -> int:
-        return min(1000, max(0, int(min(self._machine.deadline_s - self._now_s(), 1.0) * 1000) + 1))
+        return min(1000, max(0, int(min(self.machine.deadline_s - self._now_s(), 1.0) * 1000) + 1))
 
     def _take_signals(self) -> None:
         for number in os.read(self._wakeup, 512):
@@ -233,7 +226,7 @@ class JobSupervisor:
     # What follows from it.
 
     def _tell(self, event: Event) -> None:
-        for action in self._machine.advance(event, self._now_s()):
+        for action in self.machine.advance(event, self._now_s()):
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
@@ -279,14 +272,16 @@ class JobSupervisor:
         remove_leavings(folder_of(self._environ), [mpirun])
 
     def _show_status(self) -> None:
-        is_wanted = self._machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
+        is_wanted = self.machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
         hosts = len(set(self._output.style.hosts))
-        text = status_text(self._machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
+        text = status_text(self.machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
         self._output.show_status(text)
 
     def _show_viewers(self) -> None:
         now_s = self._now_s()
-        self._viewers.push(now_s, lambda: look_at_all(self.facts, self._recent, now_s), len(self.losses))
+        self._viewers.push(
+            now_s, lambda: look_at_all(self.machine.facts, self._recent, now_s), len(self.machine.losses)
+        )
 
     def _say(self, level: Level, text: str) -> None:
         if level <= self._log.level:

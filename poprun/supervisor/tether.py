@@ -21,11 +21,11 @@ from poprun.ipc.processes import (
 )
 
 GONE = signal.SIGRTMIN
-"""By which the kernel tells the process between that we are gone."""
+"""The signal by which the kernel tells the process between that we are gone."""
 LOOK_S = 0.02
 KILL_LIMIT_S = 2.0
 TOGETHER_S = 0.2
-"""When a signal has ended the program, we may be about to be ended by it too."""
+"""The wait after a signal has ended the program: we may be about to be ended by it too."""
 
 
 def start_tethered(

@@ -11,7 +11,7 @@ from popdist.timeline.clocks import Alignment
 from poprun.trace.recordings import InstanceRecording
 
 _WALL_NS = 1e9
-"""What is taken for the uncertainty where clocks on walls have to do, which are seldom set better than to a second."""
+"""The assumed uncertainty of clocks on walls, which are seldom set better than to a second."""
 
 
 @dataclass(frozen=True, eq=False)

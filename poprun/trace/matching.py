@@ -1,4 +1,4 @@
-"""Which collective of one instance is which of another one: who came last to it, and who waited how long."""
+"""Matching the collectives of instances: who came last to each, and who waited how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profiler saw of an instance, on the clock of its recording.
+"""Profiles of an instance, on the clock of its recording.
 
 A profiler has a clock of its own. Markers were made in it between two times of the recording's clock: each bounds the
 difference of both, as an exchange of messages with another host does.
@@ -27,7 +27,7 @@ _DAMAGED = (
     *(gzip.BadGzipFile, json.JSONDecodeError, UnicodeDecodeError, zlib.error),
 )
 _MOST_RATIO, _ROOM_BYTES = 200, 1 << 20
-"""How much a profile may become when it is unpacked; those of JAX and PyTorch become 10 to 30 times as much."""
+"""The limits of an unpacked profile; those of JAX and PyTorch become 10 to 30 times as large."""
 
 
 class TraceEvent(TypedDict, total=False):

@@ -86,7 +86,7 @@ class InstanceRecording:
 
 
 _ROOM_BYTES = 1 << 20
-"""Of events in files so small that their ratio says nothing."""
+"""The room for events in files so small that their ratio says nothing."""
 _DAMAGED = (
     LookupError,
     TypeError,

@@ -1,4 +1,4 @@
-"""What lasts: pairs of events, of one instance."""
+"""Spans: pairs of events of one instance."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from poprun.verify.records import (
 )
 
 COMPARED = (START, BATCH, GRADIENTS, UPDATE, FINGERPRINT)
-"""What is promised to be the same, in the order in which it comes to be; of metrics nothing is."""
+"""The parts that are promised to be the same, in the order in which they are computed; metrics are not."""
 STEPS = "steps"
 """The part in which runs differ of which one has made a step and the other has not."""
 
@@ -81,7 +81,7 @@ def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> RunDifferen
 
 
 def first_of_metrics(one: Record, other: Record) -> RunDifference | None:
-    """The first metrics that have other bits in two runs, or in the instances of the second one; None: none have."""
+    """Return the first metrics that differ between two runs, or inside the second one, or None."""
     made = Record(steps={place: other.steps[place] for place in one.steps if place in other.steps})
     found = first_difference(Record(steps={place: one.steps[place] for place in made.steps}), made, (METRICS,))
     return found or first_inside(other, (METRICS,))

@@ -17,7 +17,7 @@ from poprun.errors import UsageError
 
 VERIFY = "Verify"
 SOME_FAULT = "some"
-"""What `--inject` stands for without a fault."""
+"""The value of `--inject` without a fault."""
 
 TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
 MPI, RING, GRPC = "mpi", "ring", "grpc"

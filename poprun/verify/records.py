@@ -24,13 +24,13 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "fingerprint",
 )
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
-"""What is recorded of a step, in the order in which it comes to be."""
+"""The parts of the record of a step, in the order in which they are computed."""
 
 StepPlace = tuple[int, int]
 """A training of the program, and a step of it."""
 
 Digests = dict[str, dict[str, tuple[int, ...]]]
-"""For each name, which digest which instances have."""
+"""The instances that have each digest, by name and digest."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from poprun.verify.spreads import Run
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM
-"""Of a program that was stopped and has saved a checkpoint."""
+"""The exit status of a program that was stopped and has saved a checkpoint."""
 
 _OF_INSTANCES = ("instance-mpi-local-args", "only-output-from-instance")
 
@@ -186,7 +186,7 @@ def _folder_name(run: Run) -> str:
 
 
 def as_workers(launch: Launch, sockets: str) -> Launch:
-    """The launch whose instances take themselves for workers of a cluster over gRPC, with sockets in a directory."""
+    """Return the launch whose instances are workers of a cluster over gRPC, with sockets in a directory."""
     words = (sys.executable, "-I", "-S", str(WORKER_SCRIPT), sockets)
     return replace(launch, settings=replace(launch.settings, program=(*words, *launch.settings.program)))
 

@@ -11,7 +11,7 @@ MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
 """More than one, because what is to be proved does not depend on the time that it takes."""
 INSTANCE_BYTES = 500 << 20
-"""What Python, JAX and a small model need."""
+"""The memory that Python, JAX and a small model need."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def can_shrink(run: Run) -> bool:
 
 
 def run_to_resume(asked: VerifyRequest, plain: Sequence[Run]) -> Run | None:
-    """The run that is stopped and resumed on fewer instances, if there is such a spread; None where none is wanted."""
+    """Return the run that is stopped and resumed on fewer instances if possible; None if none is wanted."""
     if not asked.resume:
         return None
     spreads = sorted({run.instances for run in plain})

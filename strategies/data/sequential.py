@@ -1,6 +1,7 @@
 """Data sets whose elements come one after another, from shards or from one iterable."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count, islice, zip_longest
 from typing import NamedTuple
 
@@ -22,24 +23,17 @@ class ElementRound(NamedTuple):
         return ElementRound(self.elements, [False] * len(self.valid))
 
 
+@dataclass(eq=False)
 class SequentialSource(DataSource):
     """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
 
     Order is the source's own: nothing is shuffled here.
     """
 
-    def __init__(
-        self,
-        rounds: Callable[[], Iterator[ElementRound]],
-        layout: Layout,
-        *,
-        length: int | None = None,
-        steps: int | None = None,
-    ) -> None:
-        self._rounds = rounds
-        self._layout = layout
-        self.length = length
-        self.steps = steps
+    rounds: Callable[[], Iterator[ElementRound]]
+    layout: Layout
+    length: int | None = None
+    steps: int | None = None
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         """See `DataSource`."""
@@ -48,36 +42,36 @@ class SequentialSource(DataSource):
                 yield self._stack(rounds)
 
     def _batches_of_rounds(self) -> Iterator[list[ElementRound]]:
-        rounds = self._rounds()
+        rounds = self.rounds()
         latest: ElementRound | None = None
         for step in count():
             if step == self.steps:
                 return
-            taken = list(islice(rounds, self._layout.elements_per_replica))
+            taken = list(islice(rounds, self.layout.elements_per_replica))
             latest = taken[-1] if taken else latest
-            if len(taken) < self._layout.elements_per_replica:
+            if len(taken) < self.layout.elements_per_replica:
                 if not self._can_fill(taken, latest, step):
                     return
                 assert latest is not None
-                taken += [latest.as_padding()] * (self._layout.elements_per_replica - len(taken))
+                taken += [latest.as_padding()] * (self.layout.elements_per_replica - len(taken))
             yield taken
 
     def _can_fill(self, taken: list[ElementRound], latest: ElementRound | None, step: int) -> bool:
         """Whether an incomplete batch is padded (True) or the epoch is over (False)."""
-        if self._layout.pads and latest is not None and (taken or self.steps is not None):
+        if self.layout.pads and latest is not None and (taken or self.steps is not None):
             return True
         if self.steps is None:
             return False
-        replicas = ", ".join(map(str, self._layout.local_replicas))
+        replicas = ", ".join(map(str, self.layout.local_replicas))
         raise ValueError(
             f"the data of replicas {replicas} ended after {step} of {self.steps} steps; len() promised more: "
             "make it exact, or leave it out"
         )
 
     def _stack(self, rounds: list[ElementRound]) -> Batch:
-        per_replica = range(len(self._layout.local_replicas))
+        per_replica = range(len(self.layout.local_replicas))
         values = stacked([taken.elements[j] for j in per_replica for taken in rounds])
-        if not self._layout.pads:
+        if not self.layout.pads:
             return values
         return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 
 import jax
 import jax.numpy as jnp
@@ -334,9 +333,7 @@ class InfeedQueue:
     def __enter__(self) -> InfeedQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._runs:
             self.delete()
 

@@ -231,16 +231,14 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
     return repeated
 
 
+@dataclass(frozen=True)
 class _Exchange:
     """The call into Python between iterations, in which values leave and elements come."""
 
-    def __init__(
-        self, program: FeedProgram, infeed: InfeedQueue | None, collected: Sequence[Enqueued], most: int
-    ) -> None:
-        self._program = program
-        self._infeed = infeed
-        self._collected = collected
-        self._most = most
+    program: FeedProgram
+    infeed: InfeedQueue | None
+    collected: Sequence[Enqueued]
+    most: int
 
     def __call__(
         self, token: jax.Array, wanted: jax.Array, held: jax.Array, buffers: Values
@@ -259,30 +257,30 @@ class _Exchange:
         """
 
         def call() -> tuple[jax.Array, jax.Array, Values]:
-            with self._program.inside(token):
+            with self.program.inside(token):
                 ready, *elements = self._call(wanted, held, buffers)
-                return ready, self._program.token, elements
+                return ready, self.program.token, elements
 
-        if self._infeed is not None:
+        if self.infeed is not None:
             return call()
         # Nothing has to come before the first iteration.
         ready, behind = jax.lax.cond(held > 0, lambda: call()[:2], lambda: (jnp.int32(1), token))
         return ready, behind, []
 
     def _call(self, wanted: jax.Array, held: jax.Array, buffers: Values) -> Values:
-        if not self._collected:
-            assert self._infeed is not None
-            count, elements = self._infeed.dequeue_some(self._most, wanted)
+        if not self.collected:
+            assert self.infeed is not None
+            count, elements = self.infeed.dequeue_some(self.most, wanted)
             return [count, *elements]
         shapes = [jax.ShapeDtypeStruct((), np.int32)]
         take: _Take = _allow
-        if self._infeed is not None:
-            take, shapes = self._infeed.taker(self._program, self._most), self._infeed.shapes(self._most)
-        return self._program.call(self._exchange(take), shapes, [wanted, held, *buffers])
+        if self.infeed is not None:
+            take, shapes = self.infeed.taker(self.program, self.most), self.infeed.shapes(self.most)
+        return self.program.call(self._exchange(take), shapes, [wanted, held, *buffers])
 
     def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
         """What the running program calls; values leave before it may have to wait for elements."""
-        pace, collected = _Pace(self._most), self._collected
+        pace, collected = _Pace(self.most), self.collected
 
         def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
             allowed = pace.after(replica, int(held))

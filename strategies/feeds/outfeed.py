@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 
 import jax
 import jax.numpy as jnp
@@ -255,9 +254,7 @@ class OutfeedQueue:
     def __enter__(self) -> OutfeedQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.delete()
 
 

@@ -151,6 +151,7 @@ class ReplicaProgram:
         names: of the metrics; the first is "loss".
         trainable: see above.
         rule: see above.
+        accumulation: see above.
         gradient_dtypes: in which the gradients are accumulated and applied, for each variable that is trained.
         results: the shapes and dtypes of what leaves the replica besides the tail, to be averaged: gradients or their
             payload, then the leaves of the model state that have means.
@@ -182,7 +183,7 @@ class ReplicaProgram:
         self._replicas = replicas
         self._loss_fn = loss_fn
         self._seed = seed
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._precision = precision
         self._checks_numerics = check_numerics
         self.trainable = trainable
@@ -312,11 +313,6 @@ class ReplicaProgram:
         self.is_independent &= context.is_independent
         self.has_feeds |= context.has_feeds
 
-    @property
-    def accumulation(self) -> Accumulation:
-        """How micro-batches become one gradient."""
-        return self._accumulation
-
     def loss_of_micro_batch(
         self,
         variables: Variables,
@@ -337,7 +333,7 @@ class ReplicaProgram:
             model_state: of the replica, for this micro-batch.
         """
         key = self._key(index, control)
-        if self._accumulation.count > 1:
+        if self.accumulation.count > 1:
             key = jax.random.fold_in(key, number)
         with self._in_context(index):
             return self._computed(variables, part, key, control, model_state)
@@ -382,7 +378,7 @@ class ReplicaProgram:
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
             return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
 
-        settings = self._accumulation
+        settings = self.accumulation
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
@@ -396,7 +392,7 @@ class ReplicaProgram:
         self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
     ) -> list[jax.Array]:
         """Apply `map_gradient`, which does not see the loss scale, to the gradients of a micro-batch."""
-        function = self._accumulation.map_gradient
+        function = self.accumulation.map_gradient
         if function is None or not self._precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
         scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
@@ -450,7 +446,7 @@ class ReplicaProgram:
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of one micro-batch of a replica."""
-        count = self._accumulation.count
+        count = self.accumulation.count
         rows = leaf.shape[0]
         if rows == 0:
             raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")

@@ -3,8 +3,8 @@
 import keras  # noqa: F401  before this package's own modules: once it is there, some of them are imported by a scope
 
 from strategies.keras.callbacks import OnChief
-from strategies.keras.checkpointing import Checkpoints
-from strategies.keras.layers import RecomputationCheckpoint
+from strategies.keras.checkpointing import FitCheckpoints as Checkpoints
+from strategies.keras.extensions import RecomputationCheckpoint
 from strategies.keras.stages import (
     FunctionalLayerPipelineStageAssignment,
     FunctionalNestedModelPipelineStageAssignment,

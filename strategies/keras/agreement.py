@@ -1,68 +1,58 @@
-"""What instances tell each other between steps, whichever of them are lost meanwhile."""
+"""Agreement of instances between steps, whichever of them are lost, on what programs and callbacks may change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from strategies.comparing.agreement import Terms, insist_on_agreement
-from strategies.comparing.digest import fingerprint
+from strategies.comparing.digest import digest_of, fingerprint
 from strategies.errors import DisagreementError
+from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
+
+WAY_OUT = (
+    "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
+    "strategies.keras.OnChief"
+)
+"""Way out, at the end of messages about a difference."""
+_FEW = 4  # elements of a variable that are shown
+_OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
+
 
 T = TypeVar("T")
 
 
 def broadcast(replicas: Replicas, tree: T) -> T:
-    """Instance 0's tree on every instance, placed as a step needs it; a collective call."""
+    """Return instance 0's tree on every instance, placed as a step needs it; a collective call."""
     return _together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, tree)
 
 
 def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
-    """Instance 0's number on every instance; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        number: of this one.
-        name: of the call.
-    """
-
-    def told(number: int, root: int) -> int:
-        return _of(replicas, number, root, name)
-
+    """Return instance 0's number on every instance; a collective call, which has a name."""
+    told = _teller(replicas, name)
     return _together(replicas, lambda: told(number, 0), told, number)
 
 
 def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
-    """Whether it is so on one instance at least; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        flag: of this one.
-        name: of the call.
-    """
+    """Return whether a flag is set on any instance; a collective call, which has a name."""
 
     def asked() -> int:
         return int(replicas.communicator.all_reduce(np.array([flag], np.float32), "max", name=name)[0])
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    return bool(_together(replicas, asked, told, int(flag)))
+    return bool(_together(replicas, asked, _teller(replicas, name), int(flag)))
 
 
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
-    """Return whether a flag is set on any instance, and whether all have the same digest; a collective call.
+    """Return whether a flag is set on any instance, and whether all have the same digest, which is equally long on all.
 
-    Args:
-        replicas: connects the instances.
-        flag: of this one.
-        digest: of this one, equally long on all.
-        name: of the call.
+    A collective call, which has a name.
     """
 
     def asked() -> int:
@@ -70,42 +60,26 @@ def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[
         of_all = replicas.communicator.all_gather(mine, name=name)
         return int(of_all[:, 0].any()) + 2 * int((of_all[:, 1:] == of_all[0, 1:]).all())
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    answer = _together(replicas, asked, told, int(flag) + 2)
+    answer = _together(replicas, asked, _teller(replicas, name), int(flag) + 2)
     return bool(answer & 1), bool(answer & 2)
 
 
 def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
-    """Compare terms with those of the other instances; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        terms: of this one.
-        name: of the call.
-        way_out: at the end of the message.
+    """Compare terms with those of the other instances; a collective call, which has a name.
 
     Raises:
-        DisagreementError: on all instances, if they are not the same.
+        DisagreementError: on all instances, if they are not the same; `way_out` is the end of the message.
     """
 
     def asked() -> int:
         insist_on_agreement(replicas, terms, name, way_out)
         return 1
 
-    def told(answer: int, root: int) -> int:
-        return _of(replicas, answer, root, name)
-
-    _together(replicas, asked, told, 1)
+    _together(replicas, asked, _teller(replicas, name), 1)
 
 
 def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
     """Refuse data of which instances do not see the same rows; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        rows: some of the data.
 
     Raises:
         DisagreementError: on all instances.
@@ -120,7 +94,7 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
 
 
 def _together(replicas: Replicas, attempt: Callable[[], T], share: Callable[[T, int], T], mine: T) -> T:
-    """What `attempt` returns, also where instances are lost.
+    """Return what `attempt` returns, also where instances are lost.
 
     Args:
         replicas: connects the instances.
@@ -138,8 +112,140 @@ def _together(replicas: Replicas, attempt: Callable[[], T], share: Callable[[T, 
     return surviving(replicas, attempt, catch_up, share)
 
 
-def _of(replicas: Replicas, number: int, root: int, name: str) -> int:
-    """The number of instance `root`; a collective call."""
-    array = np.array(number, np.int64)
-    replicas.communicator.broadcast(array, root, name=name)
-    return int(array)
+def _teller(replicas: Replicas, name: str) -> Callable[[int, int], int]:
+    """Return a collective call, which returns the number of instance `root` on all instances."""
+
+    def told(number: int, root: int) -> int:
+        array = np.array(number, np.int64)
+        replicas.communicator.broadcast(array, root, name=name)
+        return int(array)
+
+    return told
+
+
+class VariableWatch:
+    """A watcher of the variables of a model that were changed since the last step.
+
+    Arrays of JAX never change, so an array that is the same object has the same value.
+
+    Args:
+        model: of Keras.
+    """
+
+    def __init__(self, model: ModelLike) -> None:
+        self._model = model
+        self._left: list[Array] = []
+        self._changes = hashlib.blake2b(digest_size=16)  # since `taken` was called last
+
+    def before_step(self, state: State) -> None:
+        """Note what was changed in the state that a step begins with; see `TrainFunction`."""
+        self._note(_arrays(state))
+
+    def after_step(self, state: State) -> None:
+        """Know the state that a step has left."""
+        self._left = _arrays(state)
+
+    def begin(self) -> None:
+        """Take what the model has now as known."""
+        self._left = self.arrays()
+        self._changes = hashlib.blake2b(digest_size=16)
+
+    def taken(self, with_flags: bool) -> bytes:
+        """Return a digest of the variables that were changed since the last call.
+
+        Args:
+            with_flags: whether it is one of the flags too, which takes longer.
+        """
+        if self._model._jax_state_synced:  # otherwise Keras's loop has the state, and nobody can change it
+            self._note(self.arrays())
+        if with_flags:
+            self._changes.update(bytes(variable.trainable for variable in self._model.variables))
+        changes, self._changes = self._changes, hashlib.blake2b(digest_size=16)
+        return changes.digest()
+
+    def arrays(self) -> list[Array]:
+        """Return the values of all variables but those of metrics, as Keras knows them."""
+        return [variable._value for variable in _variables(self._model)]
+
+    def assign(self, values: Values) -> None:
+        """Have Keras know other values, in the order of `arrays`."""
+        for variable, value in zip(_variables(self._model), values, strict=True):
+            variable.assign(value)
+
+    def _note(self, arrays: list[Array]) -> None:
+        pairs = enumerate(zip(arrays, self._left, strict=False))
+        for place, (new, old) in pairs:
+            if new is not old:
+                self._changes.update(str((place, digest_of(new))).encode())
+        self._left = arrays
+
+
+def _variables(model: ModelLike) -> list[VariableLike]:
+    return [*model.trainable_variables, *model.non_trainable_variables, *_variables_of_optimizer(model)]
+
+
+def _variables_of_optimizer(model: ModelLike) -> list[VariableLike]:
+    return [] if model.optimizer is None else model.optimizer.variables
+
+
+def _arrays(state: State) -> list[Array]:
+    return [array for part in state[:-1] for array in part]  # metrics, which are last, begin anew in each epoch
+
+
+def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], arguments: Mapping[str, object]) -> Terms:
+    """Return the terms on which all instances must call a function of Keras.
+
+    Args:
+        model: of Keras.
+        called: the name of the function.
+        callbacks: descriptions of those that were given to it.
+        arguments: others, by name.
+    """
+    given = {name: _text(value) for name, value in arguments.items()}
+    listed = {"the list of callbacks": f"[{', '.join(callbacks)}]"}
+    functions = (model.train_function, model.test_function, model.predict_function)
+    anew = ", ".join(str(function is None) for function in functions)
+    compiled = {"compile, or new options, since the last call (to train, evaluate, predict)": anew}
+    return [{"a call of": called}, listed, given, _of_optimizer(model), _flags(model), compiled]
+
+
+def terms_of_model(model: ModelLike, hook: str) -> Terms:
+    """Return the terms that must be the same on all instances after a hook of callbacks: flags and all variables."""
+    scalars = [variable for variable in _variables_of_optimizer(model) if not variable.shape]
+    rates = {f"{variable.name} behind {hook},": _value(variable._value) for variable in scalars}
+    pairs = enumerate(_variables(model))
+    values = {f"{variable.name} ({number}) behind {hook},": _value(variable._value) for number, variable in pairs}
+    return [_flags(model), rates, values]  # others follow from rates
+
+
+def _flags(model: ModelLike) -> dict[str, str]:
+    pairs = enumerate(model.variables)
+    return {f"trainable of variable {number} ({each.name})": str(each.trainable) for number, each in pairs}
+
+
+def _of_optimizer(model: ModelLike) -> dict[str, str]:
+    if model.optimizer is None:
+        return {"optimizer": "None"}
+    return {"optimizer": type(model.optimizer).__name__} | _flat("optimizer", model.optimizer.get_config())
+
+
+def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
+    """Return the values of a nested configuration by their paths, without those that may differ: names and rates."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(f"{prefix} {name}", value)
+        elif name not in _OWN:
+            found[f"{prefix} {name}"] = _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda other: type(other).__name__, skipkeys=True)
+
+
+def _value(array: Array) -> str:
+    values = np.asarray(array)
+    return str(values.tolist()) if values.size <= _FEW else f"{values.shape} {digest_of(values)[0]:016x}"

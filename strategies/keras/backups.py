@@ -16,9 +16,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
-
-import keras
+from typing import Any, TypeAlias
 
 from strategies.checkpoints.sealed_folders import (
     DAMAGED,
@@ -39,36 +37,48 @@ KEPT = 2
 _WEIGHTS = "latest.weights.h5"
 _COMPLETE = re.compile(r"backup_(\d{8,})")
 
+BackupAndRestore: TypeAlias = Any
+"""The callback of Keras."""
+
 logger = logging.getLogger("strategies.keras")
 
 
-class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
-    """A wrapper of Keras's `BackupAndRestore`, which decides when to save; backups are whole.
+def with_whole_backups(callback: BackupAndRestore) -> BackupAndRestore:
+    """Return a callback of Keras's, which decides when to save, and now saves whole backups.
 
     Args:
-        callback: it is.
+        callback: is changed.
 
     Raises:
         StrategyError: if its folder is no local one.
     """
+    if "://" in str(callback.backup_dir):
+        raise StrategyError(
+            f"BackupAndRestore is to write to {callback.backup_dir}, and backups are folders that get their names "
+            "when they are whole; use a local folder, or one of a file system that all hosts share"
+        )
+    backups = _WholeBackups(callback)
+    callback._save_model, callback._load_model = backups.save, backups.load
+    if callback.save_freq != "epoch" and callback.save_freq:
+        logger.warning(
+            "BackupAndRestore has save_freq=%d: a training that goes on repeats the epoch with weights from the "
+            "midst of it, as Keras does; strategies.keras.Checkpoints(every=%d) goes on behind the step",
+            callback.save_freq,
+            callback.save_freq,
+        )
+    return callback
 
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        if "://" in str(callback.backup_dir):
-            raise StrategyError(
-                f"BackupAndRestore is to write to {callback.backup_dir}, and backups are folders that get their names "
-                "when they are whole; use a local folder, or one of a file system that all hosts share"
-            )
+
+class _WholeBackups:
+    """The backups of a callback.
+
+    Args:
+        callback: says which model is saved where.
+    """
+
+    def __init__(self, callback: BackupAndRestore) -> None:
         self._callback = callback
         self._folder = Path(callback.backup_dir)
-        callback._save_model, callback._load_model = self._save, self._load
-        if callback.save_freq != "epoch" and callback.save_freq:
-            logger.warning(
-                "BackupAndRestore has save_freq=%d: a training that goes on repeats the epoch with weights from the "
-                "midst of it, as Keras does; strategies.keras.Checkpoints(every=%d) goes on behind the step",
-                callback.save_freq,
-                callback.save_freq,
-            )
 
     @property
     def _numbers(self) -> list[int]:
@@ -79,33 +89,7 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
     def _of(self, number: int) -> Path:
         return self._folder / f"backup_{number:08d}"
 
-    def set_params(self, params: Any) -> None:
-        """See Keras."""
-        self._callback.set_params(params)
-
-    def set_model(self, model: Any) -> None:
-        """See Keras."""
-        self._callback.set_model(model)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_begin(logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_end(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_epoch_end(epoch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._callback.on_train_batch_end(batch, logs)
-
-    # ---- called by Keras's callback
-
-    def _save(self) -> None:
+    def save(self) -> None:
         """Write a backup. A process that is killed meanwhile leaves the ones before as they are."""
         model, number = self._callback.model, 1 + max(self._numbers, default=0)
         incomplete = beside(self._of(number), INCOMPLETE)
@@ -119,7 +103,7 @@ class WithRandomStates(keras.callbacks.Callback):  # type: ignore[misc]
         for old in self._numbers[:-KEPT]:
             clear(self._of(old).rename(beside(self._of(old), REMOVED)))
 
-    def _load(self) -> None:
+    def load(self) -> None:
         """Restore the newest backup that is whole; without one the training begins anew."""
         for suffix in (INCOMPLETE, REMOVED):
             for path in self._folder.glob(f"backup_*{suffix}"):

@@ -19,14 +19,37 @@ import numpy as np
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, SourceFactory
 from strategies.roles import Batch
+from strategies.strategy import Strategy
 
 Read = Callable[[int], Batch]
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows a batch has."""
+    """Return the number of rows of a batch."""
     rows: int = jax.tree.leaves(batch)[0].shape[0]
     return rows
+
+
+def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
+    """Return the rows of the local replicas of a batch for all replicas, placed as a step needs them.
+
+    Args:
+        strategy: whose replicas they are for.
+        batch: arrays of NumPy.
+        accumulated: micro-batches of a step.
+
+    Raises:
+        ValueError: if the rows cannot be divided.
+    """
+    replicas, rows = strategy.num_replicas_in_sync, rows_of(batch)
+    if rows % (replicas * accumulated):
+        raise ValueError(
+            f"a batch of {rows} rows for {replicas} replicas x {accumulated} micro-batches; its rows must be a "
+            f"multiple of {replicas * accumulated}"
+        )
+    local, each = strategy.replicas.local_replicas, rows // replicas
+    own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+    return strategy.replicas.dealing.batch(own)
 
 
 @final
@@ -79,12 +102,12 @@ class _Dealer:
 
     @property
     def per_step(self) -> int:
-        """How many batches a step takes."""
+        """The number of batches that a step takes."""
         return self.layout.total_replicas * self.layout.gradient_accumulation_count
 
     @property
     def own(self) -> range:
-        """Which of them are for the local replicas."""
+        """The places of those batches that are for the local replicas."""
         count, local = self.layout.gradient_accumulation_count, self.layout.local_replicas
         return range(local[0] * count, (local[-1] + 1) * count)
 
@@ -93,14 +116,14 @@ class _Dealer:
         return len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}
 
     def dealt(self, batches: Sequence[Batch]) -> Batch | None:
-        """What local replicas take of all batches of a step; None where it is not enough."""
+        """Return what local replicas take of all batches of a step; None where it is not enough."""
         if self.is_even(batches):
             return self.of_even([batches[number] for number in self.own])
         rows = _joined(batches)
         return self._padded(rows) if self.layout.pads else self._shortened(rows)
 
     def of_even(self, own: Sequence[Batch]) -> Batch:
-        """What local replicas take where these are their batches, of a step that is filled."""
+        """Return what local replicas take, given their batches of a step that is filled."""
         values = _joined(own)
         if not self.layout.pads:
             return values
@@ -126,7 +149,7 @@ class _Dealer:
 
 
 class _Batches(DataSource, ABC):
-    """What sources of batches have in common."""
+    """The common part of sources of batches."""
 
     length: int | None = None
 
@@ -136,7 +159,7 @@ class _Batches(DataSource, ABC):
 
     @abstractmethod
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        """What local replicas take in step `start`, `start + 1`, ...; None where it is not enough."""
+        """Yield what local replicas take in step `start`, `start + 1`, ...; None where it is not enough."""
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         """See `DataSource`."""
@@ -202,7 +225,7 @@ class _Stream(_Batches):
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches, one after another.
+    """Return the rows of several batches, one after another.
 
     Raises:
         ValueError: if their rows are not alike.

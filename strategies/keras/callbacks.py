@@ -1,35 +1,47 @@
-"""Where callbacks run: those that write on the chief, others on every instance; and what instances agree on then."""
+"""The places of callbacks: those that write run on the chief, others on every instance, which then agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 from keras import tree
-from keras.src.callbacks import CallbackList
-from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.callbacks import CallbackList
 
 from strategies.comparing.digest import digest_of
 from strategies.errors import StrategyError
-from strategies.keras.agreement import broadcast, compared, insist, is_so_anywhere, number_of_leader
-from strategies.keras.backups import WithRandomStates
+from strategies.keras.agreement import (
+    WAY_OUT,
+    VariableWatch,
+    broadcast,
+    compared,
+    insist,
+    is_so_anywhere,
+    number_of_leader,
+    terms_of_model,
+)
+from strategies.keras.backups import with_whole_backups
+from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
-from strategies.keras.watching import WAY_OUT, Watch, terms_of_model
 from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (
-    ProgbarLogger,
+    keras.callbacks.ProgbarLogger,
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""Those that write, and of which the other instances need to know nothing but what the model becomes."""
+"""The callbacks that write, and tell the other instances nothing but what the model becomes."""
+Callback: TypeAlias = Any
+"""A callback of Keras, or None."""
+
 EPOCH = "epoch/"
 """In front of the names of Keras's logs at the end of an epoch, in sinks of metrics."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -38,7 +50,7 @@ _ENDINGS = {f"on_{loop}_end": f"on_{loop}_begin" for loop in ("train", "test", "
 _BEGINNINGS = ("set_model", *_ENDINGS.values())
 
 
-class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
+class OnChief(keras.callbacks.Callback):
     """A callback that is called on the instance that is the chief at the time, and on no other.
 
     One that becomes the chief in the midst of a loop is told first how that began: there may be files to open.
@@ -48,17 +60,17 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         strategy: knows the chief; None for the current one.
     """
 
-    def __init__(self, callback: Any, strategy: Strategy | None = None) -> None:
+    def __init__(self, callback: Callback, strategy: Strategy | None = None) -> None:
         super().__init__()
         self.callback = callback
         self._strategy = strategy or get_strategy()
         self._missed: dict[str, Callable[[], object]] = {}  # what has begun on another instance, and not ended
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: Mapping[str, object]) -> None:
         """See Keras."""
         self.callback.set_params(params)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: ModelLike) -> None:
         """See Keras. A `TensorBoard` writes then already."""
         self._call("set_model", model)
 
@@ -67,7 +79,7 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         """Whether this is the chief."""
         return self._strategy is None or self._strategy.replicas.is_chief
 
-    def _call(self, name: str, *arguments: Any, **named: Any) -> None:
+    def _call(self, name: str, *arguments: object, **named: object) -> None:
         call = partial(getattr(self.callback, name), *arguments, **named)
         if self.is_called:
             self._catch_up()
@@ -86,7 +98,7 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _on_chief(name: str) -> Callable[..., None]:
-    def hook(self: OnChief, *arguments: Any, **named: Any) -> None:
+    def hook(self: OnChief, *arguments: object, **named: object) -> None:
         self._call(name, *arguments, **named)
 
     return hook
@@ -96,10 +108,11 @@ for _name in _HOOKS:
     setattr(OnChief, _name, _on_chief(_name))
 
 
+@dataclass(frozen=True)
 class Running:
-    """One of Keras's loops, while it runs on all instances.
+    """A loop of Keras's, while it runs on all instances.
 
-    Args:
+    Attributes:
         model: of Keras.
         strategy: connects the instances.
         begin_epoch: called with the number of each epoch that begins.
@@ -107,33 +120,15 @@ class Running:
         resume: called when a training has begun.
         steps_made: says how many steps were made.
         watch: notices what callbacks change; None where nothing is trained.
-
-    Attributes:
-        resume: see above.
-        steps_made: see above.
-        model: see above.
-        strategy: see above.
-        begin_epoch: see above.
-        unite: see above.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        strategy: Strategy,
-        begin_epoch: Callable[[int], object] = lambda epoch: None,
-        unite: Callable[[], object] = lambda: None,
-        resume: Callable[[], object] = lambda: None,
-        steps_made: Callable[[], int] = lambda: 0,
-        watch: Watch | None = None,
-    ) -> None:
-        self.resume = resume
-        self.steps_made = steps_made
-        self.model = model
-        self.strategy = strategy
-        self.begin_epoch = begin_epoch
-        self.unite = unite
-        self._watch = watch
+    model: ModelLike
+    strategy: Strategy
+    begin_epoch: Callable[[int], object] = lambda epoch: None
+    unite: Callable[[], object] = lambda: None
+    resume: Callable[[], object] = lambda: None
+    steps_made: Callable[[], int] = lambda: 0
+    watch: VariableWatch | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -150,9 +145,9 @@ class Running:
             DisagreementError: on all instances, if callbacks have changed something else on some of them.
         """
         refuse_compiled(self.model, hook)
-        if self.is_alone or self._watch is None:
+        if self.is_alone or self.watch is None:
             return
-        digest = self._watch.taken(with_flags="epoch" in hook)
+        digest = self.watch.taken(with_flags="epoch" in hook)
         replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
         self.model.stop_training, is_same = compared(replicas, stops, digest, f"what callbacks have done {hook}")
         if not is_same:
@@ -165,99 +160,69 @@ class Running:
         epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
         self.model._initial_epoch = epoch or None
         self.resume()
-        if self.is_alone or self._watch is None:
+        if self.is_alone or self.watch is None:
             return
-        arrays = self._watch.arrays()
+        arrays = self.watch.arrays()
         digest = np.array(digest_of(arrays), np.uint64).tobytes()
         if not compared(replicas, False, digest, "variables of the model")[1]:
-            self._watch.assign(broadcast(replicas, arrays))
-        self._watch.begin()
+            self.watch.assign(broadcast(replicas, arrays))
+        self.watch.begin()
 
 
-class _First(keras.callbacks.Callback):  # type: ignore[misc]
-    """The callback that comes before all others.
+class _OfStrategy(keras.callbacks.LambdaCallback):
+    """A callback of a strategy, before or behind those of the user."""
+
+
+def _first(running: Running, unites_batches: bool) -> _OfStrategy:
+    """Return the callback that comes before all others.
 
     Args:
         running: the loop.
         unites_batches: whether others may write files, or read the state, in the midst of an epoch.
     """
 
-    def __init__(self, running: Running, unites_batches: bool) -> None:
-        super().__init__()
-        self._running = running
-        self._unites_batches = unites_batches
+    def unite(number: int, logs: Logs | None = None) -> None:
+        running.unite()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._running.begin_epoch(epoch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._unites_batches:
-            self._running.unite()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._running.unite()
+    return _OfStrategy(
+        on_epoch_begin=lambda epoch, logs=None: running.begin_epoch(epoch),
+        on_epoch_end=unite,
+        on_train_batch_end=unite if unites_batches else None,
+    )
 
 
-class _Told(keras.callbacks.Callback):  # type: ignore[misc]
-    """Tells sinks of metrics what Keras has found: at the end of an epoch, and of an evaluation outside of `fit`.
+def _teller(running: Running) -> _OfStrategy:
+    """Return a callback that tells sinks of metrics the logs of each epoch, and of an evaluation outside of `fit`."""
 
-    Args:
-        running: the loop.
-    """
-
-    def __init__(self, running: Running) -> None:
-        super().__init__()
-        self._running = running
-        self._fits = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._fits = True
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._fits = False
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._tell(EPOCH, logs)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        if not self._fits:  # otherwise the epoch has them
-            self._tell(EVALUATION, logs)
-
-    def _tell(self, prefix: str, logs: Any) -> None:
+    def tell(prefix: str, logs: Logs | None) -> None:
         values = {f"{prefix}{name}": value for name, value in (logs or {}).items()}
-        for each in self._running.strategy.replicas.sinks:
-            each.log_scalars(values, self._running.steps_made())
+        for each in running.strategy.replicas.sinks:
+            each.log_scalars(values, running.steps_made())
+
+    if running.watch is None:
+        return _OfStrategy(on_test_end=lambda logs=None: tell(EVALUATION, logs))
+    return _OfStrategy(on_epoch_end=lambda epoch, logs=None: tell(EPOCH, logs))
 
 
-class _Last(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes behind all others.
+def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
+    """Return the callback that comes behind all others.
 
     Args:
         running: the loop.
         looks_at_batches: whether callbacks of the user's may change something in the midst of an epoch.
     """
 
-    def __init__(self, running: Running, looks_at_batches: bool) -> None:
-        super().__init__()
-        self._running = running
-        self._looks_at_batches = looks_at_batches
+    def agree(hook: str) -> Callable[..., None]:
+        return lambda number, logs=None: running.agree(hook)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._running.agree_on_begin()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._looks_at_batches:
-            self._running.agree("on_train_batch_end")
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._running.agree("on_epoch_begin")
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._running.agree("on_epoch_end")
+    hooks = ["on_epoch_begin", "on_epoch_end"] + ["on_train_batch_end"] * looks_at_batches
+    return _OfStrategy(
+        on_train_begin=lambda logs=None: running.agree_on_begin(), **{hook: agree(hook) for hook in hooks}
+    )
 
 
-def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
-    """Keras's list of callbacks, each of which is called where it has to be.
+def listed(callbacks: Callbacks, running: Running, **settings: object) -> CallbackList:
+    """Return Keras's list of callbacks, each of which is called where it has to be.
 
     Args:
         callbacks: what the user gave, or a list of Keras's.
@@ -272,23 +237,24 @@ def listed(callbacks: Any, running: Running, **settings: Any) -> CallbackList:
     if not is_new and running.strategy.num_instances > 1:
         _refuse_told(boards)
     _require_tensorflow(boards)
+    prepared: CallbackList = callbacks
     if is_new:
         add_progbar = settings.get("verbose") != 0
-        callbacks = CallbackList(callbacks, add_progbar=add_progbar, **settings)
-    own = [each for each in callbacks.callbacks if not isinstance(each, _First | _Told | _Last)]
+        prepared = CallbackList(callbacks, add_progbar=add_progbar, **settings)
+    own = [each for each in prepared.callbacks if not isinstance(each, _OfStrategy)]
     looks = any(map(_has_batch_hooks, own))
     writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
     if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
-        callbacks._async_train = False
-    first, last = _First(running, looks or writes), _Last(running, looks)
-    told = [_Told(running)] if running.strategy.replicas.sinks else []
-    callbacks.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
+        prepared._async_train = False
+    first, last = _first(running, looks or writes), _last(running, looks)
+    told = [_teller(running)] if running.strategy.replicas.sinks else []
+    prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
     if is_new:  # only when they are placed: some write when they are told of the model
-        callbacks.set_model(running.model)
-    return callbacks
+        prepared.set_model(running.model)
+    return prepared
 
 
-def described(callbacks: Any) -> list[str]:
+def described(callbacks: Callbacks) -> list[str]:
     """Describe the callbacks that all instances must have: their classes, and the hooks of a `LambdaCallback`."""
     alone = (*WRITERS, OnChief, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
     given = [each for each in _given_to(callbacks) if not isinstance(each, (*alone, keras.callbacks.History, NoneType))]
@@ -296,12 +262,12 @@ def described(callbacks: Any) -> list[str]:
     return [f"{type(each).__qualname__}({', '.join(names)})" for each, names in zip(given, hooks, strict=True)]
 
 
-def _given_to(callbacks: Any) -> list[Any]:
-    """The callbacks that the user gave."""
+def _given_to(callbacks: Callbacks) -> list[Callback]:
+    """Return the callbacks that the user gave."""
     return list(tree.flatten(callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks))
 
 
-def _refuse_told(boards: Sequence[Any]) -> None:
+def _refuse_told(boards: Sequence[Callback]) -> None:
     """Refuse a `TensorBoard` that has begun to write on every instance, because a list of the user's told it."""
     if any(each.model is not None for each in boards):
         raise StrategyError(
@@ -310,7 +276,7 @@ def _refuse_told(boards: Sequence[Any]) -> None:
         )
 
 
-def _require_tensorflow(boards: Sequence[Any]) -> None:
+def _require_tensorflow(boards: Sequence[Callback]) -> None:
     """Refuse a `TensorBoard` without TensorFlow on all instances, not when the chief begins to write."""
     if boards and find_spec("tensorflow") is None:
         raise StrategyError(
@@ -319,9 +285,9 @@ def _require_tensorflow(boards: Sequence[Any]) -> None:
         )
 
 
-def _placed(callback: Any, strategy: Strategy) -> Any:
+def _placed(callback: Callback, strategy: Strategy) -> Callback:
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return OnChief(WithRandomStates(callback), strategy)
+        return OnChief(with_whole_backups(callback), strategy)
     if isinstance(callback, WRITERS):
         return OnChief(callback, strategy)
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:
@@ -329,8 +295,8 @@ def _placed(callback: Any, strategy: Strategy) -> Any:
     return callback
 
 
-def _has_batch_hooks(callback: Any) -> bool:
-    """Whether a callback of the user's is told of batches."""
+def _has_batch_hooks(callback: Callback) -> bool:
+    """Return whether a callback of the user's is told of batches."""
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in callback.__dict__ for name in _BATCH_HOOKS)
     stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)
@@ -339,7 +305,7 @@ def _has_batch_hooks(callback: Any) -> bool:
     )
 
 
-def _writes_in_epochs(callback: Any) -> bool:
+def _writes_in_epochs(callback: Callback) -> bool:
     """Return whether a stock callback writes the model's state in the midst of an epoch."""
     stock = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
     return isinstance(callback, stock) and callback.save_freq not in ("epoch", False)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import keras
 
 import strategies.checkpoints.checkpoints as saved
 from strategies.data.datasets import DistributedDataset
+from strategies.keras.protocols import Callbacks
 from strategies.roles import Batch
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
 
-class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
-    """Has `fit` saved by `strategies.Checkpoints`, and go on from the newest one where it was.
+class FitCheckpoints(keras.callbacks.Callback):
+    """A callback that has `fit` saved by `strategies.Checkpoints`, and go on from the newest one where it was.
+
+    Its public name is `strategies.keras.Checkpoints`.
 
         model.fit(x, y, epochs=10, callbacks=[strategies.keras.Checkpoints("digits.checkpoints", every=100)])
 
@@ -44,19 +46,19 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
     def open(self, trainer: Trainer, dataset: DistributedDataset) -> saved.Checkpoints:
-        """The checkpoints of a training."""
+        """Open the checkpoints of a training."""
         return self._open(trainer, dataset)
 
 
-def given_in(callbacks: Any) -> Checkpoints | None:
-    """That among the callbacks of the user's; None where there is none.
+def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
+    """Return the one among the callbacks of the user's; None where there is none.
 
     Raises:
         ValueError: if there are several.
     """
     listed = getattr(callbacks, "callbacks", callbacks)
     listed = listed if isinstance(listed, Sequence) else [listed]
-    found = [one for one in listed if isinstance(one, Checkpoints)]
+    found = [one for one in listed if isinstance(one, FitCheckpoints)]
     if len(found) > 1:
         raise ValueError(f"there are {len(found)} callbacks strategies.keras.Checkpoints; give fit one of them")
     return found[0] if found else None
@@ -89,13 +91,13 @@ class SavedFit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The last step is saved, but after an error."""
+        """Save the last step, but not after an error."""
         if error is None and self._last is not None:
             self._opened.save(self._last)
         self._opened.__exit__(kind, error, trace)
 
     def restored(self, state: TrainState) -> TrainState:
-        """The state of the newest checkpoint; `state` where there is none. A collective call."""
+        """Return the state of the newest checkpoint; `state` where there is none. A collective call."""
         found = self._opened.restore(state)
         position = self._dataset.position()
         self.first_epoch, self.skipped = position.epoch, position.step
@@ -110,7 +112,7 @@ class SavedFit:
             return False
 
     def skip(self, steps: int) -> int:
-        """How many of the next steps were made before; all of them behind the last one of an epoch."""
+        """Return how many of the next steps were made before; all of them behind the last one of an epoch."""
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
         return steps if skipped and self._is_at_end else skipped
@@ -122,5 +124,5 @@ class SavedFit:
 
 
 def shape_of_step(example: Batch, rows: int) -> Batch:
-    """The shapes and dtypes of a step's batch of so many rows, like a batch of any size."""
+    """Return the shapes and dtypes of a step's batch of so many rows, like a batch of any size."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), example)

@@ -1,13 +1,13 @@
-"""Where the batches of a model of Keras come from: arrays, and all that Keras reads, dealt out among replicas."""
+"""Batches for a model of Keras: arrays, and all else that Keras reads, dealt out among replicas."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -21,10 +21,12 @@ from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
 from strategies.numbers import positive
-from strategies.roles import Batch
+from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
 
-Hooks = tuple[Callable[[], object], Callable[[], object]]
+Hooks: TypeAlias = tuple[Callable[[], object], Callable[[], object]]
+Shuffle: TypeAlias = bool | int | str | None
+"""Order of rows or batches, as `fit` takes it."""
 
 DEFAULT_BATCH_SIZE = 32
 COMPARED_BYTES = 4 << 20
@@ -33,8 +35,8 @@ _NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 
 @dataclass(frozen=True)
-class Given:
-    """What Keras's functions take of data; see there.
+class DataArguments:
+    """The data that Keras's functions take; see there.
 
     Attributes:
         x: inputs, or all of it.
@@ -45,71 +47,36 @@ class Given:
         steps: of an epoch.
     """
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
-    class_weight: Any = None
+    x: Data
+    y: Data = None
+    sample_weight: Data = None
+    class_weight: Mapping[int, float] | None = None
     batch_size: int | None = None
     steps: int | None = None
 
 
-class Feed(DataAdapter):  # type: ignore[misc]
-    """What Keras's loops go through: the batches of this instance's replicas, one for each step of all of them.
-
-    Args:
-        source: where rows or batches come from.
-        strategy: whose replicas they are for.
-        batch_size: of each replica and micro-batch.
-        trains: whether they are to train with; otherwise every row comes once, with its number.
-        shuffle: whether they come in another order in each epoch.
-        seed: of that order.
-        accumulated: micro-batches of a step.
-        prefetch: how many batches are prepared ahead.
-        example: a batch of the source, of whatever size.
-        compared: rows that all instances have to see; None for those of the example.
-        hooks: called when an epoch begins, and when it ends.
+class KerasFeed(DataAdapter):
+    """An adapter for Keras's loops: the batches of this instance's replicas, one for each step of all of them.
 
     Attributes:
-        dataset: the same as a data set of the strategy.
-        example: see above.
-        compared: see above.
+        dataset: the data set of the strategy.
+        example: a batch of the source, of whatever size.
+        compared: rows that all instances have to see.
         epoch: the number of the epoch that is to come next.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        strategy: Strategy,
-        batch_size: int,
-        *,
-        trains: bool,
-        example: Batch,
-        compared: Batch = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        accumulated: int = 1,
-        prefetch: int = 2,
-        hooks: Hooks = _NO_HOOKS,
-    ) -> None:
+    def __init__(self, dataset: DistributedDataset, example: Batch, compared: Batch, hooks: Hooks = _NO_HOOKS) -> None:
+        self.dataset = dataset
         self.example = example
-        self.compared = example if compared is None else compared
+        self.compared = compared
         self.epoch = 0
-        self.dataset: DistributedDataset = strategy.distribute_dataset(
-            source,
-            batch_size,
-            seed,
-            shuffle=shuffle,
-            remainder="short" if trains else "pad",
-            gradient_accumulation_count=accumulated,
-            prefetch=prefetch,
-        )
         self._hooks = hooks
         self._is_in_epoch = False
         self._pass: Pass | None = None
 
     @property
     def num_batches(self) -> int | None:
-        """How many steps an epoch has; None where nobody knows."""
+        """The number of steps of an epoch; None where nobody knows."""
         try:
             return len(self.dataset)
         except TypeError:
@@ -125,13 +92,10 @@ class Feed(DataAdapter):  # type: ignore[misc]
         """Keras asks where it pads by itself; here that is done."""
         return False
 
-    @property
-    def partial_batch_size(self) -> None:
-        """See `has_partial_batch`."""
-        return
+    partial_batch_size = None
 
     def get_jax_iterator(self) -> Pass:
-        """The batches of the next epoch."""
+        """Return the batches of the next epoch."""
         self._end_pass()
         self._pass = Pass(self)
         return self._pass
@@ -147,18 +111,18 @@ class Feed(DataAdapter):  # type: ignore[misc]
         self.epoch = epoch
 
     def next_epoch(self) -> int:
-        """The number of the pass that begins to be read."""
+        """Return the number of the pass that begins to be read."""
         self.epoch += 1
         return self.epoch - 1
 
     def on_epoch_begin(self) -> None:
-        """Told by Keras."""
+        """Call the hook of the source, once an epoch; called by Keras."""
         if not self._is_in_epoch:
             self._is_in_epoch = True
             self._hooks[0]()
 
     def on_epoch_end(self) -> None:
-        """Told by Keras."""
+        """Call the hook of the source, once an epoch; called by Keras."""
         if self._is_in_epoch:
             self._is_in_epoch = False
             self._hooks[1]()
@@ -168,7 +132,7 @@ class Feed(DataAdapter):  # type: ignore[misc]
             self._pass.end()
 
 
-class Pass(Iterator[Any]):
+class Pass(Iterator[Batch]):
     """One epoch of a feed; what trains reads its batches, and what does not is told of each.
 
     Which one is asked when it is first read: where there are `steps_per_epoch`, Keras's loop makes the next pass at the
@@ -178,7 +142,7 @@ class Pass(Iterator[Any]):
         feed: whose epoch it is.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: KerasFeed) -> None:
         self.feed = feed
         self._batches: Iterator[Batch] | None = None
         self._told: Generator[Told, None, None] | None = None
@@ -190,7 +154,7 @@ class Pass(Iterator[Any]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """What is told of the next batches.
+        """Yield what is told of the next batches.
 
         Args:
             begin: begins to tell of all batches of an epoch.
@@ -212,25 +176,25 @@ class Pass(Iterator[Any]):
 
 
 def open_feed(
-    given: Given,
+    given: DataArguments,
     strategy: Strategy,
     *,
     trains: bool,
-    shuffle: Any = False,
+    shuffle: Shuffle = False,
     seed: int = 0,
     accumulated: int = 1,
     prefetch: int = 2,
-) -> Feed:
-    """The feed of what was given to `fit`, `evaluate` or `predict`.
+) -> KerasFeed:
+    """Return the feed of what was given to `fit`, `evaluate` or `predict`.
 
     Args:
         given: see there.
         strategy: whose replicas it is for.
-        trains: see `Feed`.
+        trains: whether batches are to train with; otherwise every row comes once, with its number.
         shuffle: as Keras takes it, 1 too. "batch" changes nothing for arrays: a replica's rows have no order.
-        seed: see `Feed`.
-        accumulated: see `Feed`.
-        prefetch: see `Feed`.
+        seed: of the order in each epoch.
+        accumulated: micro-batches of a step.
+        prefetch: how many batches are prepared ahead.
 
     Raises:
         TypeError, ValueError: for what Keras refuses, data without rows or with too few for all replicas, and data
@@ -242,34 +206,57 @@ def open_feed(
         raise ValueError("x is None, and is where rows come from; give arrays, or batches")
     if given.batch_size is not None:
         positive("batch_size", given.batch_size)
+    replicas, hooks = strategy.num_replicas_in_sync, _NO_HOOKS
     if can_convert_arrays((given.x, given.y, given.sample_weight)):
-        source, example, rows = _of_arrays(given, strategy.num_replicas_in_sync * accumulated)
+        source, example, rows = _of_arrays(given, replicas * accumulated)
         compared = _spread(source)
         if trains:
-            _refuse_too_few(rows_of(source), strategy.num_replicas_in_sync, accumulated)
+            _refuse_too_few(rows_of(source), replicas, accumulated)
         else:
             source = np.arange(rows_of(source), dtype=np.int32), source
-        shuffles, hooks = shuffle != "batch" and bool(shuffle), _NO_HOOKS
+        shuffles = shuffle != "batch" and bool(shuffle)
     else:
         source, example, hooks = _of_batches(given)
-        compared = example
-        shuffles, rows = bool(shuffle) and isinstance(given.x, PyDataset), rows_of(example)
-    feed = Feed(
+        compared, rows = example, rows_of(example)
+        shuffles = bool(shuffle) and isinstance(given.x, PyDataset)
+    dataset = strategy.distribute_dataset(
         source,
-        strategy,
         rows,
-        trains=trains,
-        example=example,
-        compared=compared,
+        seed,
         shuffle=shuffles,
-        seed=seed,
-        accumulated=accumulated,
+        remainder="short" if trains else "pad",
+        gradient_accumulation_count=accumulated,
         prefetch=prefetch,
-        hooks=hooks,
     )
+    feed = KerasFeed(dataset, example, compared, hooks)
     if trains and feed.num_batches == 0:
-        _refuse_too_few(rows * source.count, strategy.num_replicas_in_sync, accumulated)
+        _refuse_too_few(rows * source.count, replicas, accumulated)
     return feed
+
+
+def rows_of_replica(strategy: Strategy, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
+    """Return the rows of a replica and micro-batch; None where nobody has said so.
+
+    Args:
+        strategy: whose replicas they are for.
+        batch_size: of a replica and micro-batch.
+        of_all: the rows of all replicas in a step.
+        accumulated: micro-batches of a step.
+
+    Raises:
+        ValueError: if both sizes are given, or that of all replicas cannot be divided.
+    """
+    if of_all is None:
+        return batch_size
+    if batch_size is not None:
+        raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
+    parts = strategy.num_replicas_in_sync * accumulated
+    if of_all % parts or of_all < parts:
+        raise ValueError(
+            f"global_batch_size is {of_all}, and there are {strategy.num_replicas_in_sync} replicas x "
+            f"{accumulated} micro-batches; use a multiple of {parts}"
+        )
+    return of_all // parts
 
 
 def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
@@ -293,12 +280,8 @@ def _spread(arrays: Batch) -> Batch:
     return np.int64(count), jax.tree.map(lambda leaf: leaf[places], arrays)
 
 
-def _once(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
-    return lambda: batches
-
-
-def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
-    """Arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
+def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
+    """Return arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
 
     Args:
         given: see there.
@@ -317,8 +300,8 @@ def _of_arrays(given: Given, per_step: int) -> tuple[Batch, Batch, int]:
     return arrays, jax.tree.map(lambda leaf: leaf[:size], arrays), size
 
 
-def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
-    """The batches of what is no arrays, each `(x, y, sample_weight)`, the first of them, and what an epoch calls."""
+def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
+    """Return batches `(x, y, sample_weight)` of what is no arrays, the first of them, and what an epoch calls."""
     x = given.x
     adapter = data_adapters.get_data_adapter(  # which refuses what a source does not take besides
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
@@ -343,9 +326,9 @@ def _of_batches(given: Given) -> tuple[NumberedBatches | StreamOfBatches, Batch,
 
 
 def _numbered(
-    read: Callable[[int], Batch], count: int | None, given: Given
+    read: Callable[[int], Batch], count: int | None, given: DataArguments
 ) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
-    """Batches that can be read by their numbers, and the first of them.
+    """Return batches that can be read by their numbers, and the first of them.
 
     Args:
         read: reads one.
@@ -362,34 +345,34 @@ def _numbered(
     return _peeked(map(read, itertools.count()), given.x)
 
 
-def _has_no_end(x: Any) -> bool:
-    """Whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
+def _has_no_end(x: Data) -> bool:
+    """Return whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
     cardinality = getattr(x, "cardinality", None)
     return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
 
 
-def _refuse_endless(x: Any) -> NoReturn:
+def _refuse_endless(x: Data) -> NoReturn:
     raise ValueError(
         f"the {type(x).__name__} is an infinite dataset, and nobody says where an epoch ends; give steps_per_epoch to "
         "fit, validation_steps for what it validates, or steps to evaluate and predict"
     )
 
 
-def _is_map_dataset(x: Any) -> bool:
-    """Whether it is one of grain, whose batches have numbers."""
+def _is_map_dataset(x: Data) -> bool:
+    """Return whether it is a data set of grain, whose batches have numbers."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(x, grain.MapDataset)
 
 
-def _reader(x: PyDataset, class_weight: Any) -> Callable[[int], Batch]:
-    """Reads a batch by its number, as Keras does without workers: batches are prepared ahead already."""
+def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[[int], Batch]:
+    """Return a reader of batches by their numbers, as Keras reads without workers: batches are prepared ahead."""
     adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
     adapter.py_dataset, adapter.class_weight = x, class_weight
     return lambda number: _standard(adapter._standardize_batch(x[number]))
 
 
-def _peeked(batches: Iterator[Batch], given: Any) -> tuple[StreamOfBatches, Batch]:
-    """A stream that goes on with these batches each time, and the first of them.
+def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
+    """Return a stream that goes on with these batches each time, and the first of them.
 
     Raises:
         ValueError: if there is none.
@@ -397,9 +380,10 @@ def _peeked(batches: Iterator[Batch], given: Any) -> tuple[StreamOfBatches, Batc
     first = next(batches, None)
     if first is None:
         raise ValueError(f"there is no batch in the {type(given).__name__}; give one at least")
-    return StreamOfBatches(_once(itertools.chain([first], batches))), first
+    whole = itertools.chain([first], batches)
+    return StreamOfBatches(lambda: whole), first
 
 
-def _standard(batch: Any) -> Batch:
-    """A batch as `(x, y, sample_weight)` of arrays of NumPy."""
+def _standard(batch: Tree) -> Batch:
+    """Return a batch as `(x, y, sample_weight)` of arrays of NumPy."""
     return jax.tree.map(np.asarray, unpack_x_y_sample_weight(batch))

@@ -4,32 +4,95 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from collectives.tree import combined
 from strategies.evaluation.data_pass import Told, in_order
 from strategies.evaluation.evaluation_program import EvaluationTask
+from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
-from strategies.keras.programs import MetricsTask, ModelFunctions, OutputsTask
+from strategies.keras.programs import ModelFunctions, shape_of
+from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
 from strategies.programs.program import jit
-from strategies.roles import Batch, Tree
+from strategies.replicas.replica_context import get_replica_context
+from strategies.roles import Batch, Key, Tree, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
-State = Sequence[Any]
+
+class _OfRows(EvaluationTask):
+    """A task of a model, for rows that count and no others.
+
+    Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
+    different random states.
+    """
+
+    is_exact: ClassVar[bool] = True
+    functions: ModelFunctions
+
+    def _state(self, numbers: jax.Array, model_state: Mapping[str, Values]) -> list[Array]:
+        replica = get_replica_context().replica_id_in_sync_group
+        return self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
+
+
+@dataclass(frozen=True)
+class _MetricsTask(_OfRows):
+    """A task that finds what the rows of a replica add to the variables of metrics."""
+
+    title: ClassVar[str] = "evaluation"
+    functions: ModelFunctions
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `EvaluationTask`."""
+        numbers, rows = batch
+        zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
+        others = self._state(numbers, model_state[0])
+        _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
+        return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `EvaluationTask`."""
+        return computed
+
+
+@dataclass(frozen=True)
+class _OutputsTask(_OfRows):
+    """A task that finds what the model says of each row."""
+
+    title: ClassVar[str] = "prediction"
+    functions: ModelFunctions
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `EvaluationTask`."""
+        numbers, rows = batch
+        outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
+        return jax.tree.map(jnp.asarray, outputs)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `EvaluationTask`: as many rows as others tell, of which those behind the ones that count are zeros."""
+
+        def padded(leaf: np.ndarray) -> np.ndarray:
+            whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)
+            count = int(mask.sum())
+            whole[:count] = leaf[:count]
+            return whole
+
+        return jax.tree.map(padded, computed)
 
 
 class _Function(ABC):
-    """What both have in common.
+    """The common part of both functions.
 
     Args:
         model: of Keras, built.
@@ -39,12 +102,16 @@ class _Function(ABC):
     """
 
     def __init__(
-        self, model: Any, strategy: Strategy, steps_per_execution: int, task: Callable[[ModelFunctions], EvaluationTask]
+        self,
+        model: ModelLike,
+        strategy: Strategy,
+        steps_per_execution: int,
+        task: Callable[[ModelFunctions], EvaluationTask],
     ) -> None:
         self._model = model
         self._strategy = strategy
         self._steps = steps_per_execution
-        self.functions = ModelFunctions(model, Seeds(tuple(seeds_of(model))))
+        self.functions = ModelFunctions(model, Seeds(seeds_of(model)))
         self._task = task(self.functions)
         self._trainer = Trainer(strategy, _no_loss, optax.identity())
         self._is_adopted = False
@@ -54,11 +121,11 @@ class _Function(ABC):
         self._is_adopted = False
 
     @abstractmethod
-    def __call__(self, state: State, iterator: Pass) -> tuple[Any, State]:
-        """What Keras asks for of the next batches, and the state."""
+    def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
+        """Return what Keras asks for of the next batches, and the state."""
 
     def taken(self, state: State, iterator: Pass) -> tuple[list[Told], State]:
-        """What is told of the next batches, and the state.
+        """Return what is told of the next batches, and the state.
 
         Raises:
             StopIteration: if there is none.
@@ -76,10 +143,10 @@ class _Function(ABC):
 
 
 class TestFunction(_Function):
-    """Evaluates for `evaluate` and `test_on_batch`."""
+    """The function that evaluates for `evaluate` and `test_on_batch`."""
 
-    def __init__(self, model: Any, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, MetricsTask)
+    def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
+        super().__init__(model, strategy, steps_per_execution, _MetricsTask)
         self._results = jit(self.functions.results)
         self.begin()
 
@@ -93,7 +160,7 @@ class TestFunction(_Function):
         """Metrics begin anew."""
         self._seen = 0
 
-    def __call__(self, state: State, iterator: Pass) -> tuple[dict[str, Any], State]:
+    def __call__(self, state: State, iterator: Pass) -> tuple[Logs, State]:
         """Evaluate the next batches; see `TrainFunction`.
 
         Raises:
@@ -102,9 +169,9 @@ class TestFunction(_Function):
         """
         if self._words is None:
             self._words = self._looked_at(state, iterator.feed.example)
-        told, (trained, others, metrics) = self.taken(state, iterator)
-        metrics = [np.asarray(one) for one in metrics]
-        logs: dict[str, Any] = {}
+        told, (trained, others, of_metrics) = self.taken(state, iterator)
+        metrics = [np.asarray(one) for one in of_metrics]
+        logs: Logs = {}
         for of_replicas in told:
             counted = [of_replica for of_replica, mask in of_replicas if mask.any()]
             if counted:
@@ -115,7 +182,7 @@ class TestFunction(_Function):
         return dict(logs) | dict(self._results(metrics)), (trained, others, metrics)
 
     def _merged(self, word: str, old: np.ndarray, made: Sequence[np.ndarray]) -> np.ndarray:
-        """A variable of a metric, and what the rows of each replica have made of zero: their sum, or a running mean."""
+        """Return a metric's variable plus what each replica has made of zero, or the running mean of them."""
         if word == FIRST:
             return np.asarray(made[0])
         total = combined(made, np.add)
@@ -124,26 +191,22 @@ class TestFunction(_Function):
         return np.asarray(old + total)
 
     def _looked_at(self, state: State, example: Batch) -> list[str]:
-        trained, others, metrics = jax.tree.map(_shape, tuple(map(list, state)))
-        return self.functions.words_of_metrics(trained, others, metrics, jax.tree.map(_shape, example))
+        trained, others, metrics = jax.tree.map(shape_of, tuple(map(list, state)))
+        return self.functions.words_of_metrics(trained, others, metrics, jax.tree.map(shape_of, example))
 
 
 class PredictFunction(_Function):
-    """Predicts for `predict` and `predict_on_batch`."""
+    """The function that predicts for `predict` and `predict_on_batch`."""
 
-    def __init__(self, model: Any, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, OutputsTask)
+    def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
+        super().__init__(model, strategy, steps_per_execution, _OutputsTask)
 
     def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
-        """The outputs for the next batches, in the order of the data, and the state."""
+        """Return the outputs for the next batches, in the order of the data, and the state."""
         told, state = self.taken(state, iterator)
         batches = [in_order(of_replicas, False) for of_replicas in told]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches), state
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def _no_loss(variables: Any, batch: Any, key: Any, model_state: Any) -> Any:
+def _no_loss(variables: Variables, batch: Batch, key: Key, model_state: Tree) -> Outcome:
     raise AssertionError("nothing is trained here")

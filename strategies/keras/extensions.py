@@ -1,36 +1,28 @@
-"""What models of the original have besides Keras: options of accumulation, pipelines, replication and feeds."""
+"""Extensions of a model: the original's options of accumulation, pipelines, replication and feeds."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeAlias
 
+import keras
 from keras import tree
 
+from strategies.feeds.infeed import checked_depth
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.keras.options import ModelOptions
-from strategies.keras.stages import Assignments, StagedModel, assignments_of
+from strategies.keras.protocols import ModelLike
+from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
+from strategies.numbers import positive
+from strategies.pipelines.pipelining import Pipelining
+from strategies.programs.recomputation import recomputation_checkpoint
+from strategies.roles import Tree
+from strategies.step.options import StepOptions
 from strategies.switches import require_switches, require_switches_or_none
-
-METHODS = (
-    "set_asynchronous_callbacks",
-    "set_replication_options",
-    "set_gradient_accumulation_options",
-    "set_pipelining_options",
-    "set_infeed_queue_options",
-    "set_outfeed_queue_options",
-    "get_pipeline_stage_assignment",
-    "set_pipeline_stage_assignment",
-    "reset_pipeline_stage_assignment",
-    "print_pipeline_stage_assignment_summary",
-    "save_assets",
-    "load_assets",
-)
-"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
 
 _FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
@@ -54,11 +46,106 @@ _OF_PIPELINE = {
     "watch": "watch",
     "memory_limit_bytes": "memory_limit_bytes",
 }
-_OF_INFEED = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
-_OF_OUTFEED = dict.fromkeys(("buffer_depth", "optimise_latency"))
+_OF_INFEED: Mapping[str, None] = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
+_OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_latency"))
 _BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
 _NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
 _OF_PIPELINING_OPTIONS = ("gradient_accumulation_count", "device_mapping", "accumulate_outfeed")
+
+
+Option: TypeAlias = Any
+"""The value of an option."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options that the extensions of a model have set.
+
+    Attributes:
+        accumulated: micro-batches of each replica for one update; None where the model was not told.
+        reduction_method: of their gradients.
+        step: further options of the step; see `strategies.StepOptions`.
+        pipelining: how a replica is cut into stages; None for one that is not.
+        stages: the stage of each call of a layer; see `strategies.keras.stages`.
+        prefetch: how many batches are prepared ahead.
+        each_step: whether callbacks are told of each step, and not of each execution.
+
+    Raises:
+        TypeError, ValueError: if an option is out of range.
+    """
+
+    accumulated: int | None = None
+    reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    step: Mapping[str, Option] = field(default_factory=dict)
+    pipelining: Mapping[str, Option] | None = None
+    stages: tuple[int, ...] | None = None
+    prefetch: int = 2
+    each_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.accumulated is not None:
+            positive("gradient_accumulation_steps_per_replica", self.accumulated)
+        checked_depth(self.prefetch)
+        _ = StepOptions(**self.step)  # refuses what is out of range, and so does a pipeline
+        if self.pipelining is not None:
+            self.pipeline(0, 1)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of each replica and step."""
+        return self.accumulated or 1
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it was told that a replica is cut into stages."""
+        return self.pipelining is not None or self.stages is not None
+
+    def executed(self, steps_per_execution: int) -> int:
+        """Return how many updates an execution makes of so many micro-batches of each replica; 1 stands for one update.
+
+        Raises:
+            RuntimeError: if the micro-batches do not fill updates.
+        """
+        if self.accumulated is None or steps_per_execution == 1:
+            return 1 if self.each_step else steps_per_execution
+        if steps_per_execution % self.accumulated:
+            kind = "pipelined model" if self.is_pipelined else "model"
+            raise RuntimeError(
+                f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
+                f"replica, and steps_per_execution is {steps_per_execution}, which is no multiple of it; use one, or "
+                "leave steps_per_execution out for one update"
+            )
+        return 1 if self.each_step else steps_per_execution // self.accumulated
+
+    def pipeline(self, stages: int, devices: int) -> Pipelining:
+        """Return the option of the step.
+
+        Args:
+            stages: how many there are.
+            devices: that a replica spans.
+        """
+        given = dict(self.pipelining or {})
+        mapping = given.pop("device_mapping", None)
+        if mapping is None:
+            mapping = list(range(stages)) if devices > 1 else [0] * stages
+        return Pipelining(device_mapping=mapping, **given)
+
+
+@keras.saving.register_keras_serializable(package="strategies")
+class RecomputationCheckpoint(keras.layers.Layer):
+    """Keep a value for the backward pass of a stage that recomputes, which so computes again from there.
+
+    The original's `keras.ipu.layers.RecomputationCheckpoint`. Values stay as they are. The layer has an effect in
+    stages with the `recomputation_mode` `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`.
+    """
+
+    def call(self, inputs: Tree) -> Tree:
+        """Mark the inputs, one array or several."""
+        return recomputation_checkpoint(inputs)
+
+    def compute_output_shape(self, input_shape: Tree) -> Tree:
+        """Return the shape of the inputs."""
+        return input_shape
 
 
 class Extensions:
@@ -71,20 +158,20 @@ class Extensions:
         options: what was set.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ModelLike) -> None:
         self.options = ModelOptions()
         self._model = model
 
     @property
     def devices(self) -> int:
-        """How many a replica spans, as the model knows it now."""
+        """The number of devices that a replica spans, as the model knows it now."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
         staged = self.staged
         return 1 if staged is None else staged.count
 
-    def _set(self, **options: Any) -> None:
+    def _set(self, **options: Option) -> None:
         self.options = replace(self.options, **options)
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
@@ -93,8 +180,8 @@ class Extensions:
         require_switches(asynchronous=asynchronous)
         self._set(each_step=asynchronous)
 
-    def set_replication_options(self, replicated_metric_reduction_method: Any = "NONE") -> None:
-        """Metrics are merged over all replicas, whatever the method: they are exact.
+    def set_replication_options(self, replicated_metric_reduction_method: object = "NONE") -> None:
+        """Accept a method of merging metrics: with each of them they are merged over all replicas, exactly.
 
         Raises:
             ValueError: if there is no such method.
@@ -109,9 +196,9 @@ class Extensions:
     def set_gradient_accumulation_options(
         self,
         gradient_accumulation_steps_per_replica: int | None = None,
-        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        gradient_accumulation_reduction_method: Option = GradientAccumulationReductionMethod.SUM,
         use_v2_gradient_accumulation_optimizer: bool = False,
-        **optimizer_kwargs: Any,
+        **optimizer_kwargs: Option,
     ) -> None:
         """Have each replica accumulate the gradients of several micro-batches for one update.
 
@@ -129,17 +216,17 @@ class Extensions:
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
         self._set(step={**self.options.step, **_translated("optimizer_kwargs", optimizer_kwargs, _OF_OPTIMIZER)})
 
-    def _set_accumulation(self, steps: int | None, method: Any) -> None:
+    def _set_accumulation(self, steps: int | None, method: Option) -> None:
         parsed = GradientAccumulationReductionMethod.parse(method)
         self._set(accumulated=self.options.accumulated if steps is None else steps, reduction_method=parsed)
 
     def set_pipelining_options(
         self,
         gradient_accumulation_steps_per_replica: int | None = None,
-        device_mapping: Any = None,
+        device_mapping: Sequence[int] | None = None,
         accumulate_outfeed: bool | None = None,
-        gradient_accumulation_reduction_method: Any = GradientAccumulationReductionMethod.SUM,
-        **pipelining_kwargs: Any,
+        gradient_accumulation_reduction_method: Option = GradientAccumulationReductionMethod.SUM,
+        **pipelining_kwargs: Option,
     ) -> None:
         """Say how the stages of a replica run.
 
@@ -165,7 +252,7 @@ class Extensions:
         step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
         self._set(pipelining=given, step=step)
 
-    def set_infeed_queue_options(self, **kwargs: Any) -> None:
+    def set_infeed_queue_options(self, **kwargs: Option) -> None:
         """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
 
         Raises:
@@ -176,8 +263,8 @@ class Extensions:
         if "prefetch_depth" in kwargs:
             self._set(prefetch=kwargs["prefetch_depth"])
 
-    def set_outfeed_queue_options(self, **kwargs: Any) -> None:
-        """Nothing of it changes anything: what a step returns is there when it ends.
+    def set_outfeed_queue_options(self, **kwargs: Option) -> None:
+        """Accept options that change nothing: what a step returns is there when it ends.
 
         Raises:
             TypeError, ValueError: for what is unknown, and for what Keras decides.
@@ -190,23 +277,23 @@ class Extensions:
     @property
     def assignments(self) -> Assignments:
         """The calls of the layers of this model, to which stages can be assigned."""
-        return assignments_of(self._model)
+        return Assignments(self._model)
 
     @property
     def staged(self) -> StagedModel | None:
-        """What computes the model stage by stage; None where none are assigned."""
+        """The model in stages; None where none are assigned."""
         if self.options.stages is None:
             found = self.assignments.scoped()
             return None if found is None else self.assignments.runner(found)
         return self.assignments.runner(self.options.stages)
 
-    def get_pipeline_stage_assignment(self) -> list[Any]:
-        """The stage of each call of a layer, in the order in which they are made."""
+    def get_pipeline_stage_assignment(self) -> list[Assignment]:
+        """Return the stage of each call of a layer, in the order in which they are made."""
         stages = self.options.stages
         scoped = self.assignments.scoped(partly=True) if stages is None else stages
         return self.assignments.listed(scoped)
 
-    def set_pipeline_stage_assignment(self, pipeline_stage_assignment: Any) -> None:
+    def set_pipeline_stage_assignment(self, pipeline_stage_assignment: object) -> None:
         """Assign a stage to each call of a layer.
 
         Raises:
@@ -263,7 +350,11 @@ class Extensions:
         )
 
 
-def _as_tuples(stages: Any) -> Any:
+METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
+"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
+
+
+def _as_tuples(stages: Tree) -> Tree:
     return tuple(map(_as_tuples, stages)) if isinstance(stages, list) else stages
 
 
@@ -274,8 +365,8 @@ _STEP_OF_PIPELINE = {
 }
 
 
-def _translated(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by the names that they have here.
+def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
+    """Return options by the names that they have here.
 
     Raises:
         TypeError: if there is no such option.
@@ -283,10 +374,10 @@ def _translated(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -
     for name in given:
         if name not in names:
             raise TypeError(f"{what} has {name!r}, which is not known; known are {', '.join(sorted(names))}")
-    return {names[name]: value for name, value in given.items() if names[name] is not None}
+    return {new: value for name, value in given.items() if (new := names[name]) is not None}
 
 
-def _refuse(why: str, given: Mapping[str, Any], names: tuple[str, ...], way_out: str) -> None:
+def _refuse(why: str, given: Mapping[str, Option], names: tuple[str, ...], way_out: str) -> None:
     found = [name for name in given if name in names]
     if found:
         raise ValueError(f"{', '.join(found)}: {way_out} {why}")

@@ -1,61 +1,85 @@
-"""Where models of Keras that are made in the scope of a strategy become its own, and others stay what they are."""
+"""The hook by which models of Keras that are made in a scope become the strategy's; other models stay as they are."""
 
 from __future__ import annotations
 
-import logging
+import functools
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
+from keras.src import api_export
+from keras.src.saving import object_registration
 from keras.src.trainers import trainer as keras_trainer
 
 from strategies.errors import StrategyError
-from strategies.keras.model import replicate
+from strategies.keras.extensions import METHODS, Extensions
+from strategies.keras.model import FORWARDED, ReplicatedModel
+from strategies.keras.protocols import ModelClass, ModelLike
+from strategies.strategy import Strategy
 
 TRIED = ("3.15",)
 """The versions of Keras with which all of this was run."""
 
-logger = logging.getLogger("strategies.keras")
+_REPLICATED, _EXTENSIONS = "_replicated", "_extensions"
+"""The attributes of a model for the methods in place of Keras's, and for those besides."""
+
+GetStrategy = Callable[[], Strategy | None]
+Method = Callable[..., Any]
+
+_lock = threading.Lock()
+_is_hooked = False
+_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
-class InScope(Protocol):
-    """What is asked for the current strategy."""
+def hook(get_strategy: GetStrategy) -> None:
+    """Have models know the scope in which they are made. All calls but the first one do nothing.
 
-    def __call__(self) -> Any:
-        """The strategy in whose scope this is, or None."""
-
-
-def hook(get_strategy: InScope) -> None:
-    """Have models know the scope in which they are made; called once in a process.
-
-    The constructor of Keras's base class asks for it. A model in a scope gets a class of its own, and nothing else of
-    Keras is changed but that a model from outside of any scope is refused inside of one.
+    The constructor of Keras's base class asks for the scope. A model in a scope gets a class of its own. Nothing else
+    of Keras is changed, except that a model from outside of any scope is refused inside of one.
 
     Args:
-        get_strategy: tells the current strategy.
+        get_strategy: tells the strategy in whose scope this is, or None.
     """
-    create = keras_trainer.Trainer.__init__
+    global _is_hooked
+    with _lock:  # so that it is done when this returns, whichever thread does it
+        if _is_hooked:
+            return
+        _is_hooked = True
+        trainer: ModelClass = keras_trainer.Trainer
+        create = trainer.__init__
 
-    def create_in_scope(self: Any) -> None:
-        create(self)
-        strategy = get_strategy()
-        if strategy is not None:
-            refuse_other_keras()
-            replicate(self, strategy)
+        def create_in_scope(self: ModelLike) -> None:
+            create(self)
+            strategy = get_strategy()
+            if strategy is not None:
+                refuse_other_keras()
+                _replicate(self, strategy)
 
-    keras_trainer.Trainer.__init__ = create_in_scope
-    if keras.backend.backend() == "jax":
-        from keras.src.backend.jax.trainer import JAXTrainer
+        trainer.__init__ = create_in_scope
+        if keras.backend.backend() == "jax":
+            from keras.src.backend.jax.trainer import JAXTrainer
 
-        for name in ("make_train_function", "make_test_function", "make_predict_function"):
-            setattr(JAXTrainer, name, _refused_in_scope(getattr(JAXTrainer, name), get_strategy))
+            for name in ("make_train_function", "make_test_function", "make_predict_function"):
+                setattr(JAXTrainer, name, _refused_in_scope(getattr(JAXTrainer, name), get_strategy))
 
 
-def _refused_in_scope(make: Callable[..., Any], get_strategy: InScope) -> Callable[..., Any]:
-    """The same function of a model that is no strategy's; those that are have one of their own."""
+def _replicate(model: ModelLike, strategy: Strategy) -> None:
+    """Make a model, whose constructor is running, one of a strategy."""
+    stock = type(model)
+    extensions = Extensions(model)
+    object.__setattr__(model, _EXTENSIONS, extensions)
+    object.__setattr__(model, _REPLICATED, ReplicatedModel(model, stock, strategy, extensions))
+    object.__setattr__(model, "__class__", _class_of(stock, {_REPLICATED: FORWARDED, _EXTENSIONS: METHODS}))
 
-    def make_outside(self: Any, *arguments: Any, **named: Any) -> Any:
+
+def _refused_in_scope(make: Method, get_strategy: GetStrategy) -> Method:
+    """Return the same function, which refuses models of no strategy inside of a scope."""
+
+    @functools.wraps(make)
+    def make_outside(self: ModelLike, *arguments: object, **named: object) -> Any:
         if get_strategy() is not None:
             raise StrategyError(
                 f"model {self.name!r} was made outside of strategy.scope() and is used inside of it; make it inside, "
@@ -63,7 +87,6 @@ def _refused_in_scope(make: Callable[..., Any], get_strategy: InScope) -> Callab
             )
         return make(self, *arguments, **named)
 
-    make_outside.__doc__, make_outside.__name__ = make.__doc__, make.__name__
     return make_outside
 
 
@@ -75,17 +98,57 @@ def refuse_other_keras() -> None:
     """
     backend = keras.backend.backend()
     if backend != "jax":
-        _refuse(
+        raise StrategyError(
             f"Keras runs on {backend}, and the replicas of a strategy on JAX; set KERAS_BACKEND=jax before keras is "
             "imported"
         )
     found = re.match(r"\d+\.\d+", keras.__version__)
     if found is None or found.group() not in TRIED:
-        _refuse(
+        raise StrategyError(
             f"this is Keras {keras.__version__}, and models of a strategy were tried with {', '.join(TRIED)}; "
             f"pip install 'keras=={TRIED[-1]}.*'"
         )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise StrategyError(message)
+def _class_of(stock: ModelClass, forwarded: Mapping[str, Sequence[str]]) -> type:
+    """Return a class like a stock one, some of whose methods are those of attributes of its models.
+
+    The class has the name and the module of the stock one and is serialized as that, so that files are those of stock
+    models.
+
+    Args:
+        stock: a class of models of Keras or of the user's; it stays as it is.
+        forwarded: the names of the methods, by the attribute whose methods they are.
+    """
+    if stock not in _classes:
+        pairs = [(owner, name) for owner, names in forwarded.items() for name in names]
+        namespace: dict[str, Any] = {name: _forwarding(stock, owner, name) for owner, name in pairs}
+        namespace |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        namespace["__reduce__"] = functools.partialmethod(_reduced, stock)
+        made = type(stock)(stock.__name__, (stock,), namespace)
+        _register(stock, made)
+        _classes[stock] = made
+    return _classes[stock]
+
+
+def _reduced(model: ModelLike, stock: ModelClass) -> tuple[Method, object]:
+    """Return what is pickled: as of a stock model, whose class can be found by its name."""
+    return stock._unpickle_model, stock.__reduce__(model)[1]
+
+
+def _register(stock: ModelClass, made: ModelClass) -> None:
+    """Have Keras write the name of the stock class, under which it finds only that one."""
+    public = api_export.get_name_from_symbol(stock)
+    if public is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[made] = public
+    own = object_registration.GLOBAL_CUSTOM_NAMES.get(stock)
+    if own is not None:
+        object_registration.GLOBAL_CUSTOM_NAMES[made] = own
+
+
+def _forwarding(stock: ModelClass, owner: str, name: str) -> Method:
+    def method(self: object, *arguments: object, **named: object) -> Any:
+        return getattr(self.__dict__[owner], name)(*arguments, **named)
+
+    original = getattr(stock, name, None)
+    return method if original is None else functools.wraps(original)(method)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import keras
 import numpy as np
 
 from strategies.errors import StrategyError
-from strategies.keras.state import Seeds, seeds_of
+from strategies.keras.protocols import Array, ModelLike, OptimizerLike, Values, VariableLike
+from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import current_program
+from strategies.programs.remembering import digest
 from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.replicas import Replicas
 
-Changes = Mapping[int, Any]
+Changes: TypeAlias = Mapping[int, Array]
 """The new values of variables, by their numbers."""
 
 
@@ -34,7 +35,7 @@ class KerasState:
         replicas: that run it; making this is a collective call.
     """
 
-    def __init__(self, objects: Sequence[Any], replicas: Replicas) -> None:
+    def __init__(self, objects: Sequence[object], replicas: Replicas) -> None:
         backend = keras.backend.backend()
         if backend != "jax":
             raise StrategyError(
@@ -58,8 +59,8 @@ class KerasState:
             if not optimizer.built and trained:
                 optimizer.build(list({id(variable): variable for variable in trained}.values()))
 
-    def _found(self) -> list[Any]:
-        every = [v for one in self._objects for v in getattr(one, "variables", None) or [one]]
+    def _found(self) -> list[VariableLike]:
+        every: list[VariableLike] = [v for one in self._objects for v in getattr(one, "variables", None) or [one]]
         return list({id(variable): variable for variable in every if isinstance(variable, keras.Variable)}.values())
 
     @property
@@ -68,12 +69,12 @@ class KerasState:
         return [id(one) for one in self._found()] == [id(one) for one in self._variables]
 
     @property
-    def values(self) -> list[Any]:
-        """The values of all variables, for a program."""
+    def values(self) -> list[Array]:
+        """Return the values of all variables, for a program."""
         return [variable.value for variable in self._variables]
 
     @contextmanager
-    def inside(self, values: Sequence[Any]) -> Iterator[Callable[[], Changes]]:
+    def inside(self, values: Values) -> Iterator[Callable[[], Changes]]:
         """Give the variables these values while the function is traced, and note what is assigned to them.
 
         Args:
@@ -101,7 +102,7 @@ class KerasState:
 
             yield changes
 
-    def _refuse_from_inside(self, made: Sequence[Any]) -> None:
+    def _refuse_from_inside(self, made: Values) -> None:
         """Refuse values that belong to a loop or branch inside of the program.
 
         Raises:
@@ -133,17 +134,18 @@ class KerasState:
         """Return for each value whether all replicas of all instances have the same bits."""
         if self._replicas.num_replicas_in_sync == 1:
             return [True] * len(own[0])
-        mine = np.array([[_digest(value) for value in values] for values in own], np.uint64)
+        mine = np.array([[digest(value, most_bytes=None) | 1 for value in values] for values in own], np.uint64)
         is_alike = (mine == mine[0]).all(axis=0)
         name = "whether replicas assign the same"
         every = self._replicas.communicator.all_gather(np.where(is_alike, mine[0], np.uint64(0)), name=name)
         found: list[bool] = ((every == every[0]) & (every != 0)).all(axis=0).tolist()
         return found
 
-    def _agreed(self, number: int, own: Sequence[np.ndarray]) -> Any:
+    def _agreed(self, number: int, own: Sequence[np.ndarray]) -> Array:
         variable = self._variables[number]
         if np.issubdtype(own[0].dtype, np.floating) and variable.aggregation != "only_first_replica":
-            return self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
+            mean: Array = self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
+            return mean
         return self._replicas.broadcast(own[0])
 
     def _set(self, changes: Changes) -> None:
@@ -153,7 +155,7 @@ class KerasState:
 
 
 @contextmanager
-def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
+def _scope(values: Iterable[tuple[VariableLike, Array]]) -> Iterator[keras.StatelessScope]:
     """Give variables other values for a while; initialise those made inside at the end, untraced."""
     scope = keras.StatelessScope(values)
     scope.__enter__()
@@ -165,11 +167,11 @@ def _scope(values: Iterable[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
 
 
 @contextmanager
-def _averaging(optimizer: Any) -> Iterator[None]:
+def _averaging(optimizer: OptimizerLike) -> Iterator[None]:
     """Have an optimizer apply the mean of all replicas' gradients for a while."""
     plain = optimizer.apply
 
-    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    def apply(grads: Values, trainable_variables: Sequence[VariableLike] | None = None) -> None:
         context = get_replica_context()
         means = [None if gradient is None else context.all_reduce("mean", gradient) for gradient in grads]
         plain(means, trainable_variables)
@@ -181,13 +183,5 @@ def _averaging(optimizer: Any) -> Iterator[None]:
         del vars(optimizer)["apply"]
 
 
-def _seeds(model: Any) -> list[Any]:
-    if not hasattr(model, "_flatten_layers"):
-        return []
-    return [one for one, flag in zip(model.non_trainable_variables, seeds_of(model), strict=True) if flag]
-
-
-def _digest(value: np.ndarray) -> int:
-    """Return a checksum of a value's bits that is never 0."""
-    found = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).digest()
-    return int.from_bytes(found, "little") | 1
+def _seeds(model: ModelLike) -> list[VariableLike]:
+    return seed_variables(model) if hasattr(model, "_flatten_layers") else []

@@ -1,10 +1,11 @@
-"""A model of Keras that belongs to a strategy: what its `fit`, `evaluate`, `predict` and their relatives do instead."""
+"""A model of Keras that belongs to a strategy: its `fit`, `evaluate`, `predict` and their relatives."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,33 +13,36 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.src.trainers.epoch_iterator import EpochIterator
 
-from strategies.errors import StrategyError
-from strategies.keras.agreement import insist, number_of_leader, refuse_other_rows
+from strategies.keras.agreement import (
+    WAY_OUT,
+    VariableWatch,
+    insist,
+    number_of_leader,
+    refuse_other_rows,
+    terms_of_call,
+)
+from strategies.keras.batches import own_rows
 from strategies.keras.callbacks import Running, described, listed
-from strategies.keras.checkpointing import Checkpoints, SavedFit, given_in, shape_of_step
-from strategies.keras.classes import EXTENSIONS, NAME, class_of
-from strategies.keras.data import Feed, Given, Pass, open_feed
+from strategies.keras.checkpointing import FitCheckpoints, SavedFit, given_in, shape_of_step
+from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_feed, rows_of_replica
 from strategies.keras.evaluating import PredictFunction, TestFunction
-from strategies.keras.extensions import METHODS, Extensions
-from strategies.keras.options import ModelOptions
+from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.own_steps import OwnTrainFunction
+from strategies.keras.protocols import Callbacks, FunctionLike, ModelClass, ModelLike, State
 from strategies.keras.refusals import (
     is_own,
     refuse_beside_own_step,
     refuse_changed_layers,
-    refuse_eager,
     refuse_optimizer,
     refuse_other_size,
-    refuse_outside,
-    refuse_own_distribution,
     refuse_own_steps,
-    refuse_states_of_rows,
+    refuse_use,
 )
 from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
-from strategies.keras.watching import WAY_OUT, Watch, terms_of_call
-from strategies.roles import Batch
+from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
 
 logger = logging.getLogger("strategies.keras")
@@ -47,29 +51,17 @@ COMPARED = 3
 """Number of batches of `train_on_batch`, the first ones, whose rows instances compare."""
 
 
-def replicate(model: Any, strategy: Strategy) -> None:
-    """Make a model, whose constructor is running, one of a strategy."""
-    stock = type(model)
-    extensions = Extensions(model)
-    object.__setattr__(model, EXTENSIONS, extensions)
-    object.__setattr__(model, NAME, ReplicatedModel(model, stock, strategy, extensions))
-    object.__setattr__(model, "__class__", class_of(stock, {NAME: FORWARDED, EXTENSIONS: METHODS}))
+def _by_chief(name: str) -> Callable[..., object]:
+    def write(self: ReplicatedModel, *arguments: object, **named: object) -> object:
+        writes = self._running is None or self.strategy.replicas.is_chief
+        return getattr(self.stock, name)(self._model, *arguments, **named) if writes else None
 
-
-def replicated(model: Any) -> ReplicatedModel:
-    """What a model of a strategy does instead of Keras.
-
-    Raises:
-        StrategyError: if it belongs to none.
-    """
-    found: ReplicatedModel | None = model.__dict__.get(NAME)
-    if found is None:
-        raise StrategyError(f"model {model.name!r} belongs to no strategy; make it inside of strategy.scope()")
-    return found
+    write.__doc__ = f"See `keras.Model.{name}`; from a callback on the chief only."
+    return write
 
 
 class ReplicatedModel:
-    """What a model of a strategy does instead of Keras, whose own loops it uses.
+    """The methods of a model of a strategy in place of Keras's, whose own loops they use.
 
     Args:
         model: of Keras.
@@ -82,16 +74,16 @@ class ReplicatedModel:
         stock: see above.
     """
 
-    def __init__(self, model: Any, stock: Any, strategy: Strategy, extensions: Extensions) -> None:
+    def __init__(self, model: ModelLike, stock: ModelClass, strategy: Strategy, extensions: Extensions) -> None:
         self.in_scope = strategy
         self.stock = stock
         self._model = model
         self._extensions = extensions
         self._running: Running | None = None
         self._compared = 0
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution, while Keras counts others
-        self._watch = Watch(model)
+        self._watch = VariableWatch(model)
         self._strategies: dict[int, Strategy] = {}  # by how many devices a replica spans
 
     @property
@@ -104,32 +96,32 @@ class ReplicatedModel:
 
     @property
     def options(self) -> ModelOptions:
-        """How it is trained."""
+        """The options of its training."""
         return self._extensions.options
 
     # ---- what Keras has by the same names
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: Data = None,
+        y: Data = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
+        verbose: str | int = "auto",
+        callbacks: Callbacks = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: Any = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
+        validation_data: Data = None,
+        shuffle: Shuffle = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Data = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
+        validation_freq: int | Sequence[int] = 1,
         *,
         global_batch_size: int | None = None,
-    ) -> Any:
+    ) -> object:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
         checkpoints = given_in(callbacks)
         self._check("fit", "train_step", has_checkpoints=checkpoints is not None)
@@ -153,8 +145,8 @@ class ReplicatedModel:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        batch_size = self._rows_of_replica(batch_size, global_batch_size, self.options.micro_batches)
-        given = Given(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
+        batch_size = rows_of_replica(self.strategy, batch_size, global_batch_size, self.options.micro_batches)
+        given = DataArguments(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
         if checkpoints is not None and steps_per_epoch is not None:
             raise ValueError(
                 "there are strategies.keras.Checkpoints, which keep the position in an epoch, and steps_per_epoch, "
@@ -162,11 +154,11 @@ class ReplicatedModel:
             )
         feed = self._feed(given, trains=True, shuffle=shuffle, seed=None if checkpoints is None else checkpoints.seed)
         refuse_other_size(feed.batch_size, global_batch_size)
-        validation: Feed | None = None
+        validation: KerasFeed | None = None
         if validation_data is not None:
             size = validation_batch_size or batch_size
             x, y, sample_weight = unpack_x_y_sample_weight(validation_data)
-            validation = self._feed(Given(x, y, sample_weight, None, size, validation_steps), trains=False)
+            validation = self._feed(DataArguments(x, y, sample_weight, None, size, validation_steps), trains=False)
         steps = steps_per_epoch or feed.num_batches
         self._say_batch_size(feed)
         stack = ExitStack()
@@ -178,14 +170,14 @@ class ReplicatedModel:
         running = Running(
             self._model,
             self.strategy,
-            lambda epoch: feed.begin_with(epoch),
+            feed.begin_with,
             self.unite,
             resume,
             self._made,
             self._watch,
         )
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
-        with self._while(running, train=feed, test=validation), self._executing(training=True), stack:
+        with self._while(running, train=feed, test=validation), stack:
             return self.stock.fit(
                 self._model,
                 feed,
@@ -200,18 +192,18 @@ class ReplicatedModel:
 
     def evaluate(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: Data = None,
+        y: Data = None,
         batch_size: int | None = None,
-        verbose: Any = "auto",
-        sample_weight: Any = None,
+        verbose: str | int = "auto",
+        sample_weight: Data = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
         *,
         global_batch_size: int | None = None,
-        **named: Any,
-    ) -> Any:
+        **named: object,
+    ) -> Tree:
         """See `keras.Model.evaluate`: every row counts once."""
         if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for its validation
             with self._executing(training=False):
@@ -219,45 +211,43 @@ class ReplicatedModel:
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
                 )
         self._check("evaluate", "test_step")
-        arguments = {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
-        self._insist("evaluate", callbacks, arguments | {"sample_weight": sample_weight is not None})
-        batch_size = self._rows_of_replica(batch_size, global_batch_size)
-        feed = self._feed(Given(x, y, sample_weight, None, batch_size, steps), trains=False)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        given = DataArguments(x, y, sample_weight, None, batch_size, steps)
+        feed = self._feed_of("evaluate", callbacks, given, global_batch_size, sample_weight=sample_weight is not None)
         running = Running(self._model, self.strategy, steps_made=self._made)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
-        with self._while(running, test=feed), self._executing(training=False):
+        with self._while(running, test=feed):
             return self.stock.evaluate(
                 self._model, feed, callbacks=prepared, steps=steps, return_dict=return_dict, **named
             )
 
     def predict(
         self,
-        x: Any,
+        x: Data,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: str | int = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         *,
         global_batch_size: int | None = None,
-    ) -> Any:
+    ) -> Tree:
         """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
         self._check("predict", "predict_step", is_compiled=False)
-        self._insist(
-            "predict", callbacks, {"batch_size": batch_size, "global_batch_size": global_batch_size, "steps": steps}
-        )
-        batch_size = self._rows_of_replica(batch_size, global_batch_size)
-        feed = self._feed(Given(x, None, None, None, batch_size, steps), trains=False)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        given = DataArguments(x, batch_size=batch_size, steps=steps)
+        feed = self._feed_of("predict", callbacks, given, global_batch_size)
         self._build(feed.example)
         running = Running(self._model, self.strategy)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
-        with self._while(running, predict=feed), self._executing(training=False):
+        with self._while(running, predict=feed):
             return self.stock.predict(self._model, feed, callbacks=prepared, steps=steps)
 
     def train_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
-    ) -> Any:
+        self,
+        x: Data,
+        y: Data = None,
+        sample_weight: Data = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Tree:
         """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
         self._check("train_on_batch", "train_step")
         self._compare_batch((x, y, sample_weight, class_weight))
@@ -266,13 +256,13 @@ class ReplicatedModel:
         self.unite()
         return logs
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+    def test_on_batch(self, x: Data, y: Data = None, sample_weight: Data = None, return_dict: bool = False) -> Tree:
         """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
         self._check("test_on_batch", "test_step")
         with self._outside_of_loops():
             return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
 
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: Data) -> Tree:
         """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
         self._check("predict_on_batch", "predict_step", is_compiled=False)
         with self._outside_of_loops():
@@ -289,7 +279,7 @@ class ReplicatedModel:
         if self._model.train_function is None or force:
             refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
-            function: Any
+            function: OwnTrainFunction | TrainFunction
             if is_own(self.stock, "train_step"):
                 function = OwnTrainFunction(self._model, self.stock, self.strategy, steps)
             else:
@@ -304,45 +294,29 @@ class ReplicatedModel:
             function = TestFunction(self._model, self.strategy, self._evaluated)
             self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
-    def make_predict_function(self, force: bool = False) -> Any:
+    def make_predict_function(self, force: bool = False) -> FunctionLike | None:
         """See Keras, which calls it before it predicts."""
         if force or not self._is_current(self._model.predict_function):
             function = PredictFunction(self._model, self.strategy, self._evaluated)
             self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
 
-    def _is_current(self, called: _Called | None) -> bool:
-        """Whether a function is there, and no layer was frozen or thawed since it was made."""
-        return called is not None and called.function.functions.seeds.flags == tuple(seeds_of(self._model))
+    def _is_current(self, called: FunctionLike | None) -> bool:
+        """Return whether a function is there, and no layer was frozen or thawed since it was made."""
+        return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
-    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
         if iterator is not None:
             data_batch = iterator.data_adapter.example
         self.stock._symbolic_build(self._model, data_batch=data_batch)
 
     def _made(self) -> int:
-        """How many steps were made."""
+        """Return the number of steps that were made."""
         function = self._model.train_function
         return 0 if function is None else int(function.function.steps_made)
 
-    # ---- files: in fit the chief writes them
-
-    def save(self, *arguments: Any, **named: Any) -> Any:
-        """See `keras.Model.save`; from a callback on the chief only."""
-        return self.stock.save(self._model, *arguments, **named) if self._writes else None
-
-    def save_weights(self, *arguments: Any, **named: Any) -> Any:
-        """See `keras.Model.save_weights`; from a callback on the chief only."""
-        return self.stock.save_weights(self._model, *arguments, **named) if self._writes else None
-
-    def export(self, *arguments: Any, **named: Any) -> Any:
-        """See `keras.Model.export`; from a callback on the chief only."""
-        return self.stock.export(self._model, *arguments, **named) if self._writes else None
-
-    @property
-    def _writes(self) -> bool:
-        return self._running is None or self.strategy.replicas.is_chief
+    save, save_weights, export = map(_by_chief, ("save", "save_weights", "export"))
 
     def unite(self) -> None:
         """Have Keras know the whole state; a collective call where instances have parts of it."""
@@ -354,11 +328,8 @@ class ReplicatedModel:
 
     def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
         """Refuse what cannot be done on replicas."""
-        refuse_outside(self._model, self.in_scope, called)
-        refuse_eager(self._model)
-        refuse_own_distribution()
+        refuse_use(self._model, self.in_scope, called)
         refuse_own_steps(self.stock, step)
-        refuse_states_of_rows(self._model)
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
@@ -367,16 +338,33 @@ class ReplicatedModel:
             else:
                 refuse_changed_layers(self._model)
 
-    def _insist(self, called: str, callbacks: Any, arguments: Mapping[str, Any]) -> None:
+    def _insist(self, called: str, callbacks: Callbacks, arguments: Mapping[str, object]) -> None:
         """Refuse to begin where instances call a function with other arguments; a collective call."""
         replicas = self.strategy.replicas
         if replicas.communicator.size > 1:
             terms = terms_of_call(self._model, called, described(callbacks), arguments)
             insist(replicas, terms, f"the arguments of {called}", WAY_OUT)
 
+    def _feed_of(
+        self,
+        called: str,
+        callbacks: Callbacks,
+        given: DataArguments,
+        global_batch_size: int | None,
+        **arguments: object,
+    ) -> KerasFeed:
+        """Return the feed of `evaluate` or `predict`, on which all instances agree; a collective call."""
+        sizes = {"batch_size": given.batch_size, "global_batch_size": global_batch_size, "steps": given.steps}
+        self._insist(called, callbacks, sizes | arguments)
+        rows = rows_of_replica(self.strategy, given.batch_size, global_batch_size)
+        feed = self._feed(replace(given, batch_size=rows), trains=False)
+        refuse_other_size(feed.batch_size, global_batch_size)
+        return feed
+
     @contextmanager
-    def _resumed(self, checkpoints: Checkpoints, feed: Feed) -> Iterator[None]:
+    def _resumed(self, checkpoints: FitCheckpoints, feed: KerasFeed) -> Iterator[None]:
         """While `fit` has checkpoints, from the newest of which it goes on; a collective call."""
+        assert self._model.train_function is not None  # Keras has made it by now
         function = self._model.train_function.function
         rows = feed.batch_size // self.strategy.num_replicas_in_sync * len(self.strategy.replicas.local_replicas)
         shapes = shape_of_step(feed.example, rows)
@@ -390,7 +378,9 @@ class ReplicatedModel:
         finally:
             function.saved = None
 
-    def _feed(self, given: Given, *, trains: bool, shuffle: Any = False, seed: int | None = None) -> Feed:
+    def _feed(
+        self, given: DataArguments, *, trains: bool, shuffle: Shuffle = False, seed: int | None = None
+    ) -> KerasFeed:
         feed = open_feed(
             given,
             self.strategy,
@@ -404,28 +394,10 @@ class ReplicatedModel:
         return feed
 
     def _agreed_seed(self) -> int:
-        """A seed that instance 0 draws from NumPy, as Keras does for each permutation."""
+        """Return a seed that instance 0 draws from NumPy, as Keras does for each permutation."""
         return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
 
-    def _rows_of_replica(self, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
-        """The rows of a replica and micro-batch.
-
-        Raises:
-            ValueError: if both sizes are given, or that of all replicas cannot be divided.
-        """
-        if of_all is None:
-            return batch_size
-        if batch_size is not None:
-            raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
-        parts = self.strategy.num_replicas_in_sync * accumulated
-        if of_all % parts or of_all < parts:
-            raise ValueError(
-                f"global_batch_size is {of_all}, and there are {self.strategy.num_replicas_in_sync} replicas x "
-                f"{accumulated} micro-batches; use a multiple of {parts}"
-            )
-        return of_all // parts
-
-    def _say_batch_size(self, feed: Feed) -> None:
+    def _say_batch_size(self, feed: KerasFeed) -> None:
         count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
         logger.info(
             "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last one of an epoch may have "
@@ -437,7 +409,7 @@ class ReplicatedModel:
         )
 
     @contextmanager
-    def _while(self, running: Running, **feeds: Feed | None) -> Iterator[None]:
+    def _while(self, running: Running, **feeds: KerasFeed | None) -> Iterator[None]:
         """While one of Keras's loops runs over feeds, maybe called by a callback of another one, which goes on then."""
         outer = self._running, self._feeds
         if self._running is not None:
@@ -445,7 +417,8 @@ class ReplicatedModel:
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
-            yield
+            with self._executing(training=running.watch is not None):
+                yield
         finally:
             self._running, self._feeds = outer
         self.unite()
@@ -468,7 +441,7 @@ class ReplicatedModel:
 
     @property
     def _steps_per_execution(self) -> int:
-        """What the user has said."""
+        """The number that the user has said."""
         return int(self._said or self._model.steps_per_execution)
 
     @property
@@ -494,7 +467,7 @@ class ReplicatedModel:
 
     # ---- single batches
 
-    def _compare_batch(self, given: Any) -> None:
+    def _compare_batch(self, given: Data) -> None:
         """Have the next batch begin with instance 0's state; of the first batches the rows are compared too."""
         function = self._model.train_function
         if function is not None and not self.options.step:  # instances may have parts of a state then
@@ -503,58 +476,42 @@ class ReplicatedModel:
             self._compared += 1
             refuse_other_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
 
-    def _alone(self, batches: Iterator[Any]) -> Iterator[Batch]:
-        """This instance's rows of a batch for all replicas.
-
-        Raises:
-            ValueError: if it cannot be divided.
-        """
+    def _alone(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return this instance's rows of a batch for all replicas."""
         batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
-        replicas, count = self.strategy.num_replicas_in_sync, self.options.micro_batches
-        rows = len(jax.tree.leaves(batch)[0])
-        if rows % (replicas * count):
-            raise ValueError(
-                f"a batch of {rows} rows for {replicas} replicas x {count} micro-batches; its rows must be a multiple "
-                f"of {replicas * count}"
-            )
-        local, each = self.strategy.replicas.local_replicas, rows // replicas
-        own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
-        return iter([self.strategy.replicas.dealing.batch(own)])
+        return iter([own_rows(self.strategy, batch, self.options.micro_batches)])
 
-    def _pass_over(self, batches: Iterator[Any]) -> Pass:
-        """A pass over one batch for all replicas."""
+    def _pass_over(self, batches: Iterator[Batch]) -> Pass:
+        """Return a pass over one batch for all replicas."""
         x, y, sample_weight = unpack_x_y_sample_weight(next(batches))
         rows = len(jax.tree.leaves(x)[0])
         size = -(-rows // self.strategy.num_replicas_in_sync)
-        return self._feed(Given(x, y, sample_weight, None, size, None), trains=False).get_jax_iterator()
+        return self._feed(DataArguments(x, y, sample_weight, None, size, None), trains=False).get_jax_iterator()
 
 
+@dataclass
 class _Called:
     """A function as Keras calls it: in its loops, which go through a feed, and elsewhere with a generator of one batch.
 
     Attributes:
-        function: it is.
+        function: the function.
+        feed: tells the feed of the loop, or None.
+        of_one: makes batches for this instance of the generator.
+        watch: notices what is changed between steps; None where nobody asks.
     """
 
-    def __init__(
-        self,
-        function: Any,
-        feed: Callable[[], Feed | None],
-        of_one: Callable[[Iterator[Any]], Any],
-        watch: Watch | None = None,
-    ) -> None:
-        self.function = function
-        self._watch = watch
-        self._feed = feed
-        self._of_one = of_one
+    function: Any
+    feed: Callable[[], KerasFeed | None]
+    of_one: Callable[[Iterator[Batch]], Iterator[Batch]]
+    watch: VariableWatch | None = None
 
-    def __call__(self, state: Any, iterator: Any) -> Any:
-        feed = self._feed()
-        if self._watch is not None:
-            self._watch.before_step(state)
-        returned, state = self.function(state, self._of_one(iterator) if feed is None else feed.current)
-        if self._watch is not None:
-            self._watch.after_step(state)
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]:
+        feed = self.feed()
+        if self.watch is not None:
+            self.watch.before_step(state)
+        returned, state = self.function(state, self.of_one(iterator) if feed is None else feed.current)
+        if self.watch is not None:
+            self.watch.after_step(state)
         return returned, state
 
 

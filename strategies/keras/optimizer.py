@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,12 @@ import keras
 import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
+from strategies.keras.protocols import Array, OptimizerLike, Values, VariableLike
 from strategies.loss_scaling import LossScale, LossScaling
+from strategies.roles import Number, OptimizerState, Variables
 from strategies.updates.optimizers import Arithmetic, Known, StepOptimizer
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @final
@@ -26,20 +29,20 @@ class KerasOptimizer(StepOptimizer):
         optimizer: built for the trainable variables of a model.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: OptimizerLike) -> None:
         self._given = optimizer
         self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
         self._config = self._optimizer.get_config()  # while Keras has values: in its loops it takes them away
-        self._of_parts: dict[tuple[Any, ...], Any] = {}  # the same optimizer for variables of other shapes
+        self._of_parts: dict[Shapes, OptimizerLike] = {}  # the same optimizer for variables of other shapes
 
     @property
-    def variables(self) -> list[Any]:
-        """Those of the optimizer that makes the update."""
+    def variables(self) -> list[VariableLike]:
+        """The variables of the optimizer that makes the update."""
         return list(self._optimizer.variables)
 
     @property
     def num_whole(self) -> int:
-        """How many of them come before the first one that is not a scalar."""
+        """The number of variables before the first one that is not a scalar."""
         return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
 
     def hold_places(self) -> None:
@@ -48,8 +51,8 @@ class KerasOptimizer(StepOptimizer):
             if variable._value is None:
                 variable._value = _nothing_like(variable)
 
-    def _for(self, variables: Sequence[Any]) -> Any:
-        """The optimizer for variables of these shapes: those of the model, or parts of them."""
+    def _for(self, variables: Values) -> OptimizerLike:
+        """Return the optimizer for variables of these shapes: those of the model, or parts of them."""
         shapes = tuple(tuple(one.shape) for one in variables)
         if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
             return self._optimizer
@@ -60,58 +63,68 @@ class KerasOptimizer(StepOptimizer):
 
     @property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not, or by a constant that only the optimizer knows."""
+        """The scaling of losses; None where there is none, or by a constant that only the optimizer knows."""
         if not isinstance(self._given, LossScaleOptimizer):
             return None
         return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
 
-    def init(self, variables: Any) -> Any:
-        """See `StepOptimizer`. A training begins with the state of Keras (`Trainer.adopt`): only shapes matter."""
+    def init(self, variables: Variables) -> OptimizerState:
+        """See `StepOptimizer`. A training begins with what Keras has (`Trainer.adopt`): only shapes matter."""
         return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
 
     def apply(
-        self, gradients: Any, optimizer_state: Any, variables: Any, known: Known, arithmetic: Arithmetic
-    ) -> tuple[Any, Any]:
+        self,
+        gradients: Variables,
+        optimizer_state: OptimizerState,
+        variables: Variables,
+        known: Known,
+        arithmetic: Arithmetic,
+    ) -> tuple[Variables, OptimizerState]:
         """See `StepOptimizer`."""
         optimizer = self._for(variables)
 
-        def update(gradients: Any, state: Any, variables: Any) -> tuple[Any, Any]:
+        def update(gradients: Values, state: Values, variables: Values) -> tuple[list[Array], list[Array]]:
             new, state = optimizer.stateless_apply(state, gradients, variables)
             return list(new), list(state)
 
-        new: tuple[Any, Any] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
+        new: tuple[list[Array], list[Array]] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
         return new
 
     # ---- what Keras knows as the variables of the optimizer
 
     @property
-    def _own(self) -> list[Any]:
+    def all_variables(self) -> list[VariableLike]:
+        """All variables that Keras knows, those of a `LossScaleOptimizer` itself first."""
+        return self._given.variables
+
+    @property
+    def _own(self) -> list[VariableLike]:
         """The variables of a `LossScaleOptimizer` itself, which come first."""
         count = len(self._given.variables) - len(self._optimizer.variables)
         return list(self._given.variables[:count])
 
-    def divide(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The values of all variables as those of a `LossScaleOptimizer` itself, and those of the optimizer."""
+    def divide(self, values: Values) -> tuple[list[Array], list[Array]]:
+        """Return the values of all variables as those of a `LossScaleOptimizer` itself, and those of the optimizer."""
         count = len(self._own)
         return list(values[:count]), list(values[count:])
 
-    def scale_of(self, own: Sequence[Any], skipped: Any) -> LossScale | None:
+    def scale_of(self, own: Values, skipped: Number) -> LossScale | None:
         """The scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
         if self.scaling is None:
             return None
         named = dict(zip([variable.name for variable in self._own], own, strict=True))
         return LossScale(np.float32(named["dynamic_scale"]), np.int32(named["step_counter"]), np.int32(skipped))
 
-    def with_scale(self, own: Sequence[Any], scale: LossScale | None) -> list[Any]:
-        """The values of the variables of a `LossScaleOptimizer` itself after a step."""
+    def with_scale(self, own: Values, scale: LossScale | None) -> list[Array]:
+        """Return the values of the variables of a `LossScaleOptimizer` itself after a step."""
         if scale is None:
             return list(own)
-        new = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
+        new: dict[str, Any] = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
         pairs = zip(self._own, own, strict=True)
         return [new.get(variable.name, value) for variable, value in pairs]
 
     @property
-    def for_unscaled_loss(self) -> list[Any]:
+    def for_unscaled_loss(self) -> list[Array]:
         """Values of the first variables with which Keras does not scale a loss: the step does that."""
         return [
             np.ones(variable.shape, variable.dtype)
@@ -120,8 +133,8 @@ class KerasOptimizer(StepOptimizer):
             for variable in self._own
         ]
 
-    def step_of(self, inner: Sequence[Any]) -> int:
-        """How many updates there were, as the variables of the optimizer say."""
+    def step_of(self, inner: Values) -> int:
+        """Return how many updates there were, as the variables of the optimizer say."""
         place = next(
             number
             for number, variable in enumerate(self._optimizer.variables)
@@ -130,12 +143,12 @@ class KerasOptimizer(StepOptimizer):
         return int(inner[place])
 
 
-def _like(optimizer: Any, config: dict[str, Any], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The same optimizer, built for variables like its own but of other shapes, and without memory for them."""
+def _like(optimizer: OptimizerLike, config: dict[str, object], shapes: Shapes) -> OptimizerLike:
+    """Return the same optimizer, built for variables like its own but of other shapes, and without memory for them."""
     made = type(optimizer).from_config(dict(config))
-    variables = []
+    variables: list[VariableLike] = []
     for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
-        variable = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
+        variable: Any = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
         variable._path, variable.constraint = own.path, own.constraint
         variables.append(variable)
     if hasattr(optimizer, "_exclude_from_weight_decay_pattern"):
@@ -152,7 +165,7 @@ def _like(optimizer: Any, config: dict[str, Any], shapes: Sequence[tuple[int, ..
     return made
 
 
-def _nothing_like(variable: Any) -> np.ndarray:
-    """Zeros of the shape of a variable, in the memory of one."""
+def _nothing_like(variable: VariableLike) -> np.ndarray:
+    """Return zeros of the shape of a variable, in the memory of one."""
     zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
     return zeros

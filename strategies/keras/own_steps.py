@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_
 from strategies.errors import StrategyError
 from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import ALIKE, CONSTANT
+from strategies.keras.programs import results_of, shape_of
+from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
 from strategies.programs.dataflow import depends_on, looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Batch, Key, Tree, Variables
+from strategies.roles import Batch, Data, Key, Number, Tree, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
@@ -33,8 +36,11 @@ TRAINED, OPTIMIZER = "trained", "optimizer"
 _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
 """The state that a `train_step` takes and returns, in its order."""
 
-State = Sequence[Any]
-Mean = Callable[[Tree], Tree]
+Mean: TypeAlias = Callable[[Tree], Tree]
+Apply: TypeAlias = Callable[[Values, Values, Values], tuple[Values, Values]]
+Parts: TypeAlias = dict[str, Values]
+"""A state by its parts."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +53,11 @@ class OwnStep:
         seeds: which of its variables that are not trained are states of seed generators.
     """
 
-    model: Any
-    step: Callable[[Any, Any], tuple[Mapping[str, Any], State]]
+    model: ModelLike
+    step: Callable[[State, Data], tuple[Logs, State]]
     seeds: Seeds
 
-    def __call__(self, state: Mapping[str, Any], batch: Batch, mean: Mean) -> tuple[dict[str, Any], dict[str, Any]]:
+    def __call__(self, state: Mapping[str, Values], batch: Batch, mean: Mean) -> tuple[Logs, Parts]:
         """Return the logs and the new state; traceable.
 
         Args:
@@ -63,28 +69,24 @@ class OwnStep:
             logs, new = self.step(tuple(list(state[part]) for part in _PARTS), pack_x_y_sample_weight(*batch))
         return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
 
-    def results(self, metrics: Sequence[Any]) -> dict[str, Any]:
-        """Return the results of metrics, by their names; traceable."""
-        with keras.StatelessScope(state_mapping=list(zip(self.model.metrics_variables, metrics, strict=True))):
-            found: dict[str, Any] = self.model.get_metrics_result()
-        return found
 
-
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(logs: Mapping[str, Number]) -> Logs:
     """Return logs as Keras reports them: a metric with several results gives each its own name."""
-    found: dict[str, Any] = {}
+    found: Logs = {}
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return found
 
 
 @contextmanager
-def _averaging(model: Any, mean: Mean) -> Iterator[None]:
+def _averaging(model: ModelLike, mean: Mean) -> Iterator[None]:
     """Have the optimizers of a model apply the means of the gradients that they are given, for a while."""
     is_inside = False
 
-    def averaged(apply: Callable[..., Any]) -> Callable[..., Any]:
-        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+    def averaged(apply: Apply) -> Apply:
+        def stateless_apply(
+            optimizer_variables: Values, grads: Values, trainable_variables: Values
+        ) -> tuple[Values, Values]:
             nonlocal is_inside
             if is_inside:  # the inner one of a LossScaleOptimizer
                 return apply(optimizer_variables, grads, trainable_variables)
@@ -133,7 +135,7 @@ class OwnLoss:
     step: OwnStep
     names: tuple[str, ...]
 
-    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Any]) -> Outcome:
+    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Parts) -> Outcome:
         """See `Trainer`. Nothing is left to be trained."""
         seeds, given = self.step.seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
@@ -156,13 +158,13 @@ class OwnTrainFunction:
         steps_made: how many steps were made when it was called last.
     """
 
-    def __init__(self, model: Any, stock: Any, strategy: Strategy, steps_per_execution: int) -> None:
+    def __init__(self, model: ModelLike, stock: ModelClass, strategy: Strategy, steps_per_execution: int) -> None:
         self.steps_made = 0
         self._model = model
         self._strategy = strategy
         self._steps = steps_per_execution
-        self._step = OwnStep(model, stock.train_step.__get__(model), Seeds(tuple(seeds_of(model))))
-        self._results = jit(self._step.results)
+        self._step = OwnStep(model, stock.train_step.__get__(model), Seeds(seeds_of(model)))
+        self._results = jit(partial(results_of, model))
         self._trainer: Trainer | None = None
         self._names: tuple[str, ...] = ()
         self._logs: tuple[str, ...] = ()
@@ -175,7 +177,7 @@ class OwnTrainFunction:
         """Have instance 0's state on all instances before the next step: the user may have changed it."""
         self._state = None
 
-    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Logs, State]:
         """Make steps with the next batches; see `TrainFunction`.
 
         Raises:
@@ -191,7 +193,7 @@ class OwnTrainFunction:
         logs = {name: results[name] if name in results else told[f"log {name}"] for name in self._logs}
         return logs, tuple(begun.model_state[part] for part in _PARTS)
 
-    def _begun(self, parts: dict[str, Any], batch: Batch) -> TrainState:
+    def _begun(self, parts: Parts, batch: Batch) -> TrainState:
         if self._trainer is None:
             self._trainer = self._made(parts, batch)
         if self._state is None:
@@ -200,27 +202,27 @@ class OwnTrainFunction:
         device = self._strategy.replicas.variables_device
         return replace(self._state, model_state=jax.device_put(parts, device))
 
-    def _made(self, parts: dict[str, Any], batch: Batch) -> Trainer:
+    def _made(self, parts: Parts, batch: Batch) -> Trainer:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
-        words = self._looked_at(jax.tree.map(_shape, parts), jax.tree.map(_shape, rows))
+        words = self._looked_at(jax.tree.map(shape_of, parts), jax.tree.map(shape_of, rows))
         loss = OwnLoss(self._step, self._names)
         return Trainer(self._strategy, loss, optax.set_to_zero(), model_state_aggregation=words)
 
-    def _looked_at(self, parts: dict[str, Any], batch: Any) -> dict[str, list[str]]:
+    def _looked_at(self, parts: Parts, batch: Batch) -> dict[str, list[str]]:
         """Return the ways in which replicas agree on each part of the state."""
         counts = [len(parts[part]) for part in _PARTS]
 
-        def split(leaves: Sequence[Any]) -> dict[str, Any]:
+        def split(leaves: Sequence[T]) -> dict[str, list[T]]:
             ends = list(itertools.accumulate(counts))
             return {part: list(leaves[end - n : end]) for part, n, end in zip(_PARTS, counts, ends, strict=True)}
 
-        def after(leaves: Sequence[Any], batch: Any, mean: Mean = lambda gradients: gradients) -> list[Any]:
+        def after(leaves: Values, batch: Batch, mean: Mean = lambda gradients: gradients) -> list[Array]:
             logs, new = self._step(split(leaves), batch, mean)
             self._logs = tuple(logs)
-            self._names = tuple(name for name in logs if name not in self._step.results(new[METRICS]))
+            self._names = tuple(name for name in logs if name not in results_of(self._model, new[METRICS]))
             return [leaf for part in _PARTS for leaf in new[part]]
 
-        def without_gradients(leaves: Sequence[Any], batch: Any) -> list[Any]:
+        def without_gradients(leaves: Values, batch: Batch) -> list[Array]:
             return after(leaves, batch, _zeros_like)
 
         old = [leaf for part in _PARTS for leaf in parts[part]]
@@ -240,6 +242,7 @@ class OwnTrainFunction:
 
     def _refuse_other_changes(self, depends: Mapping[str, Sequence[bool]]) -> None:
         """Refuse a step that makes variables of a replica's rows without the mean over replicas."""
+        assert self._model.optimizer is not None  # it was refused otherwise
         variables = {TRAINED: self._model.trainable_variables, OPTIMIZER: self._model.optimizer.variables}
         for part, of_part in variables.items():
             for variable, is_own in zip(of_part, depends[part], strict=True):
@@ -253,7 +256,3 @@ class OwnTrainFunction:
 
 def _zeros_like(gradients: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), gradients)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)

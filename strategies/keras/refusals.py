@@ -1,38 +1,61 @@
-"""What replicas cannot do for a model of Keras, refused before anything is computed."""
+"""Refusals of what replicas cannot do for a model of Keras, before anything is computed."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import keras
 
 from strategies.errors import StrategyError
-from strategies.keras.options import ModelOptions
+from strategies.keras.extensions import ModelOptions
+from strategies.keras.protocols import ModelClass, ModelLike, OptimizerLike
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
-def refuse_outside(model: Any, strategy: Strategy, called: str) -> None:
-    """Refuse a model of a strategy outside of its scope.
+def refuse_use(model: ModelLike, strategy: Strategy, called: str) -> None:
+    """Refuse a model of a strategy outside of its scope, and models and settings that replicas cannot have.
+
+    Args:
+        model: of the strategy.
+        strategy: in whose scope it was made.
+        called: the name of the method.
 
     Raises:
-        StrategyError: saying where to call it.
+        StrategyError: outside of the scope, beside a distribution of Keras's own, or if layers keep states of rows.
+        RuntimeError: if the model is to run without being compiled.
     """
     if get_strategy() is not strategy:
         raise StrategyError(
             f"model {model.name!r} was made inside of the scope of a {type(strategy).__name__}, and {called} is called "
             f"outside of it; call it inside: with strategy.scope(): model.{called}(...)"
         )
+    if model.run_eagerly:
+        raise RuntimeError(
+            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
+            "with jax.debug.print"
+        )
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise StrategyError(
+            f"keras.distribution is a {type(distribution).__name__}, and the strategy spreads rows over replicas; call "
+            "keras.distribution.set_distribution(None), or use the model outside of a scope"
+        )
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
+            raise StrategyError(
+                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
+                "rows; make it with stateful=False, or use the model outside of a scope"
+            )
 
 
-def is_own(stock: type, name: str) -> bool:
+def is_own(stock: ModelClass, name: str) -> bool:
     """Return whether a class of models has a method of its own in place of Keras's."""
     return getattr(stock, name) is not getattr(keras.Model, name)
 
 
-def refuse_own_steps(stock: type, step: str) -> None:
+def refuse_own_steps(stock: ModelClass, step: str) -> None:
     """Refuse a step or a function of the user's own, which stands for what all replicas do together.
 
     Args:
@@ -50,7 +73,7 @@ def refuse_own_steps(stock: type, step: str) -> None:
             )
 
 
-def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: bool) -> None:
+def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpoints: bool) -> None:
     """Refuse what the step of a strategy does, where a model has a `train_step` of its own.
 
     Args:
@@ -61,7 +84,7 @@ def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: 
     Raises:
         RuntimeError: naming it, or the arguments of a `train_step` that is written for another backend.
     """
-    parameters = list(inspect.signature(stock.train_step).parameters)  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(stock.train_step).parameters)
     if len(parameters) != 3:
         raise RuntimeError(
             f"{stock.__name__}.train_step takes ({', '.join(parameters)}), and on JAX it is called with (state, data) "
@@ -81,33 +104,6 @@ def refuse_beside_own_step(stock: type, options: ModelOptions, has_checkpoints: 
             )
 
 
-def refuse_eager(model: Any) -> None:
-    """Refuse a model that is to run without being compiled.
-
-    Raises:
-        RuntimeError: saying what to do instead.
-    """
-    if model.run_eagerly:
-        raise RuntimeError(
-            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
-            "with jax.debug.print"
-        )
-
-
-def refuse_own_distribution() -> None:
-    """Refuse a distribution of Keras's own, which would spread rows over devices beside the strategy.
-
-    Raises:
-        StrategyError: naming it.
-    """
-    found = keras.distribution.distribution()
-    if found is not None:
-        raise StrategyError(
-            f"keras.distribution is a {type(found).__name__}, and the strategy spreads rows over replicas; call "
-            "keras.distribution.set_distribution(None), or use the model outside of a scope"
-        )
-
-
 def refuse_other_size(found: int, of_all: int | None) -> None:
     """Refuse a size of batches that a source does not have, which makes its own.
 
@@ -125,21 +121,7 @@ def refuse_other_size(found: int, of_all: int | None) -> None:
         )
 
 
-def refuse_states_of_rows(model: Any) -> None:
-    """Refuse recurrent layers that keep a state for each row of a batch, of which replicas have different ones.
-
-    Raises:
-        StrategyError: naming the layer.
-    """
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
-            raise StrategyError(
-                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
-                "rows; make it with stateful=False, or use the model outside of a scope"
-            )
-
-
-def refuse_changed_layers(model: Any) -> None:
+def refuse_changed_layers(model: ModelLike) -> None:
     """Refuse to train other variables than those for which the optimizer was built.
 
     Raises:
@@ -156,7 +138,7 @@ def refuse_changed_layers(model: Any) -> None:
         )
 
 
-def refuse_compiled(model: Any, hook: str) -> None:
+def refuse_compiled(model: ModelLike, hook: str) -> None:
     """Refuse a model that a callback of `fit` has compiled anew, whose loop would go on with a function that is gone.
 
     Raises:
@@ -169,7 +151,7 @@ def refuse_compiled(model: Any, hook: str) -> None:
         )
 
 
-def refuse_optimizer(optimizer: Any, accumulates: bool) -> None:
+def refuse_optimizer(optimizer: OptimizerLike | None, accumulates: bool) -> None:
     """Refuse what an optimizer cannot do where the step accumulates.
 
     Args:

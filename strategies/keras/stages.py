@@ -1,7 +1,8 @@
-"""Which stage of a pipeline computes which call of a layer, and models that are computed stage by stage."""
+"""Stages of pipelines, assigned to calls of layers, and models that are computed stage by stage."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -10,13 +11,18 @@ from typing import Any, TypeAlias
 
 import keras
 from keras import tree
-from keras.src.models import Functional
+from keras.src.models.functional import Functional
 from keras.src.ops import node as keras_node
 
+from strategies.keras.protocols import FunctionalLike, LayerLike, ModelLike, NodeLike
 from strategies.numbers import integer
 from strategies.pipelines.marks import pipeline_stage
+from strategies.roles import Tree
 
-Stages: TypeAlias = tuple[Any, ...]
+Stage: TypeAlias = Any
+"""A stage, the stages of a nested model, or None."""
+
+Stages: TypeAlias = tuple[Stage, ...]
 """For each call of a layer its stage, or the stages of a nested model; None where it has none."""
 
 _MARK = "_strategies_stage"
@@ -33,7 +39,7 @@ class FunctionalLayerPipelineStageAssignment:
         pipeline_stage: the stage; None where it has none.
     """
 
-    layer: Any
+    layer: LayerLike
     node_index: int
     pipeline_stage: int | None = None
 
@@ -50,7 +56,7 @@ class SequentialLayerPipelineStageAssignment:
         pipeline_stage: the stage; None where it has none.
     """
 
-    layer: Any
+    layer: LayerLike
     pipeline_stage: int | None = None
 
     def __str__(self) -> str:
@@ -67,9 +73,9 @@ class FunctionalNestedModelPipelineStageAssignment:
         pipeline_stage_assignments: of its layers.
     """
 
-    nested_model: Any
+    nested_model: ModelLike
     node_index: int
-    pipeline_stage_assignments: Sequence[Any] = ()
+    pipeline_stage_assignments: Sequence[Assignment] = ()
 
     def __str__(self) -> str:
         return f"Nested model: {self.nested_model.name}, node index: {self.node_index}, {_lines(self)}"
@@ -84,14 +90,22 @@ class SequentialNestedModelPipelineStageAssignment:
         pipeline_stage_assignments: of its layers.
     """
 
-    nested_model: Any
-    pipeline_stage_assignments: Sequence[Any] = ()
+    nested_model: ModelLike
+    pipeline_stage_assignments: Sequence[Assignment] = ()
 
     def __str__(self) -> str:
         return f"Nested model: {self.nested_model.name}, {_lines(self)}"
 
 
-def _lines(nested: Any) -> str:
+Assignment: TypeAlias = (
+    FunctionalLayerPipelineStageAssignment
+    | SequentialLayerPipelineStageAssignment
+    | FunctionalNestedModelPipelineStageAssignment
+    | SequentialNestedModelPipelineStageAssignment
+)
+
+
+def _lines(nested: FunctionalNestedModelPipelineStageAssignment | SequentialNestedModelPipelineStageAssignment) -> str:
     return "; ".join(map(str, nested.pipeline_stage_assignments))
 
 
@@ -109,30 +123,26 @@ def PipelineStage(stage: int) -> Iterator[None]:
     _check_stage(stage)
     if _current.get() is not None:
         raise RuntimeError(f"PipelineStage({stage}) is within PipelineStage({_current.get()}); end one before the next")
+    _mark_nodes()
     token = _current.set(stage)
-    create = keras_node.Node.__init__
-
-    def create_in_stage(self: Any, *arguments: Any, **named: Any) -> None:
-        create(self, *arguments, **named)
-        setattr(self, _MARK, _current.get())
-
-    keras_node.Node.__init__ = create_in_stage
     try:
         yield
     finally:
-        keras_node.Node.__init__ = create
         _current.reset(token)
 
 
-def assignments_of(model: Any) -> Assignments:
-    """The calls of layers of a model.
+@functools.cache
+def _mark_nodes() -> None:
+    """Have each call of a layer in a `PipelineStage` know its stage, from now on."""
+    node: Any = keras_node.Node
+    create = node.__init__
 
-    Raises:
-        RuntimeError: if they are not known, as those of a model with a `call` of its own.
-    """
-    if isinstance(model, keras.Sequential):
-        return Assignments(model, is_sequential=True)
-    return Assignments(model, is_sequential=False)
+    def create_in_stage(self: NodeLike, *arguments: object, **named: object) -> None:
+        create(self, *arguments, **named)
+        if _current.get() is not None:
+            setattr(self, _MARK, _current.get())
+
+    node.__init__ = create_in_stage
 
 
 class Assignments:
@@ -140,12 +150,11 @@ class Assignments:
 
     Args:
         model: functional, sequential, or any other, which has none that are known.
-        is_sequential: whether it is sequential.
     """
 
-    def __init__(self, model: Any, is_sequential: bool) -> None:
+    def __init__(self, model: ModelLike) -> None:
         self._model = model
-        self._is_sequential = is_sequential
+        self._is_sequential = isinstance(model, keras.Sequential)
 
     @property
     def is_known(self) -> bool:
@@ -153,58 +162,58 @@ class Assignments:
         return self._is_sequential or isinstance(self._model, Functional)
 
     @property
-    def functional(self) -> Any:
-        """The functional model that computes it.
+    def functional(self) -> FunctionalLike:
+        """Return the functional model that computes it.
 
         Raises:
             RuntimeError: if there is none.
         """
-        found = self._model._functional if self._is_sequential else self._model
+        found: Any = self._model._functional if self._is_sequential else self._model
         if found is None or not isinstance(found, Functional):
             raise RuntimeError(
                 f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
                 "of its own mark stages there: with strategies.pipeline_stage(0): ..."
             )
-        return found
+        functional: FunctionalLike = found
+        return functional
 
     @property
-    def nodes(self) -> list[Any]:
+    def nodes(self) -> list[NodeLike]:
         """The calls, each behind those whose outputs it takes."""
         by_depth = self.functional._nodes_by_depth
         ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         return [node for node in ordered if not node.is_input]
 
     @property
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[ModelLike]:
         return list(self._model.layers) if self._is_sequential else [node.operation for node in self.nodes]
+
+    @property
+    def _kinds(self) -> tuple[Any, Any]:
+        """The classes of assignments: for models that are layers, and for other layers."""
+        if self._is_sequential:
+            return SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment
+        return FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment
 
     # ---- as the user sees them
 
-    def listed(self, stages: Stages | None) -> list[Any]:
-        """An assignment for each call; those of other calls than the model has now are forgotten."""
+    def listed(self, stages: Stages | None) -> list[Assignment]:
+        """Return an assignment for each call; those of other calls than the model has now are forgotten."""
         layers = self._layers
         if stages is not None and len(stages) != len(layers):
             stages = None
         stages = stages or (None,) * len(layers)
-        if self._is_sequential:
-            pairs = zip(layers, stages, strict=True)
-            return [
-                SequentialNestedModelPipelineStageAssignment(layer, assignments_of(layer).listed(stage))
-                if isinstance(stage, tuple)
-                else SequentialLayerPipelineStageAssignment(layer, stage)
-                for layer, stage in pairs
-            ]
+        nested, own = self._kinds
+        places = [()] * len(layers) if self._is_sequential else [(_index_of(node),) for node in self.nodes]
         return [
-            FunctionalNestedModelPipelineStageAssignment(
-                node.operation, _index_of(node), assignments_of(node.operation).listed(stage)
-            )
+            nested(layer, *place, Assignments(layer).listed(stage))
             if isinstance(stage, tuple)
-            else FunctionalLayerPipelineStageAssignment(node.operation, _index_of(node), stage)
-            for node, stage in zip(self.nodes, stages, strict=True)
+            else own(layer, *place, stage)
+            for layer, place, stage in zip(layers, places, stages, strict=True)
         ]
 
-    def parsed(self, given: Any) -> Stages:
-        """The stages of a list of assignments, or of numbers.
+    def parsed(self, given: object) -> Stages:
+        """Return the stages of a list of assignments, or of numbers.
 
         Raises:
             TypeError, ValueError, RuntimeError: see `Extensions.set_pipeline_stage_assignment`.
@@ -221,20 +230,15 @@ class Assignments:
         self.check(stages)
         return stages
 
-    def _parsed(self, one: Any, number: int) -> Any:
-        if integer(one) is not None:
+    def _parsed(self, one: Stage | Assignment, number: int) -> Stage:
+        number_given = integer(one)
+        if number_given is not None:
             _check_stage(one)
-            return int(one)
+            return number_given
         layer = self._layers[number]
-        nested: Any
-        own: Any
-        nested, own = (
-            (SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment)
-            if self._is_sequential
-            else (FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment)
-        )
+        nested, own = self._kinds
         if isinstance(one, nested) and one.nested_model is layer:
-            inner = assignments_of(layer)
+            inner = Assignments(layer)
             return tuple(inner._parsed(each, place) for place, each in enumerate(one.pipeline_stage_assignments))
         if not isinstance(one, own):
             raise ValueError(
@@ -296,7 +300,7 @@ class Assignments:
     # ---- scopes
 
     def scoped(self, partly: bool = False) -> Stages | None:
-        """The stages of `PipelineStage` in which calls were made; None where there is none.
+        """Return the stages of `PipelineStage` in which calls were made; None where there is none.
 
         Args:
             partly: whether some calls may have none.
@@ -328,13 +332,13 @@ class Assignments:
     # ---- running
 
     def runner(self, stages: Stages) -> StagedModel:
-        """What has the model computed stage by stage."""
+        """Return what has the model computed stage by stage."""
         self.check(stages)
         return StagedModel(self, stages)
 
 
 class StagedModel:
-    """Has a model computed stage by stage while it is traced.
+    """A model that is computed stage by stage while it is traced.
 
     Args:
         assignments: of the model.
@@ -356,14 +360,14 @@ class StagedModel:
         with ExitStack() as stack:
             for node, stage in zip(self._assignments.nodes, self._stages, strict=True):
                 if isinstance(stage, tuple):
-                    stack.enter_context(StagedModel(assignments_of(node.operation), stage)())
+                    stack.enter_context(StagedModel(Assignments(node.operation), stage)())
             object.__setattr__(functional, "_run_through_graph", self._run)
             stack.callback(functional.__dict__.pop, "_run_through_graph")
             yield
 
     def _run(
-        self, inputs: Any, operation_fn: Callable[[Any], Callable[..., Any]] = lambda op: op, call_fn: Any = None
-    ) -> Any:
+        self, inputs: Tree, operation_fn: Callable[[LayerLike], LayerLike] = lambda op: op, call_fn: object = None
+    ) -> Tree:
         functional = self._assignments.functional
         pairs = zip(functional.inputs, tree.flatten(inputs), strict=True)
         values = {id(given): value for given, value in pairs}
@@ -378,15 +382,15 @@ class StagedModel:
         return tree.pack_sequence_as(functional._outputs_struct, [values[id(one)] for one in functional.outputs])
 
 
-def _index_of(node: Any) -> int:
+def _index_of(node: NodeLike) -> int:
     return int(node.operation._inbound_nodes.index(node))
 
 
-def _flat(stage: Any) -> list[int]:
+def _flat(stage: Stage) -> list[int]:
     return [one for each in stage for one in _flat(each)] if isinstance(stage, tuple) else [stage]
 
 
-def _check_stage(stage: Any) -> None:
+def _check_stage(stage: object) -> None:
     number = integer(stage)
     if number is None:
         raise TypeError(f"pipeline stage {stage!r} is no whole number; stages have numbers from 0 on")

@@ -1,10 +1,9 @@
-"""What a model of Keras has besides trainable variables, and how replicas agree on it."""
+"""State of a model of Keras besides trainable variables, and the ways in which replicas agree on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +11,37 @@ import numpy as np
 
 from strategies.errors import StrategyError
 from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
+from strategies.keras.protocols import Array, ModelLike, Values, VariableLike
 
 VARIABLES, METRICS = "variables", "metrics"
 """The parts of the model state: variables that are not trained, and those of metrics."""
 
 
-def seeds_of(model: Any) -> list[bool]:
-    """For each variable that is not trained whether it is the state of a `SeedGenerator`."""
+def seeds_of(model: ModelLike) -> tuple[bool, ...]:
+    """Return for each variable that is not trained whether it is the state of a `SeedGenerator`."""
     layers = model._flatten_layers()
     states = {id(generator.state) for layer in layers for generator in layer._seed_generators}
-    return [id(variable) in states for variable in model.non_trainable_variables]
+    return tuple(id(variable) in states for variable in model.non_trainable_variables)
 
 
-def random_states(model: Any) -> list[list[int]]:
-    """The states of a model's seed generators, which files of Keras do not have."""
+def seed_variables(model: ModelLike) -> list[VariableLike]:
+    """Return the variables that are states of seed generators."""
     pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
-    return [np.asarray(variable.value).tolist() for variable, flag in pairs if flag]
+    return [variable for variable, flag in pairs if flag]
 
 
-def set_random_states(model: Any, states: Sequence[Sequence[int]]) -> bool:
+def random_states(model: ModelLike) -> list[list[int]]:
+    """Return the states of a model's seed generators, which files of Keras do not have."""
+    return [np.asarray(variable.value).tolist() for variable in seed_variables(model)]
+
+
+def set_random_states(model: ModelLike, states: Sequence[Sequence[int]]) -> bool:
     """Have a model's seed generators go on from states that `random_states` returned.
 
     Returns:
         Whether there are as many generators as states; otherwise nothing is set.
     """
-    pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
-    variables = [variable for variable, flag in pairs if flag]
+    variables = seed_variables(model)
     if len(variables) != len(states):
         return False
     for variable, state in zip(variables, states, strict=True):
@@ -58,8 +62,8 @@ class Seeds:
 
     flags: tuple[bool, ...]
 
-    def of_replica(self, values: Sequence[Any], replica: jax.Array, draw: jax.Array | None = None) -> list[Any]:
-        """The values that a replica begins with; traceable.
+    def of_replica(self, values: Values, replica: jax.Array, draw: jax.Array | None = None) -> list[Array]:
+        """Return the values that a replica begins with; traceable.
 
         Args:
             values: of all variables.
@@ -68,7 +72,7 @@ class Seeds:
         """
         return [self._own(one, replica, draw) if flag else one for one, flag in zip(values, self.flags, strict=True)]
 
-    def _own(self, state: jax.Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
+    def _own(self, state: Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.asarray(state), impl="threefry2x32")
         derived = jax.random.key_data(jax.random.fold_in(key, replica))
         own = jnp.where(replica == 0, state, derived)
@@ -77,8 +81,8 @@ class Seeds:
         key = jax.random.fold_in(jax.random.wrap_key_data(own, impl="threefry2x32"), draw)
         return jax.random.key_data(key)
 
-    def after(self, values: Sequence[Any], begun: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """What all replicas have after a step; traceable.
+    def after(self, values: Values, begun: Values, made: Values) -> list[Array]:
+        """Return what all replicas have after a step; traceable.
 
         Args:
             values: before it.
@@ -89,8 +93,8 @@ class Seeds:
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
 
 
-def words_of(variables: Sequence[Any], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
-    """How replicas agree on variables that are not trained.
+def words_of(variables: Sequence[VariableLike], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
+    """Return the ways in which replicas agree on variables that are not trained.
 
     Args:
         variables: those of Keras, which say how they are aggregated.
@@ -103,13 +107,13 @@ def words_of(variables: Sequence[Any], flags: Sequence[bool], is_changed: Sequen
     ]
 
 
-def _word(variable: Any) -> str:
+def _word(variable: VariableLike) -> str:
     is_float = jnp.issubdtype(variable.dtype, jnp.floating)
     return MEAN if is_float and variable.aggregation != "only_first_replica" else FIRST
 
 
-def words_of_metrics(variables: Sequence[Any], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
-    """How replicas agree on the variables of metrics: sums, which are exact, where Keras does not say otherwise.
+def words_of_metrics(variables: Sequence[VariableLike], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
+    """Return the ways in which replicas agree on the variables of metrics: exact sums, if Keras says nothing else.
 
     Args:
         variables: those of Keras.

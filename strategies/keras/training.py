@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from strategies.gradients.arguments import Outcome
 from strategies.keras.agreement import broadcast, is_so_anywhere
 from strategies.keras.checkpointing import SavedFit
+from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
-from strategies.keras.options import ModelOptions
-from strategies.keras.programs import ModelFunctions, TrainLoss
+from strategies.keras.programs import ModelFunctions, shape_of
+from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.dataflow import looks
 from strategies.programs.program import jit
+from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Batch
+from strategies.roles import Batch, Key, Number, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
-State = Sequence[Any]
-"""What Keras's loops hand on: trainable variables, others, those of the optimizer, and those of metrics."""
+
+@dataclass(frozen=True, eq=False)
+class _TrainLoss:
+    """The loss function of a `Trainer` for a model.
+
+    Attributes:
+        functions: of the model.
+        names: of logs that are no results of metrics, such as what an own `compute_metrics` returns; their means are
+            metrics of the step.
+    """
+
+    functions: ModelFunctions
+    names: tuple[str, ...] = ()
+
+    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
+        """See `Trainer`. The model has random states of its own, so the key is not used."""
+        seeds, given = self.functions.seeds, model_state[VARIABLES]
+        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
+        loss, made, metrics, logs = self.functions.losses(variables, own, model_state[METRICS], batch, training=True)
+        after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
+        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self.names}, after)
 
 
 class TrainFunction:
-    """Makes the steps of `fit` and `train_on_batch`.
+    """The function that makes the steps of `fit` and `train_on_batch`.
 
     Args:
         model: of Keras, built and compiled.
@@ -49,7 +71,7 @@ class TrainFunction:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike,
         strategy: Strategy,
         options: ModelOptions,
         steps_per_execution: int,
@@ -61,21 +83,22 @@ class TrainFunction:
         self._strategy = strategy
         self._options = options
         self._steps = steps_per_execution
+        assert model.optimizer is not None  # it was refused otherwise
         self._optimizer = KerasOptimizer(model.optimizer)
-        seeds = Seeds(tuple(seeds_of(model)))
+        seeds = Seeds(seeds_of(model))
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(self._functions.results)
         self._is_adopted = False
-        self._left: list[Any] | None = None  # the arrays that the last step has left with Keras
+        self._left: list[Array] | None = None  # the arrays that the last step has left with Keras
         self._step = 0
-        self._skipped: Any = 0
-        self._then: tuple[Sequence[Any], TrainState] | None = None  # in the midst of the epoch that begins
-        self._parts: list[Any] | None = None  # the optimizer state, of which this instance has only its own
+        self._skipped: Number = 0
+        self._then: tuple[Values, TrainState] | None = None  # in the midst of the epoch that begins
+        self._parts: list[Array] | None = None  # the optimizer state, of which this instance has only its own
 
     @property
     def steps_made(self) -> int:
-        """How many steps were made when it was called last."""
+        """The number of steps that were made when it was called last."""
         return self._step
 
     def unite(self) -> None:
@@ -95,7 +118,7 @@ class TrainFunction:
         self._is_adopted = False
         self._parts = None
 
-    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[dict[str, Any], State]:
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Logs, State]:
         """Make steps with the next batches.
 
         Args:
@@ -130,7 +153,7 @@ class TrainFunction:
         """
         model, optimizer = self._model, self._optimizer
         trained, others = model.trainable_variables, model.non_trainable_variables
-        all_of = [trained, others, model.optimizer.variables, model.metrics_variables]
+        all_of = [trained, others, optimizer.all_variables, model.metrics_variables]
         own, begun = self._begun([[one.value for one in variables] for variables in all_of], batch)
         assert self.trainer is not None
         saved = open_saved(self.trainer)
@@ -153,8 +176,8 @@ class TrainFunction:
             self._then, self._is_adopted = (own, state), True
         return saved
 
-    def _begun(self, state: State, batch: Batch) -> tuple[Sequence[Any], TrainState]:
-        """The variables of the optimizer that are none of the step's, and the state of the `Trainer`."""
+    def _begun(self, state: State, batch: Batch) -> tuple[Values, TrainState]:
+        """Return the variables of the optimizer that are none of the step's, and the state of the `Trainer`."""
         trained, others, of_optimizer, metrics = state
         own, inner = self._optimizer.divide(of_optimizer)
         begun = TrainState(
@@ -175,9 +198,9 @@ class TrainFunction:
         return own, self._placed(begun)
 
     def _adopted(self, state: TrainState) -> TrainState:
-        """Instance 0's state on all instances; large arrays travel only where one instance has others than were left.
+        """Return instance 0's state on all instances; a collective call.
 
-        A collective call.
+        Large arrays travel only where an instance has others than the last step has left.
         """
         assert self.trainer is not None
         replicas = self._strategy.replicas
@@ -195,7 +218,7 @@ class TrainFunction:
         return self._placed(replace(state, loss_scale=scale, step=int(step), model_state=model_state))
 
     def _placed(self, state: TrainState) -> TrainState:
-        """The state where programs expect it: a callback may have assigned to variables since the last step."""
+        """Return the state where programs expect it: a callback may have assigned to variables since the last step."""
         device = self._strategy.replicas.variables_device
         variables, optimizer_state, model_state = jax.tree.map(
             lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device),
@@ -203,7 +226,7 @@ class TrainFunction:
         )
         return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
-    def _ended(self, own: Sequence[Any], state: TrainState, metrics: dict[str, float]) -> tuple[dict[str, Any], State]:
+    def _ended(self, own: Values, state: TrainState, metrics: Logs) -> tuple[Logs, State]:
         self._step = state.step
         if state.loss_scale is not None:
             self._skipped = state.loss_scale.skipped
@@ -224,7 +247,7 @@ class TrainFunction:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
         shapes = jax.tree.map(self._micro_shape, rows)
         self.words, self._names = self._looked_at(state, shapes)
-        loss = TrainLoss(self._functions, self._names)
+        loss = _TrainLoss(self._functions, self._names)
         options = self._options
         return Trainer(
             self._strategy,
@@ -247,24 +270,27 @@ class TrainFunction:
                 "the model is pipelined, and gradient_accumulation_steps_per_replica is not set; give it to "
                 "set_pipelining_options: stages work on several micro-batches at once"
             )
-        mapping: Any = (self._options.pipelining or {}).get("device_mapping")
-        if self._staged is None and mapping is None:
+        mapping: Sequence[int] | None = (self._options.pipelining or {}).get("device_mapping")
+        if self._staged is not None:
+            stages = self._staged.count
+        elif mapping is not None:
+            stages = len(mapping)
+        else:
             raise ValueError(
                 "the model marks its stages itself, and nobody knows how many there are; give device_mapping to "
                 "set_pipelining_options, a device for each stage"
             )
-        stages = len(mapping) if self._staged is None else self._staged.count
         return self._options.pipeline(stages, self._strategy.replicas.grid.ipus_per_replica)
 
     def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows = shape.shape[0] // self._options.micro_batches
         return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
 
-    def _looked_at(self, state: TrainState, batch: Any) -> tuple[dict[str, list[str]], tuple[str, ...]]:
-        """How replicas agree on what is not trained, and the names of logs that are no results of metrics."""
+    def _looked_at(self, state: TrainState, batch: Batch) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+        """Return how replicas agree on what is not trained, and the names of logs that are no results of metrics."""
         names: list[str] = []
 
-        def after(old: list[Any], trained: Any, batch: Any) -> list[Any]:
+        def after(old: list[Array], trained: Variables, batch: Batch) -> list[Array]:
             others, metrics = old[:count], old[count:]
             _, others, metrics, logs = self._functions.losses(trained, others, metrics, batch, training=True)
             names[:] = [name for name in logs if name not in self._functions.results(metrics)]
@@ -274,7 +300,7 @@ class TrainFunction:
         others, metrics = model.non_trainable_variables, model.metrics_variables
         count = len(others)
         old = [*state.model_state[VARIABLES], *state.model_state[METRICS]]
-        changed, adds = looks(after, [_shape(one) for one in old], jax.tree.map(_shape, state.variables), batch)
+        changed, adds = looks(after, [shape_of(one) for one in old], jax.tree.map(shape_of, state.variables), batch)
         words = {
             VARIABLES: words_of(others, self._functions.seeds.flags, changed[:count]),
             METRICS: words_of_metrics(metrics, changed[count:], adds[count:]),
@@ -282,28 +308,24 @@ class TrainFunction:
         return words, tuple(names)
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-
-
-def _large(state: TrainState) -> list[Any]:
-    """The arrays of a state, but for those of metrics, which Keras sets back."""
-    others: list[Any] = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state[VARIABLES]))
+def _large(state: TrainState) -> list[Array]:
+    """Return the arrays of a state, but for those of metrics, which Keras sets back."""
+    others: list[Array] = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state[VARIABLES]))
     return others
 
 
-def _are_the_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very same arrays; nothing changes those of JAX."""
+def _are_the_same(arrays: Values, others: Values) -> bool:
+    """Return whether these are the very same arrays; nothing changes those of JAX."""
     return len(arrays) == len(others) and all(one is other for one, other in zip(arrays, others, strict=True))
 
 
-def _is_placed(leaf: Any) -> bool:
-    """Whether programs take it as it is, as they do arrays of the host."""
+def _is_placed(leaf: Array) -> bool:
+    """Return whether programs take it as it is, as they do arrays of the host."""
     return isinstance(leaf, np.ndarray | np.generic) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
 
 
 def _may_be_used_up(state: TrainState) -> bool:
-    """Whether a step may take over the memory of a state: each of its arrays has its own."""
+    """Return whether a step may take over the memory of a state: each of its arrays has its own."""
     leaves = jax.tree.leaves((state.variables, state.optimizer_state))
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return False

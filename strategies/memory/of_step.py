@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -26,16 +27,14 @@ from strategies.updates.optimizers import AnyOptimizer, as_optimizer
 from strategies.updates.update import VariableUpdate
 
 
+@dataclass(frozen=True)
 class MemoryPlanner:
     """Plans the memory of a training, beside the parts that carry it out; calls no collective."""
 
-    def __init__(
-        self, replicas: Replicas, loss_fn: LossFunction, optimizer: AnyOptimizer, options: StepOptions
-    ) -> None:
-        self._replicas = replicas
-        self._loss_fn = loss_fn
-        self._optimizer = optimizer
-        self._options = options
+    replicas: Replicas
+    loss_fn: LossFunction
+    optimizer: AnyOptimizer
+    options: StepOptions
 
     def plan(self, variables: Variables, model_state: Tree, batch: Batch) -> MemoryPlan:
         """Return what this instance needs; shapes and dtypes of all arguments are enough.
@@ -43,10 +42,10 @@ class MemoryPlanner:
         Raises:
             TypeError, ValueError: as of a step with them.
         """
-        replicas, options = self._replicas, self._options
-        update = update_for(replicas, self._optimizer, options.of_update)
+        replicas, options = self.replicas, self.options
+        update = update_for(replicas, self.optimizer, options.of_update)
         state = self._state(update, variables, model_state)
-        engine = JaxEngine(replicas, self._loss_fn, options, update, is_recorded=True)
+        engine = JaxEngine(replicas, self.loss_fn, options, update, is_recorded=True)
         program, plan = engine.planned(state, batch)
         memory = MeansMemory(plan.leaving, not_made)
         buckets = plan.buckets(memory)
@@ -65,7 +64,7 @@ class MemoryPlanner:
     def _state(self, update: VariableUpdate, variables: Variables, model_state: Tree) -> TrainState:
         """The shapes of a state as `TrainStates` makes it."""
         variables, model_state = shapes_of(variables), shapes_of(model_state)
-        options, local = self._options, len(self._replicas.local_replicas)
+        options, local = self.options, len(self.replicas.local_replicas)
         trained = Trainable.of(variables, options.trainable).pick(variables)
         residuals = None
         if options.transfer.is_quantised:
@@ -81,7 +80,7 @@ class MemoryPlanner:
     def _of_update(
         self, update: VariableUpdate, state: TrainState, program: ReplicaProgram, memory: MeansMemory
     ) -> list[ProgramMemory]:
-        trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
+        trained = Trainable.of(state.variables, self.options.trainable).pick(state.variables)
         leaves = program.means if program.quantised else memory.means[: program.num_gradients]
         means = jax.tree.unflatten(jax.tree.structure(trained), list(map(_shape, leaves)))
         lowered = update.lowered(trained, state.optimizer_state, means, control_of(state))
@@ -90,9 +89,9 @@ class MemoryPlanner:
     # ---- what is held
 
     def _of_state(self, state: TrainState) -> list[Held]:
-        offloads = self._options.of_update.offloads_state
-        variables_lie = HOST if self._replicas.variables_on_host else DEVICE
-        is_sharded = self._options.of_update.shards_state
+        offloads = self.options.of_update.offloads_state
+        variables_lie = HOST if self.replicas.variables_on_host else DEVICE
+        is_sharded = self.options.of_update.shards_state
         held = [
             Held("variables", _nbytes(state.variables), variables_lie, "once for all local replicas"),
             Held(
@@ -108,12 +107,12 @@ class MemoryPlanner:
 
     def _checkpoint_bytes(self, state: TrainState) -> int:
         """The whole state, of which instance 0 has a copy while it writes a checkpoint."""
-        replicas = self._replicas
+        replicas = self.replicas
         if replicas.instance.index:
             return 0
-        trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
-        optimizer_state = jax.eval_shape(as_optimizer(self._optimizer).init, trained)
-        own = self._options.rule_of(state.model_state).pick(state.model_state, PER_REPLICA)
+        trained = Trainable.of(state.variables, self.options.trainable).pick(state.variables)
+        optimizer_state = jax.eval_shape(as_optimizer(self.optimizer).init, trained)
+        own = self.options.rule_of(state.model_state).pick(state.model_state, PER_REPLICA)
         of_replicas = _nbytes((state.residuals, own)) // len(replicas.local_replicas)
         return (
             _nbytes((state.variables, optimizer_state, state.model_state))
@@ -122,7 +121,7 @@ class MemoryPlanner:
         )
 
     def _of_exchange(self, plan: ReplicaPlan, buckets: Sequence[Bucket], program: ReplicaProgram) -> list[Held]:
-        communicator, local = self._replicas.communicator, len(self._replicas.local_replicas)
+        communicator, local = self.replicas.communicator, len(self.replicas.local_replicas)
         buffers = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)
         means = [
             (array.nbytes, number not in bucket.scattered and communicator.is_shared(array.nbytes))
@@ -140,7 +139,7 @@ class MemoryPlanner:
         ]
 
     def _of_data(self, batch: Batch) -> list[Held]:
-        dataset = self._replicas.dataset_of(batch)
+        dataset = self.replicas.dataset_of(batch)
         ahead = 0 if dataset is None else dataset.num_read_ahead
         return [
             Held("batch", _nbytes(batch), DEVICE),

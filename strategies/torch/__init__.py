@@ -1,9 +1,18 @@
 """PyTorch under the strategies: modules are trained as they are, with the same bits for every number of instances."""
 
-import strategies.torch.installed  # noqa: F401  before what imports torch
-from strategies.torch.distributed_data import distribute_dataset
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder, "
+        "or see docs/torch.md for PyTorch without CUDA",
+        name="torch",
+    ) from None
+
+from strategies.torch.distributed_data import DistributedSampler, distribute_dataset
 from strategies.torch.distributed_model import DistributedModel
-from strategies.torch.distributed_sampler import DistributedSampler
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import seed_of
 from strategies.torch.replica_groups import ReplicaGroups, group_replicas

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from collectives import Communicator
 from strategies.errors import StrategyError
-from strategies.torch.exchange_queue import ExchangeQueue, queue_of
-from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.gradient_plan import TorchGradientPlan
 
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
@@ -24,39 +23,32 @@ class Model(Protocol):
     """A model whose gradients are exchanged."""
 
     def reduce(self, bucket: int) -> None:
-        """Exchange one bucket; called in the thread of the queue, or while that has nothing to do."""
+        """Exchange one bucket; called in the thread of exchanges, or while that has nothing to do."""
 
-    def fill(self, round_: Round) -> None:
+    def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that have not been taken while the backward pass ran."""
 
-    def conclude(self, round_: Round) -> None:
-        """Exchange the last bucket and what follows from it; the queue has nothing to do."""
+    def conclude(self, model_pass: ModelPass) -> None:
+        """Exchange the last bucket and what follows from it; the thread of exchanges has nothing to do."""
 
     def ended_without_gradients(self) -> None:
         """Take note of a backward pass through the model's outputs in which no gradient was accumulated."""
 
 
-class Round:
+class ModelPass:
     """One model in one backward pass.
 
-    Args:
-        model: whose gradients these are.
-        plan: how they travel; None where there is none yet.
-        tasks: those of the backward pass, see `BackwardPass`.
-
     Attributes:
-        model: see above.
-        tasks: see above.
         came: the ids of the parameters whose gradients have come.
         taken: the numbers of those whose gradients are on their way.
         begun: the exchanges that have begun.
     """
 
-    def __init__(self, model: Model, plan: GradientPlan | None, tasks: set[int]) -> None:
+    def __init__(self, model: Model, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
         self.model, self.tasks = model, tasks
         self.came: set[int] = set()
         self.taken: set[int] = set()
-        self.begun: list[Future[Any]] = []
+        self.begun: list[Future[None]] = []
         self._plan = plan
         self._missing = [len(numbers) for numbers in plan.members] if plan else [0]
         self._next = 0
@@ -93,7 +85,7 @@ class BackwardPass:
 
     def __init__(self, task: int) -> None:
         self.tasks = {task}
-        self.rounds: list[Round] = []
+        self.rounds: list[ModelPass] = []
         self.reached: list[Model] = []
 
 
@@ -103,16 +95,13 @@ class BackwardPasses:
     Gradients that leave while a backward pass runs do so model by model, in the order in which the first gradients have
     come. Where that order differs between instances, the names of the collectives do, and all raise.
 
-    Args:
-        queue: in which gradients leave.
-
     Attributes:
         models: how many have shared the communicator so far.
     """
 
-    def __init__(self, queue: ExchangeQueue) -> None:
+    def __init__(self) -> None:
         self.models = 0
-        self._queue = queue
+        self._exchanges = ThreadPoolExecutor(1, "gradients")  # one thread: collective calls keep their order
         self._running: BackwardPass | None = None
 
     def settle(self) -> None:
@@ -146,10 +135,12 @@ class BackwardPasses:
         assert self._running is not None
         self._begin_ready(self._running.rounds)
 
-    def _begin_ready(self, rounds: Sequence[Round]) -> None:
-        for round_ in rounds:
-            round_.begun += [self._queue.submit(round_.model.reduce, bucket) for bucket in round_.ready()]
-            if not round_.has_left:
+    def _begin_ready(self, rounds: Sequence[ModelPass]) -> None:
+        for model_pass in rounds:
+            model_pass.begun += [
+                self._exchanges.submit(model_pass.model.reduce, bucket) for bucket in model_pass.ready()
+            ]
+            if not model_pass.has_left:
                 return
 
     def _end(self, ended: BackwardPass) -> None:
@@ -157,15 +148,15 @@ class BackwardPasses:
         self._running = None
         rounds = ended.rounds
         for model in ended.reached:
-            if all(round_.model is not model for round_ in rounds):
+            if all(model_pass.model is not model for model_pass in rounds):
                 model.ended_without_gradients()
-        for round_ in rounds:
-            round_.model.fill(round_)
+        for model_pass in rounds:
+            model_pass.model.fill(model_pass)
         self._begin_ready(rounds)
-        for future in [future for round_ in rounds for future in round_.begun]:
+        for future in [future for model_pass in rounds for future in model_pass.begun]:
             future.result()
-        for round_ in rounds:
-            round_.model.conclude(round_)
+        for model_pass in rounds:
+            model_pass.model.conclude(model_pass)
 
 
 _passes: WeakKeyDictionary[Communicator, BackwardPasses] = WeakKeyDictionary()
@@ -173,7 +164,7 @@ _passes: WeakKeyDictionary[Communicator, BackwardPasses] = WeakKeyDictionary()
 
 def passes_over(communicator: Communicator) -> BackwardPasses:
     """Return the `BackwardPasses` of the models that share a communicator."""
-    return _passes.setdefault(communicator, BackwardPasses(queue_of(communicator)))
+    return _passes.setdefault(communicator, BackwardPasses())
 
 
 def is_nested() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -24,7 +23,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return getattr(module, IN_PLACE, None) is not None
 
 
-def kept_contexts(module: torch.nn.Module) -> dict[int, Any]:
+def kept_contexts(module: torch.nn.Module) -> dict[int, object]:
     """Return a memo by which `copy.deepcopy` keeps contexts of compilations, whose identity finds the compilation."""
     contexts = [_context_around(one) for one in module.modules()]
     return {id(context): context for context in contexts if context is not None}
@@ -47,16 +46,12 @@ def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
             f"{type(original).__qualname__} was compiled by module.compile(), and this version of PyTorch does not "
             "show how; give strategies.torch the module that torch.compile(module) returns"
         )
-    context: Callable[[Any], Any] = closed["self"].cell_contents
+    context: Callable[[object], object] = closed["self"].cell_contents
     setattr(copied, IN_PLACE, context(copied._call_impl))
 
 
 def refuse_to_be_compiled() -> None:
-    """Refuse to go on in a function that torch.compile runs.
-
-    Raises:
-        StrategyError: it does, and would compile the exchange of gradients as well.
-    """
+    """Refuse a function that torch.compile runs: it would compile the exchange of gradients as well."""
     if callable(eval_frame.get_eval_frame_callback()):
         raise StrategyError(
             "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the "
@@ -64,5 +59,5 @@ def refuse_to_be_compiled() -> None:
         )
 
 
-def _context_around(module: torch.nn.Module) -> Any:
+def _context_around(module: torch.nn.Module) -> object:
     return vars(module).get("dynamo_ctx")

@@ -1,4 +1,4 @@
-"""What one local replica adds to the mean gradients: views of PyTorch's memory, and small gradients together in one."""
+"""One local replica's part of the mean gradients: views of PyTorch's memory, and small gradients packed together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch
 
 from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
-from strategies.exchange.transfer import NOT_FINITE
-from strategies.torch.gradient_plan import GradientPlan
-from strategies.torch.quantising import encode
-from strategies.torch.replica_groups import Row
+from strategies.exchange.transfer import BLOCK, MANTISSA_BITS, NOT_FINITE, Int8Layout
+from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
+
+_MOST = 127  # the largest value of a block
+_SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
+_FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 
 
 class Contribution:
@@ -26,11 +29,10 @@ class Contribution:
     are copied.
 
     Args:
-        plan: where gradients lie.
         rows: for the numbers of parameters of which the replica has one row only, which. The others stay zero.
     """
 
-    def __init__(self, plan: GradientPlan, rows: Mapping[int, Row] | None = None) -> None:
+    def __init__(self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None) -> None:
         self._plan = plan
         self._rows = dict(rows or {})
         self._homes = [_home(plan, number) for number in range(len(plan.parameters))] if not plan.quantised else []
@@ -40,10 +42,6 @@ class Contribution:
 
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
-
-        Args:
-            number: of the parameter.
-            gradient: in the shape and dtype that the parameter has in the replica.
 
         Raises:
             StrategyError: if it is sparse.
@@ -63,9 +61,6 @@ class Contribution:
 
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of all parameters, in their order; see `take`, which for each takes several times as long.
-
-        Args:
-            gradients: in the shapes and dtypes that the parameters have in the replica.
 
         Raises:
             StrategyError: if one is sparse.
@@ -102,7 +97,7 @@ class Contribution:
         return True
 
     def _view(self, number: int) -> torch.Tensor:
-        """Where a gradient is copied to."""
+        """Return the memory to which a gradient is copied."""
         view = self._views.get(number)
         if view is None:
             view = self._views[number] = self._room(number)
@@ -110,10 +105,6 @@ class Contribution:
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.
-
-        Args:
-            gradients: of the parameters in their order; zeros where there is none.
-            residuals: of this replica.
 
         Raises:
             StrategyError: if one is sparse.
@@ -126,7 +117,7 @@ class Contribution:
             np.zeros(parameter.shape, np.float32) if gradient is None else as_array(gradient.to(HOST))
             for parameter, gradient in zip(self._plan.parameters, gradients, strict=True)
         ]
-        return encode(quantised, found, residuals, self._memory(0, len(self._plan.layouts[0].buffers) - 1))
+        return quantise(quantised, found, residuals, self._memory(0, len(self._plan.layouts[0].buffers) - 1))
 
     def set_tail(self, values: Sequence[float]) -> None:
         """Put what travels behind the last bucket into its place."""
@@ -135,7 +126,7 @@ class Contribution:
         memory[memory.size - len(values) :] = values
 
     def arrays(self, bucket: int) -> list[np.ndarray]:
-        """The buffers of a bucket, when everything in it was taken."""
+        """Return the buffers of a bucket, when everything in it was taken."""
         return [self._memory(bucket, place) for place in range(len(self._arrays[bucket]))]
 
     def is_finite(self, number: int) -> bool:
@@ -165,7 +156,7 @@ class Contribution:
         return array
 
     def _room(self, number: int) -> torch.Tensor:
-        """The place of a gradient, as a tensor in the dtype in which it travels."""
+        """Return the place of a gradient as a tensor, in the dtype in which the gradient travels."""
         home = self._homes[number]
         if home.is_of_one:
             self._arrays[home.bucket][home.buffer] = None  # not what autograd has made once
@@ -176,15 +167,10 @@ class Contribution:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a gradient lies, and how.
+    """The place of a gradient in the buffers that travel.
 
     Attributes:
-        bucket: number of the bucket.
-        buffer: number of the buffer there.
-        start: where it begins in it.
         is_of_one: whether it has the buffer alone.
-        size: of the buffer.
-        dtype: in which it travels.
     """
 
     bucket: int
@@ -195,7 +181,7 @@ class _Home:
     dtype: torch.dtype
 
 
-def _home(plan: GradientPlan, number: int) -> _Home:
+def _home(plan: TorchGradientPlan, number: int) -> _Home:
     place = plan.places[number]
     layout = plan.layouts[place.bucket]
     name, start = layout.places[place.leaf]
@@ -203,3 +189,52 @@ def _home(plan: GradientPlan, number: int) -> _Home:
     buffer = layout.buffers[where]
     dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
     return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)
+
+
+def quantise(
+    layout: Int8Layout, leaves: Sequence[np.ndarray], residuals: Sequence[np.ndarray], into: np.ndarray
+) -> list[np.ndarray]:
+    """Write one replica's payload, and return what it lost; rules and bits are those of `gradients.encoding`.
+
+    Args:
+        layout: where gradients lie in the payload.
+        leaves: the gradients, in the layout's shapes.
+        residuals: what was lost in the last step that was applied, float32 in the layout's shapes; not changed.
+        into: int8 of shape `(payload_size,)`, all of which is written.
+    """
+    kept = []
+    for leaf, residual, start in zip(leaves, residuals, layout.starts, strict=False):
+        values, scales, lost = _blocks_of(leaf, residual)
+        into[start * BLOCK : start * BLOCK + values.size] = values
+        into[layout.result_size + start : layout.result_size + start + scales.size] = scales
+        kept.append(lost)
+    return kept
+
+
+def _blocks_of(leaf: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the blocks of a gradient: values int8[n * 64], scales int8[n], and what was lost."""
+    exact = leaf.astype(np.float32) + residual
+    count = -(-exact.size // BLOCK)
+    blocks = np.zeros((count, BLOCK), np.float32)
+    blocks.reshape(-1)[: exact.size] = exact.reshape(-1)
+    with np.errstate(all="ignore"):
+        largest = np.abs(blocks).max(axis=1)
+        exponents = largest.view(np.int32) >> MANTISSA_BITS & NOT_FINITE
+        is_finite = exponents < NOT_FINITE
+        scales = np.where(is_finite, np.maximum(exponents - _SHIFT, 1), NOT_FINITE)
+        units = _power_of_two(np.minimum(scales, _FLIPPED - 1))
+        inverses = _power_of_two(np.maximum(_FLIPPED - scales, 1))
+        values = np.clip(np.rint(blocks * inverses), -_MOST, _MOST)  # multiplied exactly, rounded half to even
+        values = np.where(is_finite[:, None], values, np.float32(0))
+        lost = blocks - values * units  # exact
+    kept_blocks = np.zeros_like(blocks)
+    kept_blocks.reshape(-1)[: exact.size] = residual.reshape(-1)
+    lost = np.where(is_finite[:, None], lost, kept_blocks)
+    new: np.ndarray = lost.reshape(-1)[: exact.size].reshape(exact.shape)
+    return values.astype(np.int8).reshape(-1), scales.astype(np.uint8).view(np.int8), new
+
+
+def _power_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Return the powers of two that have these exponents in float32, as a column."""
+    powers: np.ndarray = (exponents.astype(np.int32) << MANTISSA_BITS).view(np.float32)[:, None]
+    return powers

@@ -1,16 +1,17 @@
-"""A data set that is dealt out to replicas, whose batches are tensors."""
+"""Data sets that are dealt out to replicas: batches of tensors, or the indices for PyTorch's DataLoader."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sized
 
 import jax
 import torch
 
 from strategies.data.datasets import DistributedDataset
-from strategies.data.layout import Remainder
+from strategies.data.layout import Layout, Remainder, epoch_order
 from strategies.roles import Data
 from strategies.strategy import Strategy
+from strategies.switches import require_switches
 from strategies.torch.tensors import as_array, tensors_of
 
 
@@ -56,8 +57,80 @@ def distribute_dataset(
     return dataset
 
 
-def _of_arrays(source: Any) -> Any:
-    """The source with arrays for tensors."""
+def _of_arrays(source: object) -> object:
+    """Return the source with arrays in place of tensors."""
     if isinstance(source, torch.utils.data.TensorDataset):
         source = source.tensors
     return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
+
+
+class DistributedSampler(torch.utils.data.Sampler[int]):
+    """The elements of this instance's replicas, batch by batch: those that `distribute_dataset` deals to them.
+
+        sampler = strategies.torch.DistributedSampler(dataset, strategy, batch_size=32)
+        loader = torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for batch in loader: ...
+
+    What a replica reads depends on seed, epoch and the number of replicas, and not on that of instances.
+
+    Args:
+        dataset: anything that has a length.
+        strategy: whose replicas share it.
+        batch_size: elements per replica and micro-batch.
+        seed: of the shuffle, the same on all instances.
+        shuffle: whether there is one.
+        remainder: "drop" what does not fill the last global batch, or "pad" it with elements from the begin of the
+            epoch, as PyTorch's sampler does.
+        gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
+
+    Attributes:
+        epoch: which permutation is read.
+
+    Raises:
+        TypeError: if `shuffle` is neither True nor False.
+        ValueError: if the data set is smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        strategy: Strategy,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        remainder: Remainder = "drop",
+        gradient_accumulation_count: int = 1,
+    ) -> None:
+        require_switches(shuffle=shuffle)
+        replicas = strategy.replicas
+        self._length = len(dataset)
+        self._layout = Layout(
+            batch_size,
+            replicas.num_replicas_in_sync,
+            replicas.local_replicas,
+            remainder,
+            gradient_accumulation_count,
+        )
+        self._layout.check_length(self._length)
+        self._seed, self._shuffle = seed, shuffle
+        self.epoch = 0
+
+    @property
+    def instance_batch_size(self) -> int:
+        """Elements that this instance reads in one step: the batch size of its loader."""
+        return self._layout.elements_per_replica * len(self._layout.local_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read another permutation from the next `iter` on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._layout.steps(self._length) * self.instance_batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
+        for step in range(self._layout.steps(self._length)):
+            yield from order[self._layout.positions(step) % self._length].tolist()

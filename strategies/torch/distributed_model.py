@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import torch
-from torch.jit import optimized_execution
+from torch.jit._fuser import optimized_execution
 
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
 from strategies.roles import Tree
 from strategies.strategy import Strategy
-from strategies.torch.allocator import keep_freed_memory
 from strategies.torch.compiled_modules import refuse_to_be_compiled
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
+from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join
@@ -26,7 +26,7 @@ from strategies.torch.training import refuse_modules
 
 
 class DistributedModel(torch.nn.Module):
-    """Averages the gradients of a module over all instances during every backward pass; one replica per instance.
+    """A module whose gradients are averaged over all instances in every backward pass; one replica per instance.
 
         model = strategies.torch.DistributedModel(module, strategy)
         for x, y in loader:                       # this replica's rows
@@ -113,7 +113,7 @@ class DistributedModel(torch.nn.Module):
         self._averaging.start()
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
-        """What the module returns; random numbers are drawn from the replica's generator."""
+        """Return what the module returns; random numbers are drawn from the replica's generator."""
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
@@ -126,7 +126,7 @@ class DistributedModel(torch.nn.Module):
         averaging.watch(outputs)
         return outputs
 
-    def compile(self, *arguments: Any, **named: Any) -> None:
+    def compile(self, *arguments: object, **named: object) -> None:
         """Compile the module; what follows its gradients stays Python."""
         self.module.compile(*arguments, **named)
 
@@ -165,7 +165,7 @@ class DistributedModel(torch.nn.Module):
 
     # ---- copies
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedModel:
         """Copy the module; what follows its gradients is made anew, and speaks to the others at its first backward."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -178,7 +178,7 @@ class DistributedModel(torch.nn.Module):
         )
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be written to a file.
 
         Raises:

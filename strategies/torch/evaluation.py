@@ -1,10 +1,9 @@
-"""Evaluating and predicting with a module: every row of a data set once, on all replicas, in a fixed order."""
+"""Evaluation of a module and prediction: every row of a data set once, on all replicas, in a fixed order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,45 +16,48 @@ from strategies.evaluation.data_pass import Begun, DataPass, Passing, Told, eval
 from strategies.evaluation.merging import Evaluation, Mean
 from strategies.replicas.membership import lost_with_an_instance, meet, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
+from strategies.roles import Batch, Number, Tree
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module
 from strategies.torch.replica_memory import HOST
+from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, parts_of, tensors_of
-from strategies.torch.training import Training
+from strategies.torch.training import TorchTraining
 
-Function = Callable[[torch.nn.Module, Any], Any]
-"""(module, batch) -> what it says of the rows of one replica; as a loss function, or only the outputs."""
+Rows = tuple[Batch, int, int]
+"""A replica's rows of a batch, how many a replica has at most, and how many of them count."""
 
 
-class Evaluator:
-    """Evaluates and predicts with a module, which stays as it is.
+class TorchEvaluator:
+    """An evaluator of a module, which stays as it is.
 
     Args:
-        replicas: where the replicas are.
-        training: of the module.
         loss_fn: of the `Trainer`, for where no other function is given.
-        options: of the step.
         is_recorded: whether every step is recorded, to be compared otherwise.
     """
 
     def __init__(
-        self, replicas: Replicas, training: Training, loss_fn: Function, options: TorchOptions, is_recorded: bool
+        self,
+        replicas: Replicas,
+        training: TorchTraining,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        is_recorded: bool,
     ) -> None:
         self._is_recorded = is_recorded
         self._replicas = replicas
         self._training = training
         self._loss_fn = loss_fn
         self._options = options
-        self._agreed: set[Any] = set()
+        self._agreed: set[object] = set()
         self._has_warned = False
 
-    def evaluate(self, dataset: Iterable[Batch], fn: Function | None) -> Evaluation:
+    def evaluate(self, dataset: Iterable[Batch], fn: LossFunction | None) -> Evaluation:
         """See `Trainer.evaluate`."""
         return evaluation_of(self._pass("evaluation", _means, fn or self._loss_fn, self._rows(dataset), True))
 
-    def predict(self, dataset: Iterable[Batch], fn: Function | None, to_all: bool) -> Iterator[Tree]:
+    def predict(self, dataset: Iterable[Batch], fn: LossFunction | None, to_all: bool) -> Iterator[Tree]:
         """See `Trainer.predict`."""
         rows = self._rows(dataset)
         if rows.dataset is not None and rows.dataset.is_shuffled:
@@ -71,7 +73,7 @@ class Evaluator:
         return every_row(dataset, tensors_of, replicas.communicator, len(replicas.local_replicas))
 
     def _pass(
-        self, title: str, tell: Callable[..., Tree], function: Function, rows: EveryRow, to_all: bool
+        self, title: str, tell: Callable[..., Tree], function: LossFunction, rows: EveryRow, to_all: bool
     ) -> Generator[Told, None, None]:
         replicas, step = self._replicas, self._training.step
         is_lost = lost_with_an_instance(False, rows.dataset)
@@ -89,7 +91,7 @@ class Evaluator:
         passing = Passing(title, step, begin, lambda: None, partial(meet, replicas) if survives else None)
         return _closing(local, DataPass(replicas, passing, rows, to_all).results())
 
-    def _agree(self, title: str, function: Function, rows: EveryRow, batch: Masked) -> None:
+    def _agree(self, title: str, function: LossFunction, rows: EveryRow, batch: Masked) -> None:
         """Compare what is evaluated with the other instances; a collective call where it is new."""
         replicas = self._replicas
         shapes = jax.tree.map(
@@ -118,14 +120,11 @@ class _Local:
     """The local replicas while a data set is gone through; after a loss there are others.
 
     Args:
-        replicas: where they are.
-        training: of the module.
         tell: (module, (rows, how many a replica has at most, how many count)) -> what it tells of them.
-        options: of the step.
     """
 
     def __init__(
-        self, replicas: Replicas, training: Training, tell: Callable[..., Tree], options: TorchOptions
+        self, replicas: Replicas, training: TorchTraining, tell: Callable[..., Tree], options: TorchOptions
     ) -> None:
         self._replicas = replicas
         self._training = training
@@ -135,7 +134,7 @@ class _Local:
         self._inference: InferenceReplicas | None = None
 
     def told(self, batch: Masked) -> Told:
-        """What they tell of a batch, and their masks. Rows that count come first, and are all that a module gets."""
+        """Return what the replicas tell of a batch, and their masks; modules get only the rows that count."""
         local = self._replicas.local_replicas
         if self._inference is None or self._of != local:
             self.close()
@@ -163,13 +162,13 @@ class _Local:
 
 
 def _first(part: Batch, mask: np.ndarray) -> Batch:
-    """The rows that count; one that does not, where there is none: it says what there would be to tell."""
+    """Drop padding rows. If every row is padding, keep one, so that the shape of the outputs is known."""
     rows = max(int(mask.sum()), 1)
     return jax.tree.map(lambda leaf: leaf[:rows], part)
 
 
-def _means(function: Function, module: torch.nn.Module, given: Any) -> Tree:
-    """The loss and the metrics of a replica's rows, weighted with their number.
+def _means(function: LossFunction, module: torch.nn.Module, given: Rows) -> Tree:
+    """Return the loss and the metrics of a replica's rows, weighted with their number.
 
     Raises:
         TypeError: if they are no scalars.
@@ -184,14 +183,14 @@ def _means(function: Function, module: torch.nn.Module, given: Any) -> Tree:
     return {name: Mean(np.asarray(total, np.float64), np.asarray(count, np.float64)) for name, total in totals.items()}
 
 
-def _scalar(name: str, value: Any) -> float:
+def _scalar(name: str, value: Number) -> float:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise TypeError(f"{name} is of shape {list(value.shape)}; return a scalar: the mean over the rows")
     return float(value)
 
 
-def _outputs(function: Function, module: torch.nn.Module, given: Any, is_loss: bool) -> Tree:
-    """What a function says of a replica's rows, filled up with zeros.
+def _outputs(function: LossFunction, module: torch.nn.Module, given: Rows, is_loss: bool) -> Tree:
+    """Return the outputs of a function for a replica's rows, padded with zeros.
 
     Raises:
         ValueError: if there is nothing, or not something for each row.
@@ -210,7 +209,7 @@ def _outputs(function: Function, module: torch.nn.Module, given: Any, is_loss: b
     return jax.tree.map(lambda leaf: _filled(leaf, count, most), outputs)
 
 
-def _filled(leaf: Any, count: int, most: int) -> np.ndarray:
+def _filled(leaf: torch.Tensor | np.ndarray, count: int, most: int) -> np.ndarray:
     array = as_array(leaf.to(HOST)) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
     if array.shape[:1] != (count,):
         raise ValueError(

@@ -7,30 +7,29 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from strategies.comparing.agreement import insist_on_agreement
 from strategies.comparing.digest import digest_of, insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Tree
-from strategies.torch.agreeing_losses import agree_on_losses
-from strategies.torch.backward_passes import Round, passes_over
+from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, Tail
-from strategies.torch.gradient_plan import GradientPlan, Parameter
-from strategies.torch.loop_state import LoopState
+from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
+from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
-from strategies.torch.module_parts import Slot
-from strategies.torch.module_watch import ModuleWatch
+from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.settings import differ, word_of
 from strategies.torch.sync_batch_norm import seat_in_loop
-from strategies.torch.tensors import as_array, dtype_of
+from strategies.torch.tensors import as_array, dtype_of, have_same_bits
 from strategies.torch.training import receive_into, refuse_modules
 
 _NAMES = ("active", "changed")
@@ -46,15 +45,7 @@ class GradientAveraging:
 
     Nothing is exchanged before `start`, or the first backward pass, which compares what the instances have.
 
-    Args:
-        module: whose gradients become their means.
-        replicas: connects the instances.
-        options: see `TorchOptions`.
-        loop: counts steps.
-
     Attributes:
-        loop: see above.
-        writes: watches forward passes.
         is_alone: whether there is one replica, whose gradients are the means.
         seat: the replica among all, for layers that wait for those of others.
     """
@@ -67,14 +58,14 @@ class GradientAveraging:
         self.seat = seat_in_loop(module, replicas, self._streams)
         self._passes = passes_over(replicas.communicator)
         self._watch = ModuleWatch(module)
-        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
-        self._round: Round | None = None
+        self._round: ModelPass | None = None
         self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
         self._warned: set[str] = set()  # the functions of PyTorch
         self._writes_before = 0  # to parameters, when they were last compared
         self._title = ""
-        self._nodes: dict[str, Any] = {}  # where autograd adds to the gradients of parameters
+        self._nodes: dict[str, Node] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
@@ -83,7 +74,7 @@ class GradientAveraging:
         self.writes = ForwardWatch(module, self._buffers.declared)
         self._add_hooks()
         if not self.is_alone:
-            agree_on_losses(self, replicas)
+            weakref.finalize(self, agree_on_losses(self.averages, replicas))
 
     # ---- together with the others
 
@@ -103,7 +94,7 @@ class GradientAveraging:
 
     def join_once(self) -> bool:
         """Take part in a backward pass of others; whether there was none."""
-        tail = self._average(Round(self, self._plan, set()), is_active=False)
+        tail = self._average(ModelPass(self, self._plan, set()), is_active=False)
         return not tail.metrics[0]
 
     def _plan_anew(self) -> None:
@@ -149,13 +140,13 @@ class GradientAveraging:
         self._writes_before = self._watch.writes
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
         tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
-        plan = GradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
+        plan = TorchGradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
         self._exchange = GradientExchange(plan, _NAMES, communicator, count, is_private=False)
         self._contribution = Contribution(plan)
 
     @property
-    def _plan(self) -> GradientPlan | None:
+    def _plan(self) -> TorchGradientPlan | None:
         return None if self._exchange is None else self._exchange.plan
 
     def _look_at_buffers(self, masters: Mapping[str, torch.Tensor], moving: frozenset[str]) -> None:
@@ -189,9 +180,10 @@ class GradientAveraging:
     def watch(self, outputs: Tree) -> None:
         """Be told of backward passes through outputs of the module."""
         reached = None
-        for node in {tensor.grad_fn for tensor in _tensors(outputs)} - {None}:
-            reached = reached or partial(_reached, self)
-            node.register_prehook(reached)
+        for node in {tensor.grad_fn for tensor in _tensors(outputs)}:
+            if node is not None:
+                reached = reached or partial(_reached, self)
+                node.register_prehook(reached)
 
     def _add_hooks(self) -> None:
         own = {id(one) for _, one in self._watch.named}
@@ -213,22 +205,22 @@ class GradientAveraging:
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
-        round_ = self._round
-        if round_ is None or torch._C._current_graph_task_id() not in round_.tasks:
-            round_ = self._enter()
+        model_pass = self._round
+        if model_pass is None or torch._C._current_graph_task_id() not in model_pass.tasks:
+            model_pass = self._enter()
         plan = self._plan
         if plan is None or not plan.is_cut or self._is_behind or self.is_alone:
-            round_.came.add(id(parameter))
+            model_pass.came.add(id(parameter))
             return
         number = self._numbers[id(parameter)]
-        if id(parameter) in round_.came:
+        if id(parameter) in model_pass.came:
             raise StrategyError(
                 f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
                 "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
             )
-        round_.came.add(id(parameter))
+        model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
-            self._take(round_, number, parameter.grad)
+            self._take(model_pass, number, parameter.grad)
             self._passes.begin_ready()
 
     def reached(self) -> None:
@@ -242,12 +234,12 @@ class GradientAveraging:
         """Return whether gradients of a parameter become means."""
         return self.loop.syncs and id(parameter) in self._hooks
 
-    def _enter(self) -> Round:
+    def _enter(self) -> ModelPass:
         running = self._passes.enter()
         found = next((one for one in running.rounds if one.model is self), None)
         if found is None:
             self._look_again()
-            found = Round(self, self._plan, running.tasks)
+            found = ModelPass(self, self._plan, running.tasks)
             running.rounds.append(found)
         self._round = found
         return found
@@ -270,72 +262,72 @@ class GradientAveraging:
         if any(one.requires_grad and id(one) not in numbers for _, one in self._watch.named):
             self._is_behind = True
 
-    def _take(self, round_: Round, number: int, gradient: torch.Tensor | None) -> None:
+    def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
         self._contribution.take(number, gradient)
-        round_.take(number)
+        model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
         """See `backward_passes.Model`."""
         assert self._exchange is not None
         self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
 
-    def fill(self, round_: Round) -> None:
+    def fill(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
         plan = self._plan
         if self.is_alone:
             return
-        self._refuse_gradients_that_are_gone(round_)
+        self._refuse_gradients_that_are_gone(model_pass)
         if plan is None:
             return
         if self.loop.carried:
-            round_.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
-        gradients = [None] * len(self._named) if self._is_behind else self._gradients(round_)
+            model_pass.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
+        gradients = [None] * len(self._named) if self._is_behind else self._gradients(model_pass)
         if not plan.is_cut:
             self._contribution.take_all(gradients)
             return
         for number, gradient in enumerate(gradients):
-            if number not in round_.taken:
-                self._take(round_, number, gradient)
+            if number not in model_pass.taken:
+                self._take(model_pass, number, gradient)
 
-    def _refuse_gradients_that_are_gone(self, round_: Round) -> None:
+    def _refuse_gradients_that_are_gone(self, model_pass: ModelPass) -> None:
         for name, parameter in self._watch.named:
-            if parameter.grad is None and id(parameter) in round_.came:
+            if parameter.grad is None and id(parameter) in model_pass.came:
                 raise StrategyError(
                     f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
                     "before it was averaged; leave it in grad, and apply it when backward() has returned"
                 )
 
-    def _gradients(self, round_: Round) -> list[torch.Tensor | None]:
-        return [parameter.grad if id(parameter) in round_.came else None for _, parameter in self._named]
+    def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
+        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self._named]
 
-    def conclude(self, round_: Round) -> None:
+    def conclude(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
         self._round = None
         if not self.is_alone:
-            self._finish(round_, is_active=True)
+            self._finish(model_pass, is_active=True)
         self.loop.next_step()
 
-    def _average(self, round_: Round, is_active: bool) -> Tail:
+    def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
         """Make a whole exchange, nothing of which has begun."""
-        self.fill(round_)
-        for bucket in round_.ready():
+        self.fill(model_pass)
+        for bucket in model_pass.ready():
             self.reduce(bucket)
-        return self._finish(round_, is_active)
+        return self._finish(model_pass, is_active)
 
-    def _finish(self, round_: Round, is_active: bool) -> Tail:
+    def _finish(self, model_pass: ModelPass, is_active: bool) -> Tail:
         if self._exchange is not None:
-            tail = self._exchange_last(round_, is_active)
+            tail = self._exchange_last(model_pass, is_active)
             if not tail.metrics[1]:
-                self._apply(tail, self._gradients(round_))
+                self._apply(tail, self._gradients(model_pass))
                 return tail
         self._plan_anew()
-        again = Round(self, self._plan, round_.tasks)
-        again.came = round_.came
+        again = ModelPass(self, self._plan, model_pass.tasks)
+        again.came = model_pass.came
         return self._average(again, is_active)
 
-    def _exchange_last(self, round_: Round, is_active: bool) -> Tail:
+    def _exchange_last(self, model_pass: ModelPass, is_active: bool) -> Tail:
         assert self._exchange is not None
-        gradients = self._gradients(round_)
+        gradients = self._gradients(model_pass)
         changes = [float(self._has_changed(number, slot)) for number, slot in enumerate(self._buffers.slots)]
         flags = [float(gradient is not None) for gradient in gradients]
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
@@ -349,7 +341,7 @@ class GradientAveraging:
         """Return whether forward passes have changed a buffer or a frozen parameter."""
         if slot.is_parameter:
             return slot.name in self.writes.frozen
-        return number in self._buffers.moving or not torch.equal(slot.tensor, self._masters[slot.name])
+        return number in self._buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
 
     def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         assert self._exchange is not None
@@ -413,7 +405,7 @@ def _reached(averaging: GradientAveraging, gradients: object) -> None:
     averaging.reached()
 
 
-def _remove(hooks: Mapping[int, tuple[torch.Tensor, Any]]) -> None:
+def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
     for _, hook in hooks.values():
         hook.remove()
 
@@ -422,7 +414,7 @@ def _described(parameter: torch.Tensor) -> str:
     return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}"
 
 
-def _is_returned(node: Any) -> bool:
+def _is_returned(node: Node) -> bool:
     """Return whether the running backward pass returns the gradient of this node; PyTorch raises an error only then."""
     try:
         torch._C._will_engine_execute_node(node)

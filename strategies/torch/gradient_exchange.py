@@ -11,18 +11,18 @@ import torch
 from collectives import Communicator
 from collectives.arrays import aligned_empty
 from strategies.exchange.means import Means
-from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.tensors import as_tensor
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What travels behind the gradients: means over all replicas.
+    """Numbers that travel behind the gradients: means over all replicas.
 
     Attributes:
         metrics: float32, in the order of their names.
         notice: the share of the replicas to whose instance a notice was given.
-        settings: of what the program may change, see `Settings.word`: the mean, and that of the squares.
+        settings: of what the program may change, see `StepSettings.word`: the mean, and that of the squares.
         has_gradient: for each parameter the share of the replicas in which it has a gradient.
         has_changed: for each buffer the share of the replicas that have changed it.
     """
@@ -35,35 +35,27 @@ class Tail:
 
     @classmethod
     def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
-        """The tail in so many values."""
+        """Return the tail that these values are."""
         kept, first, last = values.copy(), metrics + 3, metrics + 3 + parameters
         notice, word, square = map(float, kept[metrics:first])
         return cls(kept[:metrics], notice, (word, square), kept[first:last], kept[last:])
 
     @staticmethod
     def size(metrics: int, parameters: int, buffers: int) -> int:
-        """How many values it has."""
+        """Return the number of values in a tail."""
         return metrics + 3 + parameters + buffers
 
 
 class GradientExchange:
-    """Has the means computed by all instances.
+    """An exchange in which all instances compute the means.
 
     Args:
-        plan: how gradients travel.
-        names: of the metrics.
-        communicator: connects the instances.
-        replicas: how many there are on all of them.
         is_private: whether the memory of the means may be written; otherwise instances of a host share it.
-
-    Attributes:
-        plan: see above.
-        names: see above.
     """
 
     def __init__(
         self,
-        plan: GradientPlan,
+        plan: TorchGradientPlan,
         names: tuple[str, ...],
         communicator: Communicator,
         replicas: int,
@@ -79,12 +71,7 @@ class GradientExchange:
         self._converted: dict[int, torch.Tensor] = {}
 
     def reduce(self, bucket: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Have the means of a bucket computed; collective calls.
-
-        Args:
-            bucket: its number.
-            contributions: for each of its buffers those of the local replicas.
-        """
+        """Have the means of a bucket computed from the buffers of the local replicas; collective calls."""
         if self._is_alone:  # the mean of one is what it is
             results = tuple(of_buffer[0] for of_buffer in contributions)
             self._buckets[bucket] = replace(self._buckets[bucket], results=results)
@@ -99,28 +86,21 @@ class GradientExchange:
 
     @property
     def tail(self) -> Tail:
-        """What came behind the last bucket."""
+        """The numbers that came behind the last bucket."""
         last = self._buckets[-1]
         return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
 
     def means(self, scale: float) -> list[torch.Tensor]:
-        """The mean gradients in the dtypes of their parameters, this instance's part of those that are scattered.
+        """Return the mean gradients divided by `scale`, in the dtypes of their parameters; valid until the next step.
 
-        They are valid until the next step.
-
-        Args:
-            scale: by which they are divided.
+        Of those that are scattered it is this instance's part.
         """
         if self._is_alone:
             self._received = self._views()
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have gradients become their means where they are.
-
-        Args:
-            gradients: of the parameters in their order, in their shapes; None: that mean is left.
-        """
+        """Have gradients become their means where they are; None leaves a mean."""
         pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
         if pairs:
             own, means = zip(*pairs, strict=True)
@@ -128,7 +108,7 @@ class GradientExchange:
                 torch._foreach_copy_(own, means)
 
     def _views(self) -> list[torch.Tensor]:
-        """Where the means are."""
+        """Return the memory of the means."""
         numbers = range(len(self.plan.parameters))
         return [as_tensor(self.plan.mean(number, self._buckets, self._means.of_payload)) for number in numbers]
 

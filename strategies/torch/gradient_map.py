@@ -1,4 +1,4 @@
-"""A function of the program through which the gradients of each micro-batch go, on each replica."""
+"""Functions of the program through which gradients go on each replica: `map_gradient`, and hooks on parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from strategies.errors import StrategyError
 
@@ -23,7 +22,6 @@ class GradientMap:
     The function sees them without the loss scale, and before they are divided by the number of micro-batches.
 
     Args:
-        function: the program's.
         keeps_bad: whether elements that are not finite stay so, for those who look for them later.
         at_once: how many micro-batches go back at the same time, in a pipeline.
     """
@@ -33,7 +31,7 @@ class GradientMap:
         self._keeps_bad = keeps_bad
         self._at_once = at_once
         self._scale, self._divisor = 1.0, 1
-        self._nodes: list[Any] = []  # PyTorch drops a node that nobody holds, with its hook
+        self._nodes: list[Node] = []  # PyTorch drops a node that nobody holds, with its hook
         self._calls: Counter[int] = Counter()
 
     def attach(self, original: torch.Tensor, mine: torch.Tensor) -> None:
@@ -48,13 +46,7 @@ class GradientMap:
         self._nodes.append(node)
 
     def begin(self, number: int, scale: float, divisor: int) -> None:
-        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided.
-
-        Args:
-            number: of the micro-batch.
-            scale: by which its loss is multiplied.
-            divisor: by which its gradients are divided when they are mapped.
-        """
+        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided."""
         self._scale, self._divisor = scale, divisor
         if self._at_once == 1 or number == 0:
             self._calls.clear()
@@ -118,3 +110,36 @@ def _refuse_others(new: object, gradient: torch.Tensor) -> None:
             f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; it must return a "
             "tensor of the gradient's shape"
         )
+
+
+class ParameterHooks:
+    """The hooks of a parameter of the original module, for a parameter of a replica.
+
+    Args:
+        original: on which the program registers and removes hooks, at any time.
+        mine: the replica's, which has none of them.
+    """
+
+    def __init__(self, original: torch.Tensor, mine: torch.Tensor) -> None:
+        self._original = original
+        self._mine = mine
+        self._is_installed = False
+
+    def follow(self) -> None:
+        """Have the hooks on gradients run, if there are any by now."""
+        if self._original._backward_hooks and not self._is_installed and self._mine.requires_grad:
+            self._is_installed = True
+            self._mine.register_hook(self._on_gradient)
+
+    def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Run the hooks of `Tensor.register_hook` on a complete gradient, and return the result."""
+        for hook in tuple((self._original._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def after_accumulation(self) -> None:
+        """Run the hooks of `Tensor.register_post_accumulate_grad_hook` on the replica's parameter."""
+        hooks = self._original._post_accumulate_grad_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(self._mine)

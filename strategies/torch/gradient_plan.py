@@ -26,8 +26,6 @@ class Parameter:
 
     Attributes:
         name: as `named_parameters` has it.
-        shape: of it.
-        dtype: of it.
     """
 
     name: str
@@ -41,11 +39,10 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a gradient lies.
+class GradientPlace:
+    """The place of a gradient in a plan.
 
     Attributes:
-        bucket: number of the bucket.
         leaf: its number in the bucket's layout.
     """
 
@@ -54,16 +51,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class GradientPlan:
-    """Which gradients travel together: from the last parameter to the first, as backward passes finish them.
+class TorchGradientPlan:
+    """A plan of which gradients travel together: from the last parameter to the first, as backward passes finish them.
 
     Attributes:
-        parameters: all that are trained.
         transfer: in which dtype they travel.
         streams: whether there are several buckets.
         shards: how means of large gradients are cut, of which an instance gets its part; None for whole means.
         tail: how many float32 values travel behind the last bucket.
-        title: of the collectives.
     """
 
     parameters: tuple[Parameter, ...]
@@ -75,7 +70,7 @@ class GradientPlan:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket the numbers of its parameters."""
+        """The numbers of the parameters in each bucket."""
         found: list[list[int]] = [[]]
         nbytes = 0
         for number in reversed(range(len(self.parameters))):
@@ -93,12 +88,12 @@ class GradientPlan:
 
     @cached_property
     def quantised(self) -> Int8Layout | None:
-        """How int8 gradients lie in their payload, in the order of the parameters; None where there are none."""
+        """The layout of int8 gradients in their payload, in the order of the parameters; None for other dtypes."""
         return Int8Layout.of(self.parameters) if self.transfer.is_quantised else None
 
     @cached_property
     def layouts(self) -> tuple[FlatLayout, ...]:
-        """How each bucket lies in buffers."""
+        """The layout of each bucket in buffers."""
         last = len(self.members) - 1
         return tuple(
             self._layout(numbers, self.tail if bucket == last else 0) for bucket, numbers in enumerate(self.members)
@@ -116,21 +111,18 @@ class GradientPlan:
         )
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """For each parameter where its gradient lies."""
+    def places(self) -> tuple[GradientPlace, ...]:
+        """The place of each parameter's gradient."""
         of_number = {
-            number: Place(bucket, leaf)
+            number: GradientPlace(bucket, leaf)
             for bucket, numbers in enumerate(self.members)
             for leaf, number in enumerate(numbers)
         }
         return tuple(of_number[number] for number in range(len(self.parameters)))
 
-    def is_scattered(self, number: int) -> bool:
-        """Whether an instance gets only its part of the mean of a gradient."""
-        return self._scattered[number]
-
     @cached_property
-    def _scattered(self) -> tuple[bool, ...]:
+    def scattered(self) -> tuple[bool, ...]:
+        """Whether an instance gets only its part of the mean gradient, for each parameter."""
         return tuple(self._has_parts(number) for number in range(len(self.parameters)))
 
     def _has_parts(self, number: int) -> bool:
@@ -141,18 +133,13 @@ class GradientPlan:
         return name != self.layouts[place.bucket].dtypes[place.leaf].name
 
     def buckets(self, allocate: Allocate) -> list[Bucket]:
-        """Memory for the means, of each bucket.
-
-        Args:
-            allocate: makes it; a collective call where that is one.
-        """
+        """Return memory for the means of each bucket; a collective call where `allocate` is one."""
         return [self._bucket(number, layout, allocate) for number, layout in enumerate(self.layouts)]
 
     def _bucket(self, bucket: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
         results, scattered = [], set()
         for place, buffer in enumerate(layout.buffers):
-            if buffer.is_of_one and self.is_scattered_buffer(bucket, buffer.leaves):
-                assert self.shards is not None
+            if self.shards is not None and buffer.is_of_one and self.scattered[self.members[bucket][buffer.leaves[0]]]:
                 size = buffer.size // self.shards.replicas * self.shards.local
                 results.append(aligned_empty(size * buffer.dtype.itemsize).view(buffer.dtype))
                 scattered.add(place)
@@ -162,24 +149,14 @@ class GradientPlan:
                 results.append(allocate((buffer.size,), buffer.dtype))
         return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
 
-    def is_scattered_buffer(self, bucket: int, leaves: Sequence[int]) -> bool:
-        """Whether an instance gets only its part of the mean of the one gradient in a buffer."""
-        return self.is_scattered(self.members[bucket][leaves[0]]) if self.quantised is None else False
-
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """The mean of a gradient in that memory, nothing copied; of one that is scattered this instance's part, flat.
-
-        Args:
-            number: of the parameter.
-            buckets: what `buckets` has returned.
-            of_payload: where means of int8 gradients are.
-        """
+        """Return the mean of a gradient in that memory; of one that is scattered this instance's part, flat."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]
         place = self.places[number]
         bucket = buckets[place.bucket]
-        if self.is_scattered(number):
+        if self.scattered[number]:
             name, _ = bucket.layout.places[place.leaf]
             names = [buffer.name for buffer in bucket.layout.buffers]
             return bucket.results[names.index(name)]

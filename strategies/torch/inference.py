@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
-from torch.jit import optimized_execution
+from torch.jit._fuser import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch, Tree
-from strategies.torch.allocator import keep_freed_memory
+from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits
-from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 from strategies.torch.sync_batch_norm import Seat
 
 
@@ -28,11 +27,8 @@ class InferenceReplicas:
     """Computes what a module says, in evaluation mode and without gradients, on copies that share its parameters.
 
     Args:
-        replicas: global indices of the local ones.
-        of_all: how many replicas there are on all instances.
         memory: of the module of which they are copies, and theirs.
         call: (module, batch) -> outputs.
-        seed: of random numbers.
         instruments: are told when replicas compute, of a pipeline when its stages do.
         pipeline: how the blocks of the module run as stages; None: one after another.
         own: the names of the frozen parameters of which each replica has its own.
@@ -43,10 +39,10 @@ class InferenceReplicas:
         replicas: range,
         of_all: int,
         memory: ReplicaMemory,
-        call: Callable[[torch.nn.Module, Any], Tree],
+        call: Callable[[torch.nn.Module, Batch], Tree],
         seed: int,
         instruments: Instruments,
-        pipeline: Pipeline | None = None,
+        pipeline: TorchPipeline | None = None,
         own: frozenset[str] = frozenset(),
     ) -> None:
         keep_freed_memory()
@@ -75,7 +71,7 @@ class InferenceReplicas:
         number: int,
         buffers: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> list[list[Tree]]:
-        """The outputs of each micro-batch and replica.
+        """Return the outputs of each micro-batch and replica.
 
         Args:
             rounds: for each micro-batch, one after another, the batches of the local replicas.
@@ -114,11 +110,11 @@ class InferenceReplicas:
         """For each local replica when its simulated devices did what in the last call; empty without a pipeline."""
         return {replica: run.spans for replica, run in zip(self._replicas, self._runs, strict=False) if run.spans}
 
-    def _new_runs(self, pipeline: Pipeline, rounds: int) -> None:
+    def _new_runs(self, pipeline: TorchPipeline, rounds: int) -> None:
         self._close_runs()
         self._rounds = rounds
         self._runs = [
-            PipelineRun(pipeline, rounds, 1, copy.module, False, SeenBy(self._instruments, replica))
+            PipelineRun(pipeline, rounds, 1, copy.module, False, self._instruments, replica)
             for copy, replica in zip(self._copies, self._replicas, strict=True)
         ]
 

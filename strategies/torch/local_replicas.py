@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,12 +20,12 @@ from strategies.pipelines.running.driver import AbandonedError
 from strategies.replicas.devices import THREADS
 from strategies.roles import Batch
 from strategies.torch.compiled_modules import is_compiled
-from strategies.torch.gradient_plan import GradientPlan
-from strategies.torch.meetings import Meetings, adding_over
+from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.replica_run import LossFunction, ReplicaRun, Turn
+from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplicaRun
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
@@ -34,30 +33,23 @@ from strategies.torch.threads import intra_op_threads
 
 @dataclass
 class _Names:
-    """Who computes the first forward pass says what the metrics are, and waits until a plan is made of that."""
+    """The names of the metrics, told by the first replica that has them, which then waits for the plan."""
 
     found: tuple[str, ...] | None = None
-    plan: GradientPlan | None = None
+    plan: TorchGradientPlan | None = None
     are_known: threading.Event = field(default_factory=threading.Event)
     is_planned: threading.Event = field(default_factory=threading.Event)
 
 
 class LocalReplicas:
-    """Computes the gradients of the local replicas.
+    """The local replicas, which compute gradients.
 
     Args:
-        replicas: their global indices.
-        memory: of the module and its replicas.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        of_all: how many replicas there are on all instances.
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
-        instruments: are told when replicas compute.
         communicator: connects the instances whose replicas layers wait for; None where there are no others.
 
     Attributes:
-        runs: one for each.
         plan: how gradients travel; None before the first forward pass.
     """
 
@@ -75,19 +67,20 @@ class LocalReplicas:
         self.replicas = replicas
         memory.follow()
         at_once = memory.at_once(len(replicas))
-        self._meetings: Meetings | None = None
+        self._meetings: ReplicaMeetings | None = None
         if sync_layers_of(memory.module) and communicator is not None:
             is_cut = options.pipeline is not None
             add = adding_over(communicator, streams or is_cut)
             cores = None if is_cut else at_once
-            self._meetings = Meetings(replicas, add, cores, communicator.limits.timeout_s, memory.device)
+            self._meetings = ReplicaMeetings(replicas, add, cores, communicator.limits.timeout_s, memory.device)
             at_once = len(replicas)
         self.runs = [
-            ReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings) for replica in replicas
+            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings)
+            for replica in replicas
         ]
         for run in self.runs:
             run.follow()
-        self.plan: GradientPlan | None = None
+        self.plan: TorchGradientPlan | None = None
         self.names: tuple[str, ...] = ()
         self._is_in_turn = len(replicas) == 1 and not streams
         self._first = _Names()
@@ -122,7 +115,7 @@ class LocalReplicas:
     def begin(
         self,
         batch: Batch,
-        turn: Turn,
+        turn: ReplicaTurn,
         buffers: Sequence[Sequence[torch.Tensor]],
         residuals: Sequence[Sequence[np.ndarray]],
     ) -> None:
@@ -155,7 +148,7 @@ class LocalReplicas:
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
 
-    def _new_compilation(self, batch: Batch) -> AbstractContextManager[Any]:
+    def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
         if self._compiling is None:
             return nullcontext()
@@ -164,7 +157,9 @@ class LocalReplicas:
         self._compiled.add(shapes)
         return self._compiling if is_new else nullcontext()
 
-    def _submit(self, run: ReplicaRun, part: Batch, turn: Turn, compiling: AbstractContextManager[Any]) -> Future[None]:
+    def _submit(
+        self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]
+    ) -> Future[None]:
         if not self._is_in_turn or self.plan is None:
             return self._threads.submit(_compute, run, part, turn, compiling)
         future: Future[None] = Future()
@@ -178,9 +173,9 @@ class LocalReplicas:
         return future
 
     def collect(
-        self, make_plan: Callable[[tuple[str, ...]], GradientPlan]
+        self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]
     ) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
-        """The number of each bucket when it is ready, and for each of its buffers the arrays of the local replicas.
+        """Yield the number of each bucket that is ready, and for each of its buffers the arrays of the local replicas.
 
         Args:
             make_plan: (names of the metrics) -> how gradients travel; called once.
@@ -213,7 +208,7 @@ class LocalReplicas:
 
     # ---- the plan
 
-    def planned(self, names: tuple[str, ...]) -> GradientPlan:
+    def planned(self, names: tuple[str, ...]) -> TorchGradientPlan:
         """Called by replicas when they know their metrics."""
         first = self._first
         with self._lock:
@@ -230,7 +225,7 @@ class LocalReplicas:
             raise StrategyError("there is no plan for gradients, because another replica has failed")
         return first.plan
 
-    def _plan_first(self, make_plan: Callable[[tuple[str, ...]], GradientPlan]) -> None:
+    def _plan_first(self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]) -> None:
         """Make the plan, as soon as the first replica has computed its metrics."""
         first = self._first
         first.are_known.wait()
@@ -261,7 +256,7 @@ class LocalReplicas:
         return [future.exception() for future in begun]
 
 
-def _compute(run: ReplicaRun, part: Batch, turn: Turn, compiling: AbstractContextManager[Any]) -> None:
+def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]) -> None:
     with compiling:
         run.compute(part, turn)
 
@@ -271,7 +266,7 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
         raise error
 
 
-def _finish(run: ReplicaRun, _: Future[None]) -> None:
+def _finish(run: TorchReplicaRun, _: Future[None]) -> None:
     """A replica that has ended, however, has nothing to wait for any more."""
     for event in run.finished:
         event.set()

@@ -1,14 +1,26 @@
-"""The position of a loop of the program's own, and the random numbers that its forward passes draw."""
+"""The state of a loop of the program's own: its steps, random numbers, and the losses that its optimizers see."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.errors import StrategyError
+from strategies.replicas.replicas import Replicas
+from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.randomness import drawing_by, seed_of
+
+Averages = Callable[[torch.Tensor], bool]
+"""(parameter) -> whether its gradients are averaged over all instances."""
+
+Closure = Callable[[], torch.Tensor | float]
+"""A function that an optimizer's `step` is given, which computes loss and gradients anew."""
 
 
 class LoopState:
@@ -16,11 +28,6 @@ class LoopState:
 
     A micro-batch ends with a backward pass. All forward passes before go on drawing from one generator, as those in a
     loss function of `Trainer` do.
-
-    Args:
-        seed: of the random numbers.
-        replica: whose they are.
-        begins: told the number of each step that begins.
 
     Attributes:
         step: how many backward passes were made, of those that are synchronised.
@@ -110,3 +117,48 @@ class LoopState:
                     "and their random numbers go on from one to the next; checkpoint inside of the module, whose "
                     "random numbers come again"
                 )
+
+
+def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None]:
+    """Have closures of optimizers return the mean loss from here on, where their gradients are averaged.
+
+    The optimizers of `torch.optim` other than LBFGS do nothing with the loss but return it, so theirs stays local.
+
+    Args:
+        averages: a method; its object is not kept alive.
+        replicas: connects the instances, one replica each.
+
+    Returns:
+        A function that ends it.
+    """
+    hook = partial(_before_step, weakref.WeakMethod(averages), replicas)
+    end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+    return end
+
+
+def _before_step(
+    reference: weakref.WeakMethod[Averages],
+    replicas: Replicas,
+    optimizer: torch.optim.Optimizer,
+    arguments: tuple[torch.optim.Optimizer, *tuple[Closure | None, ...]],
+    named: dict[str, Closure | None],
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Replace the closure among the arguments of `step`."""
+    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    averages = reference()
+    if averages is None or not any(map(averages, parameters_of(optimizer))):
+        return None
+    if (closure := named.get("closure")) is not None:
+        return arguments, {**named, "closure": partial(_mean_loss, closure, replicas)}
+    _, *given = arguments
+    if given and given[0] is not None:
+        return (optimizer, partial(_mean_loss, given[0], replicas), *given[1:]), {**named}
+    return None
+
+
+def _mean_loss(closure: Closure, replicas: Replicas) -> torch.Tensor:
+    given = closure()
+    loss = given.detach() if isinstance(given, torch.Tensor) else given
+    mean = replicas.communicator.ordered_all_reduce([np.array(float(loss))], op="mean", name="loss of a closure")
+    return torch.tensor(float(mean), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)

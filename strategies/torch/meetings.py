@@ -16,11 +16,11 @@ from collectives.reduction import Reduction
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 
-Add = Callable[[str, Sequence[np.ndarray]], np.ndarray]
+SumArrays = Callable[[str, Sequence[np.ndarray]], np.ndarray]
 """(name, arrays of the local replicas) -> their sum over all replicas of all instances, in the order of the tree."""
 
 
-def adding_over(communicator: Communicator, is_busy: bool) -> Add:
+def adding_over(communicator: Communicator, is_busy: bool) -> SumArrays:
     """Return a function that sums over the replicas of all instances.
 
     Args:
@@ -46,7 +46,7 @@ def adding_over(communicator: Communicator, is_busy: bool) -> Add:
 
 
 @dataclass
-class _Meeting:
+class _ReplicaMeeting:
     """Local replicas that have come to one place in their passes.
 
     Attributes:
@@ -61,15 +61,13 @@ class _Meeting:
     error: BaseException | None = None
 
 
-class Meetings:
+class ReplicaMeetings:
     """Meetings in which the local replicas of a module wait for each other, and for those of other instances.
 
     All of them have to be on the way at once, so there are as many threads as replicas. As many compute at the same
     time as there are cores: who waits lets another one compute.
 
     Args:
-        replicas: the global indices of the local ones.
-        add: see `Add`.
         at_once: how many may compute at the same time; None: all.
         timeout_s: how long one of them waits for the others of this instance.
         device: on which they compute. An accelerator has one generator of random numbers: who waits takes its state
@@ -77,7 +75,7 @@ class Meetings:
     """
 
     def __init__(
-        self, replicas: range, add: Add, at_once: int | None, timeout_s: float, device: torch.device | None = None
+        self, replicas: range, add: SumArrays, at_once: int | None, timeout_s: float, device: torch.device | None = None
     ) -> None:
         self._replicas = replicas
         self._add = add
@@ -88,7 +86,7 @@ class Meetings:
         if device is not None and device.type != "cpu":
             self._generator = torch.get_device_module(device)
         self._lock = threading.Lock()
-        self._open: dict[str, _Meeting] = {}
+        self._open: dict[str, _ReplicaMeeting] = {}
         self._gone: set[int] = set()  # who has ended its passes
         self._failure: BaseException | None = None
 
@@ -122,7 +120,7 @@ class Meetings:
         with self._lock:
             if self._failure is not None:
                 raise AbandonedError(f"replica {replica} is given up in {name}: {self._failure}") from self._failure
-            meeting = self._open.setdefault(name, _Meeting())
+            meeting = self._open.setdefault(name, _ReplicaMeeting())
             meeting.arrays[replica] = array
             is_last = len(meeting.arrays) == len(self._replicas)
             if is_last:
@@ -138,7 +136,7 @@ class Meetings:
         assert meeting.total is not None
         return meeting.total
 
-    def _carry_out(self, name: str, meeting: _Meeting) -> None:
+    def _carry_out(self, name: str, meeting: _ReplicaMeeting) -> None:
         try:
             meeting.total = self._add(name, [meeting.arrays[replica] for replica in self._replicas])
         except BaseException as error:
@@ -147,7 +145,7 @@ class Meetings:
         finally:
             meeting.is_over.set()
 
-    def _wait(self, name: str, replica: int, meeting: _Meeting) -> None:
+    def _wait(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
         state = None if self._generator is None else self._generator.get_rng_state()
         self._cores.release()
         try:
@@ -161,7 +159,7 @@ class Meetings:
 
     # ---- who does not come
 
-    def _give_up(self, name: str, replica: int, meeting: _Meeting) -> None:
+    def _give_up(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
         with self._lock:
             if missing := [str(one) for one in self._replicas if one not in meeting.arrays]:
                 self._fail(

@@ -1,7 +1,9 @@
-"""The memory of a training on PyTorch, as far as it is known before anything runs: all but what autograd keeps."""
+"""The memory of a training on PyTorch: a plan of what it will need, and glibc's settings for it."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 
 import jax
@@ -10,29 +12,26 @@ from strategies.exchange.means import Bucket
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan
 from strategies.replicas.replicas import Replicas
 from strategies.roles import Batch
-from strategies.torch.gradient_plan import GradientPlan
+from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
-from strategies.torch.training import Training
+from strategies.torch.training import TorchTraining
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+_NEVER = -1
+_LARGE_BYTES = 1 << 30
+"""Blocks of this size and more, as of data sets, go back when they are freed."""
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def plan_memory(
     replicas: Replicas,
-    training: Training,
-    plan: GradientPlan,
+    training: TorchTraining,
+    plan: TorchGradientPlan,
     buckets: Sequence[Bucket],
     is_private: bool,
     batch: Batch,
 ) -> MemoryPlan:
-    """What this instance needs.
-
-    Args:
-        replicas: where the replicas are.
-        training: what is changed.
-        plan: how gradients travel.
-        buckets: of it, with memory for the means or none.
-        is_private: whether instances of a host have the means for themselves.
-        batch: of this instance.
-    """
+    """Return what this instance needs."""
     communicator, local = replicas.communicator, len(replicas.local_replicas)
     state = training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
@@ -65,3 +64,20 @@ def plan_memory(
 
 def _nbytes(tree: object) -> int:
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes"))
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep the memory that PyTorch frees, in the whole process, unless the environment sets this.
+
+    By default glibc gives the kernel back what is free at the end of its heap, and large blocks at once. A training
+    step frees its activations and gradients, and the next step needs as much. Each page is then asked for, cleared and
+    mapped anew, which took up to a third of a step of a small convolutional network. A process keeps what its largest
+    step needed.
+
+    Returns:
+        Whether glibc keeps it now; False if the environment decides, or the C library is another one.
+    """
+    if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _LARGE_BYTES))

@@ -17,7 +17,7 @@ from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, dtype_of
+from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_same_bits
 
 _MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
 OF_EACH = " of each replica"
@@ -32,12 +32,9 @@ class ModelBuffers:
 
     Args:
         module: of the training; its buffers are those with which a step begins.
-        aggregation: see `TorchOptions.model_state_aggregation`.
-        count: how many replicas there are on all instances.
         shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
-        slots: where they are.
         moving: the numbers of those that a step has changed, from the first time on.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
@@ -109,7 +106,7 @@ class ModelBuffers:
         return [slot.tensor for slot in self.slots]
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
-        """The buffers with which a replica begins a step."""
+        """Return the buffers with which a replica begins a step."""
         self._follow_shown()
         found = self.masters
         for number, own in self.own.items():
@@ -117,9 +114,9 @@ class ModelBuffers:
         return found
 
     def _follow_shown(self) -> None:
-        """What the program has changed in the module all replicas get."""
+        """Give all replicas what the program has changed in the module."""
         for number, own in self.own.items():
-            if not torch.equal(own[self._shown], self.slots[number].tensor):
+            if not have_same_bits(own[self._shown], self.slots[number].tensor):
                 own.copy_(self.slots[number].tensor.detach().expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:
@@ -199,7 +196,7 @@ class ModelBuffers:
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
-        """What all replicas have, which is on every instance, so that nothing is lost with one."""
+        """Gather what all replicas have on every instance, so that nothing is lost with one."""
         local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
         gathered = gather_replicas(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
@@ -230,7 +227,7 @@ class ModelBuffers:
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator
     ) -> dict[int, torch.Tensor]:
-        """What replica 0 has, which is on the first of the instances: all of them in one message."""
+        """Broadcast what replica 0 has, which is on the first of the instances, in one message."""
         values = [of_first[number].tensor.detach().to(HOST, copy=True) for number in numbers]
         if communicator.size > 1:
             arrays = [as_array(value).reshape(-1).view(np.uint8) for value in values]

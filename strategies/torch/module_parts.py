@@ -1,14 +1,15 @@
-"""The parts of a module: the places of its buffers and frozen parameters, and a check that no part was replaced."""
+"""The parts of a module: the places of its buffers and frozen parameters, and watches for parts that were replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import NamedTuple
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.replica_groups import groups_of
+from strategies.torch.tensors import have_same_bits
 
 
 class Slot(NamedTuple):
@@ -17,19 +18,20 @@ class Slot(NamedTuple):
     Attributes:
         name: of the tensor, as `named_buffers` or `named_parameters` has it.
         holder: the dictionary in which it is.
-        key: its name there.
         is_parameter: whether it is a frozen parameter.
     """
 
     name: str
-    holder: dict[str, Any]
+    holder: dict[str, torch.Tensor | None]
     key: str
     is_parameter: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that is there now."""
-        return self.holder[self.key]
+        tensor = self.holder[self.key]
+        assert tensor is not None
+        return tensor
 
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:
@@ -42,7 +44,7 @@ def slots_of(module: torch.nn.Module) -> list[Slot]:
     return buffers + [slot for slot in parameters if not slot.tensor.requires_grad and groups_of(slot.tensor) is None]
 
 
-def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str]]:
     seen: set[int] = set()
     for prefix, inner in module.named_modules():
         holder = getattr(inner, attribute)
@@ -63,7 +65,7 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
             f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
-    return tensor.shape != master.shape or not torch.equal(tensor.to(master.device), master)
+    return not have_same_bits(tensor.to(master.device), master)
 
 
 def resized(replicas: int) -> float:
@@ -71,34 +73,25 @@ def resized(replicas: int) -> float:
     return 2.0 * replicas
 
 
-class Parts:
-    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others.
-
-    Args:
-        module: looked at now, and whenever `changed` is asked.
-    """
+class ModuleParts:
+    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._kept: list[tuple[str, Callable[[str], Any], str, Any]] = []
-        self._nothing: list[tuple[str, Callable[[str], Any], str]] = []
-        self._sizes: list[tuple[str, Any, int]] = []
+        self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # None among them: empty buffers
+        self._sizes: list[tuple[str, Sized, int]] = []
         for prefix, inner in module.named_modules():
-            for holder in (inner._parameters, inner._modules):
-                get = _getter(holder)
-                self._kept += [(_joined(prefix, key), get, key, one) for key, one in holder.items()]
             buffers = inner._buffers
-            empty = [key for key, buffer in buffers.items() if buffer is None]
-            self._nothing += [(_joined(prefix, key), _getter(buffers), key) for key in empty]
-            holders = (inner._parameters, inner._modules, buffers)
-            self._sizes += [(prefix, holder, len(holder)) for holder in holders]
+            empty = {key: buffer for key, buffer in buffers.items() if buffer is None}  # others may be replaced
+            parameters, modules = inner._parameters, inner._modules
+            for holder, kept in ((parameters, parameters), (modules, modules), (buffers, empty)):
+                get = _getter(holder)
+                self._kept += [(_joined(prefix, key), get, key, one) for key, one in kept.items()]
+                self._sizes.append((prefix, holder, len(holder)))
 
     def changed(self) -> str | None:
         """Return the name of a part that was replaced, added or removed; None if there is none."""
         for name, get, key, one in self._kept:
             if get(key) is not one:
-                return name
-        for name, get, key in self._nothing:
-            if get(key) is not None:
                 return name
         for name, holder, size in self._sizes:
             if len(holder) != size:
@@ -106,10 +99,52 @@ class Parts:
         return None
 
 
-def _getter(holder: Any) -> Callable[[str], Any]:
+def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:
     """Return a function that looks up a key; the mappings of scripted modules have no `get`, and lose no key."""
     return holder.get if isinstance(holder, dict) else holder.__getitem__
 
 
 def _joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
+
+
+class ModuleWatch:
+    """A watcher of parts of a module that are added, removed or replaced, and of parameters of another kind.
+
+    Attributes:
+        named: its parameters, each once, when it was looked at last.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.look()
+
+    def look(self) -> None:
+        """Take the parts that the module has now as the known ones."""
+        self._parts = ModuleParts(self._module)
+        self.named = list(self._module.named_parameters())
+        self._parameters = [one for _, one in self.named]
+        self._kinds = self._kinds_now()
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Whether there are other parameters, buffers or layers than those that were looked at."""
+        return self._parts.changed() is not None
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether tensors stand in the place of parameters for a while, as in `torch.func.functional_call`."""
+        return any(not isinstance(one, torch.nn.Parameter) for one in self._module.parameters())
+
+    @property
+    def writes(self) -> int:
+        """The number of writes to parameters that PyTorch has counted."""
+        return sum(one._version for one in self._parameters)
+
+    @property
+    def has_other_kinds(self) -> bool:
+        """Whether a parameter has another shape or dtype than it had."""
+        return self._kinds != self._kinds_now()
+
+    def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(one.shape, one.dtype) for one in self._parameters]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-Add = Callable[[str, torch.Tensor], torch.Tensor]
+AddRows = Callable[[str, torch.Tensor], torch.Tensor]
 """(what, row of float64) -> the sum of the rows of all replicas."""
 
 
-def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: Add) -> torch.Tensor:
+def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> torch.Tensor:
     """Normalise a replica's values for a layer in training mode, and update its running statistics.
 
     Outputs, gradients and running statistics are those of a BatchNorm on the values of all replicas together.
@@ -41,14 +41,14 @@ def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: Add) -> torc
     return result
 
 
-def _statistics(x: torch.Tensor, add: Add) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean and variance, float64 [C], of all replicas' values in each channel, and the number of values."""
     channels = x.shape[1]
     own = x.numel() // channels
     mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
     if own:
-        like = {"dtype": _wide(x.dtype), "device": x.device}
-        found = torch.batch_norm_update_stats(x, torch.zeros(channels, **like), torch.ones(channels, **like), 0.0)
+        zeros = torch.zeros(channels, dtype=_wide(x.dtype), device=x.device)
+        found = torch.batch_norm_update_stats(x, zeros, torch.ones_like(zeros), 0.0)
         mean, variance = (one.double() for one in found)
     number = torch.tensor([own], dtype=torch.float64, device=x.device)
     total = add("forward", torch.cat([mean * own, (variance + mean.square()) * own, number]))
@@ -102,7 +102,7 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean.to(wide), variance.to(wide), scale, offset, False, 0.0, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         wide, channels = _wide(x.dtype), x.shape[1]

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.roles import Tree
+from strategies.roles import Number, Tree
 from strategies.torch.tensors import as_array, as_tensor
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _NUMBERS = (bool, int, float)
 
+ArraysByName = dict[str, np.ndarray]
+"""The state of an optimizer for one parameter."""
+
+Kinds = dict[int, dict[str, type | None]]
+"""For each parameter, by its number, and each name in its state: a kind of number, `torch.Tensor`, or None."""
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """What an optimizer updates, as its `state_dict` numbers it."""
+    """Return the parameters of an optimizer, as its `state_dict` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
 
 
-def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group as arrays of no axes, tuples of them as lists; None and words are left out.
+def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]:
+    """Return the hyperparameters of each group as arrays of no axes, tuples as lists; None and words are left out.
 
     `params` has the numbers of the group's parameters, as in a `state_dict`.
     """
@@ -45,11 +50,11 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
             if isinstance(group.get(name), torch.Tensor):
                 group[name].copy_(as_tensor(np.asarray(value)))
             else:
-                group[name] = _plain(value)
+                group[name] = plain_number(value)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """For each parameter that has a state, by its number, the arrays of that: nothing is copied.
+def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
+    """Return the arrays of each parameter's state, by its number; nothing is copied.
 
     Raises:
         StrategyError: if it has something else than tensors, numbers and None.
@@ -61,7 +66,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     return found
 
 
-def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, Mapping[str, Any]], like: Tree) -> None:
+def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName], like: Kinds) -> None:
     """Put a state back, as copies; what it has for other parameters is dropped.
 
     Args:
@@ -73,13 +78,14 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, Mapping[str
     optimizer.state.clear()
     for number, of_parameter in arrays.items():
         kinds = like[number]
-        values = {name: _value(array, kinds[name]) for name, array in of_parameter.items()}
         nothing = {name: None for name, kind in kinds.items() if kind is None}
+        named = of_parameter.items()
+        values = {name: _value(array, kind) for name, array in named if (kind := kinds[name]) is not None}
         optimizer.state[parameters[number]] = values | nothing
 
 
-def kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, type | None]]:
-    """What the values of `state_of` are: `torch.Tensor`, a kind of number, or None where there is no value."""
+def kinds_of(optimizer: torch.optim.Optimizer) -> Kinds:
+    """Return the kinds of the values of `state_of`: `torch.Tensor`, a kind of number, or None for no value."""
     return {
         number: {
             name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)
@@ -108,7 +114,9 @@ def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return clone
 
 
-def _arrays(optimizer: torch.optim.Optimizer, number: int, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _arrays(
+    optimizer: torch.optim.Optimizer, number: int, state: Mapping[str, object]
+) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             yield name, as_array(value)
@@ -121,24 +129,22 @@ def _arrays(optimizer: torch.optim.Optimizer, number: int, state: Mapping[str, A
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and all(_is_number(one) for one in value)
     return isinstance(value, (*_NUMBERS, torch.Tensor))
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: Tree) -> Tree:
     if isinstance(value, tuple | list):
         return [_as_number(one) for one in value]
     return as_array(value).copy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _plain(value: Any) -> Any:
-    return tuple(_plain(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
+def plain_number(value: Tree) -> Number | tuple[Number, ...]:
+    """Return a number of Python for an array of no axes, a tuple for a list of these."""
+    return tuple(plain_number(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
 
 
-def _value(array: Any, kind: type | None) -> Any:
-    as_it_is: Callable[[Any], Any] = lambda one: one  # noqa: E731
-    if kind is torch.Tensor:
-        return as_tensor(np.array(array))
-    return (kind or as_it_is)(np.asarray(array).item())
+def _value(array: np.ndarray, kind: type) -> torch.Tensor | Number:
+    return as_tensor(np.array(array)) if kind is torch.Tensor else kind(np.asarray(array).item())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -16,7 +16,7 @@ from strategies.numbers import at_least, positive
 from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.gradient_map import GradientMap, MapGradient
 from strategies.torch.replica_memory import as_device
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
 """How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has; not at all."""
@@ -29,8 +29,8 @@ _COMPUTE = {
 }
 
 
-class Options(TypedDict, total=False):
-    """What `Trainer` takes by name; see `TorchOptions`."""
+class TorchTrainerOptions(TypedDict, total=False):
+    """The arguments that `Trainer` takes by name; see `TorchOptions`."""
 
     check_numerics: bool
     digest_every: int
@@ -48,12 +48,12 @@ class Options(TypedDict, total=False):
     stream_gradients: bool | None
     replica_device: torch.device | str | None
     before_update: Callable[[torch.nn.Module], object] | None
-    pipeline: Pipeline | None
+    pipeline: TorchPipeline | None
 
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """How a step is made; what has the name of an option of `strategies.StepOptions` does what that does.
+    """Options of a PyTorch training step. Options also found in `strategies.StepOptions` have the same meaning.
 
     Attributes:
         seed: of all random numbers that models draw, see `seed_of`.
@@ -112,7 +112,7 @@ class TorchOptions:
     stream_gradients: bool | None = None
     replica_device: torch.device | str | None = None
     before_update: Callable[[torch.nn.Module], object] | None = None
-    pipeline: Pipeline | None = None
+    pipeline: TorchPipeline | None = None
 
     def __post_init__(self) -> None:
         require_switches(
@@ -133,8 +133,8 @@ class TorchOptions:
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, parameter) -> gradient, or None"
             )
-        words = [self.model_state_aggregation] if isinstance(self.model_state_aggregation, str) else []
-        for word in words or (self.model_state_aggregation or {}).values():  # type: ignore[union-attr]
+        words = self.model_state_aggregation or {}
+        for word in [words] if isinstance(words, str) else words.values():
             if word not in WORDS:
                 raise ValueError(
                     f"model_state_aggregation has {word!r}; use None, 'mean', 'first', 'per_replica', or a dictionary "
@@ -160,7 +160,7 @@ class TorchOptions:
 
     @cached_property
     def method(self) -> GradientAccumulationReductionMethod:
-        """How micro-batches become one gradient."""
+        """The way in which micro-batches become one gradient."""
         return GradientAccumulationReductionMethod.parse(self.reduction_method)
 
     def compares_bits(self, steps_made: int) -> bool:
@@ -186,7 +186,7 @@ class TorchOptions:
 
     @cached_property
     def autocast_dtype(self) -> torch.dtype | None:
-        """That of `torch.autocast`; None where there is none."""
+        """The dtype of `torch.autocast`; None without it."""
         if self.compute_dtype is None:
             return None
         if str(self.compute_dtype) not in _COMPUTE:
@@ -195,13 +195,13 @@ class TorchOptions:
 
     @cached_property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not."""
+        """The scaling of losses; None where they are not scaled."""
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
     def transfer(self) -> GradientTransfer:
-        """In which dtype gradients travel."""
-        dtype: Any = self.gradient_transfer_dtype
+        """The dtype in which gradients travel."""
+        dtype = self.gradient_transfer_dtype
         return GradientTransfer.parse(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
     @cached_property
@@ -212,21 +212,12 @@ class TorchOptions:
     @property
     def terms(self) -> Mapping[str, object]:
         """The options as all instances have to have them."""
-        return {
-            "seed": self.seed,
-            "check_numerics": self.check_numerics,
-            "digest_every": self.digest_every,
-            "verify_steps": self.verify_steps,
-            "gradient_accumulation_count": self.gradient_accumulation_count,
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "map_gradient"}
+        return given | {
             "reduction_method": self.method.name,
-            "replicated_optimizer_state_sharding": self.replicated_optimizer_state_sharding,
-            "min_elements_for_sharding": self.min_elements_for_sharding,
             "compute_dtype": self.autocast_dtype,
             "loss_scaling": self.scaling,
             "gradient_transfer_dtype": self.transfer.dtype,
-            "model_state_aggregation": self.model_state_aggregation,
-            "intra_op_threads": self.intra_op_threads,
-            "stream_gradients": self.stream_gradients,
             "replica_device": None if self.device is None else self.device.type,
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),

@@ -13,16 +13,12 @@ import torch
 
 from strategies.comparing.digest import Digest, digest_of
 from strategies.errors import StrategyError
-from strategies.torch.module_parts import Parts
+from strategies.torch.module_parts import ModuleParts
 from strategies.torch.tensors import as_array
 
 
 class WriteCounters:
-    """A comparison of the counters and addresses of tensors before and after a computation.
-
-    Args:
-        tensors: that are looked at.
-    """
+    """A comparison of the counters and addresses of tensors before and after a computation."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -42,7 +38,6 @@ class WrittenBits:
     """A comparison of the bits of tensors before and after a computation, at the passes 1, 2, 4, 8 and so on.
 
     Args:
-        tensors: that are looked at.
         is_always: whether they are compared every time.
 
     Attributes:
@@ -76,7 +71,6 @@ class ForwardWatch:
     """A watcher of the forward passes of a module that is itself a replica, and may write frozen parameters.
 
     Args:
-        module: whose parameters are looked at.
         declared: the names of frozen parameters of which the program says that it writes them.
 
     Attributes:
@@ -91,7 +85,7 @@ class ForwardWatch:
         self._look()
 
     def _look(self) -> None:
-        self._parts = Parts(self._module)
+        self._parts = ModuleParts(self._module)
         self._named = list(self._module.named_parameters())
         self._counters = WriteCounters(one for _, one in self._named)
         self._bits = WrittenBits([one for _, one in self._named])
@@ -132,9 +126,6 @@ def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
     Args:
         written: the names of these parameters.
         trained: the names of all that are trained.
-
-    Raises:
-        StrategyError: if there are any.
     """
     if wrong := [name for name in written if name in trained]:
         raise StrategyError(

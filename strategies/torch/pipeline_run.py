@@ -1,4 +1,4 @@
-"""Carries out a timetable for one replica: a thread for each micro-batch, which waits for its turn at each stage.
+"""A timetable carried out for one replica: a thread for each micro-batch, which waits for its turn at each stage.
 
 The forward pass of a micro-batch is told when blocks begin. Backward passes need not be cut: autograd numbers what it
 records as it records it, and goes back from the highest number to the lowest. So the first node of a stage that
@@ -10,42 +10,24 @@ gradients of parameters (`strategies.torch.split_backward`).
 
 from __future__ import annotations
 
-import threading
-import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.buffer_uses import BufferUses
-from strategies.torch.split_backward import SplitBackward, nodes_below
-from strategies.torch.stages import Pipeline, Placing, watch
-from strategies.torch.weights_behind import weights_behind
+from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
+from strategies.torch.split_backward import SplitBackward, nodes_below, parameter_of
+from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
 
 _sequence_number = torch._C._autograd._get_sequence_nr
-
-
-@dataclass(frozen=True)
-class SeenBy:
-    """Who is told of stages.
-
-    Attributes:
-        instruments: they are.
-        replica: the index of the replica whose stages they are.
-    """
-
-    instruments: Instruments = field(default_factory=Instruments)
-    replica: int = 0
 
 
 class PipelineRun:
@@ -55,37 +37,34 @@ class PipelineRun:
     all stages are on one device there is nothing to do at once, and no timetable is followed.
 
     Args:
-        pipeline: how stages run.
-        count: micro-batches of a step.
-        intra_op_threads: of each.
-        module: whose buffers are looked after.
         training: whether micro-batches go back.
-        seen_by: is told when a stage begins and ends with a micro-batch.
+        instruments: are told when a stage begins and ends with a micro-batch.
 
     Attributes:
         spans: when each device did what in the last step; empty after the first one.
 
     Raises:
-        StrategyError: from `each`, see `Walk` and `_Stages`.
+        StrategyError: from `each`, see `Walk` and `MetStages`.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: TorchPipeline,
         count: int,
         intra_op_threads: int,
         module: torch.nn.Module,
         training: bool = True,
-        seen_by: SeenBy | None = None,
+        instruments: Instruments | None = None,
+        replica: int = 0,
     ) -> None:
         self._pipeline = pipeline
         self._count = count
-        self._stages = _Stages(pipeline.placing())
+        self._stages = MetStages(pipeline.placing())
         self._timetable: Timetable | None = None
         self._followers: Mapping[StageAction, Sequence[StageAction]] = {}
         self._overlaps = False
         self._trains = training
-        self._seen_by = seen_by or SeenBy()
+        self._instruments, self._replica = instruments or Instruments(), replica
         self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: Sequence[Timed] = ()
@@ -104,7 +83,7 @@ class PipelineRun:
         """
         if self._timetable is None or not self._overlaps:
             for number in range(self._count):
-                walk = Walk(self._stages, number, None, self._seen_by)
+                walk = self._walk(number, None)
                 if number == 0 and self._timetable is None and self._trains:
                     self._look(walk, work)
                 else:
@@ -115,21 +94,24 @@ class PipelineRun:
                 self._overlaps = len(self._timetable.devices) > 1
             return
         drive = MicroBatches(self._timetable, self._followers)
-        walks = [Walk(self._stages, number, drive, self._seen_by) for number in range(self._count)]
+        walks = [self._walk(number, drive) for number in range(self._count)]
         begun = [self._threads.submit(_walk, walk, work) for walk in walks]
         errors = [error for future in begun if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
             raise error
         self.spans = drive.spans
 
+    def _walk(self, number: int, turns: MicroBatches | None) -> Walk:
+        return Walk(self._stages, number, turns, self._instruments, self._replica)
+
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
-        """The first micro-batch, which shows where buffers are used."""
+        """Make the first micro-batch, which shows where buffers are used."""
         with BufferUses(self._module, lambda: walk.stage) as uses:
             _walk(walk, work)
         uses.refuse_changes_that_cross()
 
     def _planned(self) -> Timetable:
-        """The timetable, of the stages that the first step has met."""
+        """Return the timetable of the stages that the first step has met."""
         devices = self._stages.devices()
         if self._trains:
             self._stages.refuse_unmet()
@@ -150,106 +132,20 @@ class PipelineRun:
         self._threads.shutdown(wait=True)
 
 
-class _Stages:
-    """What is known of the stages of a module, by all micro-batches of a replica.
-
-    Args:
-        placing: finds them.
-    """
-
-    def __init__(self, placing: Placing) -> None:
-        self._placing = placing
-        self._devices: dict[int, int] = {}  # of each stage that was met
-        self._of_parameters: dict[int, int] = {}  # the device on which a parameter is used, by its id
-        self._of_modules: dict[str, int] = {}  # the stage in which a module with buffers runs
-        self._lock = threading.Lock()
-
-    def of(self, name: str, ipu: int | None) -> int:
-        """The stage of a block."""
-        with self._lock:
-            stage, device = self._placing.of(name, ipu)
-            self._devices.setdefault(stage, device)
-        return stage
-
-    def refuse_unmet(self) -> None:
-        """Look for blocks that are in no micro-batch.
-
-        Raises:
-            StrategyError: if a stage has one.
-        """
-        if unmet := self._placing.unmet():
-            raise StrategyError(
-                f"a stage has the block {unmet[0]!r}, which no micro-batch of the first step has entered; mark it in "
-                f"the model with poptorch.Block({unmet[0]!r}), or leave it out of the strategy"
-            )
-
-    def devices(self) -> list[int]:
-        """For each stage its device; of stages that were not met that of the one before."""
-        found: list[int] = []
-        for stage in range(1 + max(self._devices, default=0)):
-            found.append(self._devices.get(stage, found[-1] if found else 0))
-        return found
-
-    def device_of(self, stage: int) -> int:
-        """The device of a stage."""
-        return self._devices.get(stage, stage)
-
-    def use(self, parameter: torch.Tensor, stage: int) -> None:
-        """A stage uses a parameter.
-
-        Raises:
-            StrategyError: if another one on another device does, too.
-        """
-        device = self.device_of(stage)
-        other = self._of_parameters.setdefault(id(parameter), device)
-        if other != device:
-            raise StrategyError(
-                f"a parameter of shape {list(parameter.shape)} is used on the devices {other} and {device}; put the "
-                "blocks that use it on one device"
-            )
-
-    def enter_module(self, name: str, module: torch.nn.Module, given: Any) -> None:
-        """A module with buffers runs.
-
-        Raises:
-            StrategyError: if it does in two stages, whose micro-batches would change the buffers in another order.
-        """
-        walk = _of_thread.walk
-        if walk is None:
-            return
-        stage = self._of_modules.setdefault(name, walk.stage)
-        if stage != walk.stage:
-            raise StrategyError(
-                f"module {name} has buffers, and runs in the stages {stage} and {walk.stage}, whose micro-batches "
-                "would meet there out of order; put both blocks into one stage"
-            )
-
-
-class _OfThread(threading.local):
-    walk: Walk | None = None
-
-
-_of_thread = _OfThread()
-
-
 class Walk:
     """The way of a micro-batch through the stages, forward and back; told of blocks in its thread.
 
     Args:
-        stages: what is known of them.
-        micro_batch: its number.
         turns: whose turn it is; None where micro-batches come one after another.
-        seen_by: is told.
-
-    Attributes:
-        stage: where it is.
     """
 
-    def __init__(self, stages: _Stages, micro_batch: int, turns: MicroBatches | None, seen_by: SeenBy) -> None:
+    def __init__(
+        self, stages: MetStages, micro_batch: int, turns: MicroBatches | None, instruments: Instruments, replica: int
+    ) -> None:
         self._stages = stages
         self._micro_batch = micro_batch
         self._turns = turns
-        self._seen_by = seen_by
+        self._instruments, self._replica = instruments, replica
         self._kind = ActionKind.FORWARD
         self.stage = 0
         self._split: SplitBackward | None = None
@@ -262,7 +158,7 @@ class Walk:
         self._wait()
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """See `Watcher`.
+        """See `BlockWatcher`.
 
         Raises:
             StrategyError: if the block is of an earlier stage.
@@ -271,7 +167,7 @@ class Walk:
         self._advance(self._stages.of(name, ipu), name)
 
     def end(self) -> None:
-        """See `Watcher`; what follows before the next block belongs to this stage still."""
+        """See `BlockWatcher`; what follows before the next block belongs to this stage still."""
         self._around.pop()
 
     def _advance(self, stage: int, name: str) -> None:
@@ -292,12 +188,7 @@ class Walk:
             self._wait()
 
     def turn_round(self, loss: torch.Tensor, last: int) -> None:
-        """The forward pass has ended with a loss: wait for the turn of its backward pass.
-
-        Args:
-            loss: from which autograd goes back.
-            last: the number of the last stage.
-        """
+        """End the forward pass with a loss, and wait for the turn of its backward pass."""
         self._advance(last, "the loss")
         if self._turns is not None and self._turns.timetable.has_split_backward:
             self._split = SplitBackward(loss, self._stage_of)
@@ -310,7 +201,7 @@ class Walk:
                 node.register_prehook(partial(self._go_back, stage))
 
     def back(self, loss: torch.Tensor) -> None:
-        """The backward pass, from the loss that `turn_round` was given."""
+        """Make the backward pass, from the loss that `turn_round` was given."""
         if self._split is None:
             loss.backward()
         else:
@@ -329,7 +220,7 @@ class Walk:
             self._done()
 
     def leave(self) -> None:
-        """The forward pass has ended, and there is no backward pass."""
+        """End the forward pass, where there is no backward pass."""
         self._advance(self.last_stage, "the end")
         self._done()
 
@@ -338,36 +229,38 @@ class Walk:
         """The number of the last stage, as far as is known."""
         return max(self.stage, len(self._stages.devices()) - 1)
 
-    def _go_back(self, stage: int, _: Any = None) -> None:
+    def _go_back(self, stage: int, _: object = None) -> None:
         """Autograd comes to a stage."""
         while self.stage > stage:
             self._done()
             self.stage -= 1
             self._wait()
 
-    def _stage_of(self, node: Any) -> int:
-        """Which stage has recorded a node; 0 where it was there before."""
+    def _stage_of(self, node: Node) -> int:
+        """Return the stage that has recorded a node; 0 for a node from before."""
         return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
 
-    def _first_nodes(self, loss: torch.Tensor) -> dict[int, Any]:
-        """For each stage the node that autograd comes to first; parameters are looked at on the way."""
-        firsts: dict[int, tuple[int, Any]] = {}
+    def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
+        """Return for each stage the node that autograd comes to first; note the parameters that stages use."""
+        assert loss.grad_fn is not None
+        firsts: dict[int, Node] = {}
         for node in nodes_below(loss.grad_fn):
             number, stage = node._sequence_nr(), self._stage_of(node)
             is_run = self._split is None or node in self._split.of_first_part
-            if is_run and number >= self._begins[0] and number > firsts.get(stage, (-1, None))[0]:
-                firsts[stage] = number, node
+            is_first = stage not in firsts or number > firsts[stage]._sequence_nr()
+            if is_run and number >= self._begins[0] and is_first:
+                firsts[stage] = node
             for parameter in _parameters_of(node):
                 self._stages.use(parameter, stage)
-        return {stage: node for stage, (_, node) in firsts.items()}
+        return firsts
 
     def _wait(self) -> None:
         if self._turns is not None:
             self._turns.wait(StageAction(self._kind, self.stage, self._micro_batch))
-        self._seen_by.instruments.replica_begins(self._seen_by.replica, self.stage)
+        self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
-        self._seen_by.instruments.replica_ends(self._seen_by.replica, self.stage, self._micro_batch)
+        self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
             self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
 
@@ -378,110 +271,16 @@ class Walk:
 
 
 def _walk(walk: Walk, work: Callable[[int, Walk], None]) -> None:
-    watch(walk)
-    _of_thread.walk = walk
-    try:
-        walk.start()
-        work(walk._micro_batch, walk)
-    except BaseException:
-        walk.give_up()
-        raise
-    finally:
-        watch(None)
-        _of_thread.walk = None
+    with watching(walk):
+        try:
+            walk.start()
+            work(walk._micro_batch, walk)
+        except BaseException:
+            walk.give_up()
+            raise
 
 
-def _parameters_of(node: Any) -> Iterator[torch.Tensor]:
-    """The parameters that a node hands gradients to."""
-    return (following.variable for following, _ in node.next_functions if hasattr(following, "variable"))
-
-
-@dataclass
-class MicroBatches:
-    """Whose turn it is while a timetable is followed once.
-
-    A thread is woken once for each action, by the last of what the action needs.
-
-    Attributes:
-        timetable: what each device does, in which order.
-        followers: what `followers_in` says of it.
-        clock: seconds.
-    """
-
-    timetable: Timetable
-    followers: Mapping[StageAction, Sequence[StageAction]]
-    clock: Callable[[], float] = time.perf_counter
-    _missing: Counter[StageAction] = field(default_factory=Counter)  # how much of what an action needs has not ended
-    _gates: dict[StageAction, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
-    _changing: threading.Lock = field(default_factory=threading.Lock)
-    _begun_s: dict[StageAction, float] = field(default_factory=dict)
-    _spans: list[Timed] = field(default_factory=list)
-    _has_failed: bool = False
-
-    def __post_init__(self) -> None:
-        for following in self.followers.values():
-            self._missing.update(following)
-        self._gates = {action: threading.Lock() for action in self.followers}
-        for action in self._missing:
-            self._gates[action].acquire()
-        self._start_s = self.clock()
-
-    @property
-    def spans(self) -> Sequence[Timed]:
-        """When each device did what, in the order of the begins; updates, made for all stages at once, come last."""
-        in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
-        if not self.timetable.training:
-            return in_order
-        end_s = max(span.end_s for span in in_order)
-        places = enumerate(self.timetable.mapping)
-        updates = [
-            Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
-            for stage, devices in places
-            for device in devices
-        ]
-        return [*in_order, *updates]
-
-    def wait(self, action: StageAction) -> None:
-        """Return when it is an action's turn.
-
-        Raises:
-            AbandonedError: another micro-batch has failed.
-        """
-        self._gates[action].acquire()
-        if self._has_failed:
-            raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
-        self._begun_s[action] = self.clock() - self._start_s
-
-    def done(self, action: StageAction) -> None:
-        """An action has ended."""
-        end_s = self.clock() - self._start_s
-        for device in self.timetable.mapping[action.stage]:
-            self._spans.append(Timed(device, action, self._begun_s[action], end_s))
-        with self._changing:
-            if not self._has_failed:
-                for following in self.followers[action]:
-                    self._missing[following] -= 1
-                    if not self._missing[following]:
-                        self._gates[following].release()
-
-    def give_up(self) -> None:
-        """Have all end that wait."""
-        with self._changing:
-            if not self._has_failed:
-                self._has_failed = True
-                for action, missing in self._missing.items():
-                    if missing:
-                        self._gates[action].release()
-
-
-def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAction]]:
-    """For each action those that need its end: by the data, or as the next ones of the device; no updates."""
-    found: dict[StageAction, list[StageAction]] = {
-        action: [] for actions in timetable.devices for action in actions if action.kind is not ActionKind.UPDATE
-    }
-    for actions in timetable.devices:
-        own = [action for action in actions if action.kind is not ActionKind.UPDATE]
-        for before, action in zip([None, *own], own, strict=False):
-            for needed in {*timetable.dependencies(action), *([] if before is None else [before])}:
-                found[needed].append(action)
-    return found
+def _parameters_of(node: Node) -> Iterator[torch.Tensor]:
+    """Return the parameters that a node hands gradients to."""
+    parameters = (parameter_of(following) for following, _ in node.next_functions)
+    return (one for one in parameters if one is not None)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import torch
+from torch.autograd.graph import Node
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.roles import Batch
@@ -35,9 +35,7 @@ class Expected:
     """The losses and gradients that plain PyTorch has computed for a replica.
 
     Attributes:
-        losses: of its micro-batches.
         gradients: of the parameters that are trained, in the order of `named_parameters`, as they are accumulated.
-        names: of these parameters.
         hooked: the numbers of those whose gradients hooks of the program change once they are complete, in the module.
         dtype: in which forward passes compute, if it is another one than that of the parameters.
     """
@@ -90,7 +88,7 @@ def _reason_to_skip(module: torch.nn.Module, options: TorchOptions) -> str:
     return ""
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -115,7 +113,7 @@ def _computed(
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
             divisor = options.divisor(number)
             if mapping is None:
-                gradients = torch.autograd.grad(loss / divisor * scale, parameters, allow_unused=True)
+                gradients = _gradients(loss / divisor * scale, parameters)
             else:
                 mapping.begin(number, scale, divisor)
                 gradients = _mapped_gradients(mapping, loss * scale, parameters)
@@ -134,7 +132,7 @@ def _computed(
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     """Return whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -147,12 +145,17 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
+def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return gradients
+
+
 def _mapped_gradients(
     mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
     """Map gradients in the order in which autograd comes to them: the function may draw random numbers."""
     hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
-    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = _gradients(loss, parameters)
     for hook in hooks:
         hook.remove()
     return gradients
@@ -160,9 +163,6 @@ def _mapped_gradients(
 
 class Comparison:
     """A comparison of replica 0's results with those of plain PyTorch, made in the thread of the replica.
-
-    Args:
-        expected: see there.
 
     Attributes:
         difference: the first one that was found, in words; empty where all is alike.
@@ -175,8 +175,9 @@ class Comparison:
     def losses(self, found: Sequence[float]) -> None:
         """Compare the losses of the micro-batches."""
         for number, (mine, other) in enumerate(zip(found, self._expected.losses, strict=True)):
-            dtype = self._expected.dtype or torch.float32
-            if abs(mine - other) > tolerance_of(dtype) * max(abs(mine), abs(other)):
+            tolerance = tolerance_of(self._expected.dtype or torch.float32)
+            are_both_bad = not math.isfinite(mine) and not math.isfinite(other)
+            if not are_both_bad and not math.isclose(mine, other, rel_tol=tolerance):
                 self._tell(f"the loss of micro-batch {number} on replica 0 is {mine:.6g}", f"{other:.6g}")
 
     def gradient(self, number: int, found: torch.Tensor | None) -> None:

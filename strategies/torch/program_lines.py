@@ -1,4 +1,4 @@
-"""What a training on PyTorch computes, as lines of text, to be compared between instances before the first step.
+"""A training on PyTorch as lines of text, which instances compare before the first step.
 
 PyTorch does not trace: what a module computes is its Python code. So what is compared are the types and numbers of all
 its parts, the shapes of parameters and buffers, the optimizer's numbers, and the code of the loss function.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from types import CodeType, FunctionType
-from typing import Any
+from types import CellType, CodeType, FunctionType
 
 import torch
 
@@ -38,7 +37,7 @@ def _of_module(module: torch.nn.Module) -> Iterator[str]:
         yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
 
 
-def _is_compared(module: torch.nn.Module, name: str, value: Any) -> bool:
+def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:
     """Return whether an attribute belongs to the program; private ones of PyTorch may differ between processes."""
     is_private = name.startswith("_") and type(module).__module__.partition(".")[0] == "torch"
     return isinstance(value, _PLAIN) and not is_private and not name.startswith("_torch")
@@ -54,8 +53,8 @@ def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     return [type(optimizer).__qualname__, *groups]
 
 
-def lines_of_function(function: Any) -> list[str]:
-    """The instructions of a function of Python, with the numbers that it closes over; of others the name only."""
+def lines_of_function(function: object) -> list[str]:
+    """Return the instructions of a function of Python, and the numbers that it closes over; of others the name."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return [str(getattr(function, "__qualname__", type(function).__qualname__))]
@@ -72,14 +71,14 @@ def _of_code(code: CodeType) -> Iterator[str]:
             yield f"{instruction.opname} {instruction.argrepr}"
 
 
-def _is_full(cell: Any) -> bool:
+def _is_full(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple | list):

@@ -16,12 +16,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 import torch._functorch.config
 
 from strategies.errors import StrategyError
+from strategies.torch.threads import ThreadValue
 
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
@@ -33,32 +35,19 @@ _include, _is_included = (
     torch._C._dispatch_tls_is_dispatch_key_included,
 )
 
-
-class _OfThread(threading.local):
-    """The state of a thread.
-
-    Compiled programs make their first call inside of a dispatch mode that looks for mistakes in operators of the
-    program's own. In such a mode the key is switched off, and the call would draw from the generator of the process.
-    The option that leaves the mode out belongs to a thread.
-    """
-
-    def __init__(self) -> None:
-        self.generator: Any = None
-        self.replica: int | None = None
-        torch._functorch.config.check_custom_op_aliasing = False
-
-
-_of_thread = _OfThread()
+_generator = ThreadValue[torch.Generator | None](None)
+_replica = ThreadValue[int | None](None)
 _drawn_by: dict[int, tuple[int, torch.Generator]] = {}
 """The first replica that drew from a generator of the program, by the generator's address. The generator is kept:
 no other one can get its address."""
 _MOST_KEPT = 256
+_ADDRESS, _DEFAULT = "_cdata", "default_generator"  # names that PyTorch's stubs lack
 _installing = threading.Lock()
-_installed: list[Any] = []  # what keeps the kernels where they are
+_installed: list[object] = []  # what keeps the kernels where they are
 
 
 def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
-    """The seed of a replica's random numbers for one micro-batch of one step.
+    """Return the seed of a replica's random numbers for one micro-batch of one step.
 
     `torch.manual_seed` of it makes plain PyTorch draw what the replica draws. Of its 64 bits PyTorch's generator for
     the CPU uses the lower 32.
@@ -85,29 +74,22 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
     if device.type != _CPU.type:
         accelerator: Any = torch.get_device_module(device)
         getattr(accelerator, "manual_seed_all", accelerator.manual_seed)(seed)
-    before, _of_thread.replica = _of_thread.replica, replica
-    try:
-        with drawing_by(torch.Generator().manual_seed(seed)):
-            yield
-    finally:
-        _of_thread.replica = before
+    with _replica.being(replica), drawing_by(torch.Generator().manual_seed(seed)):
+        yield
 
 
 @contextmanager
 def drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on.
-
-    Args:
-        generator: for the CPU.
-    """
+    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on."""
     _install()
-    before, _of_thread.generator = _of_thread.generator, generator
-    _include(_KEY, True)
-    try:
-        yield
-    finally:
-        _include(_KEY, before is not None)
-        _of_thread.generator = before
+    torch._functorch.config.check_custom_op_aliasing = False  # of this thread; in that mode compiled code skips `_KEY`
+    was_included = _generator.now is not None
+    with _generator.being(generator):
+        _include(_KEY, True)
+        try:
+            yield
+        finally:
+            _include(_KEY, was_included)
 
 
 def _install() -> None:
@@ -122,56 +104,56 @@ def _install() -> None:
             aten.impl(name, _drawing(name), _KEY)
         for name, with_generator in _OF_INDUCTOR.items():
             aten.impl(name, _drawing(with_generator), _KEY)
-        torch.random.default_generator = _GeneratorOfThread(torch.random.default_generator)
+        setattr(torch.random, _DEFAULT, _GeneratorOfThread(getattr(torch.random, _DEFAULT)))
 
 
 class _GeneratorOfThread:
-    """What `torch.get_rng_state` and its likes ask: the generator of the thread, else that of the process.
+    """The generator that `torch.get_rng_state` and its likes ask: that of the thread, else that of the process.
 
     `torch.utils.checkpoint` saves and restores the state with them, so that a forward pass that is made again draws
     the same numbers.
     """
 
-    def __init__(self, of_process: Any) -> None:
+    def __init__(self, of_process: object) -> None:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_of_thread.generator or self._of_process, name)
+        return getattr(_generator.now or self._of_process, name)
 
 
 def _names_of_random_operators() -> list[str]:
-    """Those with an argument that is a generator, without `aten::`."""
+    """Return the names of the operators that take a generator, without `aten::`."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     return [name.removeprefix("aten::") for name in names if _generator_argument(_schema(name)) is not None]
 
 
-def _schema(name: str) -> Any:
+def _schema(name: str) -> torch._C.FunctionSchema:
     base, _, overload = name.partition(".")
     return torch._C._get_schema(base, overload)
 
 
-def _generator_argument(schema: Any) -> int | None:
-    """Which of the arguments it is."""
+def _generator_argument(schema: torch._C.FunctionSchema) -> int | None:
+    """Return the position of the generator among the arguments; None if there is none."""
     kinds = [str(argument.type) for argument in schema.arguments]
     return next((number for number, kind in enumerate(kinds) if "Generator" in kind), None)
 
 
 def _drawing(name: str) -> Callable[..., Any]:
-    """The operator, with the generator of the thread where none is given."""
+    """Return the operator, with the generator of the thread where none is given."""
     base, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), overload or "default")
     place = _generator_argument(operator._schema)
     assert place is not None
     argument = operator._schema.arguments[place].name
 
-    def draw(*arguments: Any, **named: Any) -> Any:
+    def draw(*arguments: object, **named: object) -> object:
         _include(_KEY, False)  # the kernels behind this one draw from what they are given
         try:
             given = arguments[place] if len(arguments) > place else named.get(argument)
-            if given is None:
-                given = _generator_for(arguments, named)
-            else:
+            if isinstance(given, torch.Generator):
                 _refuse_to_share(given)
+            elif draws_on_cpu(arguments, named):  # an accelerator has a generator of its own
+                given = _generator.now
             if len(arguments) > place:
                 return operator(*arguments[:place], given, *arguments[place + 1 :], **named)
             return operator(*arguments, **(named | {argument: given}))
@@ -182,17 +164,13 @@ def _drawing(name: str) -> Callable[..., Any]:
 
 
 def _refuse_to_share(generator: torch.Generator) -> None:
-    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads.
-
-    Raises:
-        StrategyError: it has.
-    """
-    replica = _of_thread.replica
+    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads."""
+    replica = _replica.now
     if replica is None or _is_default_of_accelerator(generator):
         return
     if len(_drawn_by) > _MOST_KEPT:
         _drawn_by.clear()
-    other, _ = _drawn_by.setdefault(generator._cdata, (replica, generator))
+    other, _ = _drawn_by.setdefault(_address_of(generator), (replica, generator))
     if other != replica:
         raise StrategyError(
             f"replicas {other} and {replica} draw from one torch.Generator, so what they draw would depend on the "
@@ -202,25 +180,24 @@ def _refuse_to_share(generator: torch.Generator) -> None:
 
 
 def _is_default_of_accelerator(generator: torch.Generator) -> bool:
-    """Whether an accelerator draws from it where a program names none, which `drawing_from` seeds for each replica.
+    """Return whether this is the generator of an accelerator, which `drawing_from` seeds for each replica.
 
     Kernels of CUDA name it themselves, as for dropout between the layers of a GRU.
     """
     if generator.device.type == _CPU.type:
         return False
-    accelerator = torch.get_device_module(generator.device)
-    return any(each._cdata == generator._cdata for each in accelerator.default_generators)
+    generators = torch.get_device_module(generator.device).default_generators
+    return any(_address_of(each) == _address_of(generator) for each in generators)
 
 
-def _generator_for(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """That of the thread, where the operator draws on the CPU; None: that of the accelerator on which it draws."""
-    return _of_thread.generator if draws_on_cpu(arguments, named) else None
+def _address_of(generator: torch.Generator) -> int:
+    return int(getattr(generator, _ADDRESS))
 
 
-def draws_on_cpu(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether an operator does, by the device that it is told, else by that of its first tensor."""
+def draws_on_cpu(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Return whether an operator draws on the CPU, by the device that it is told, else by that of its first tensor."""
     device = named.get("device")
-    if device is None:
-        tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
-        device = next((one.device for one in tensors), _CPU)
-    return bool(torch.device(device).type == _CPU.type)
+    if isinstance(device, torch.device | str | int):
+        return bool(torch.device(device).type == _CPU.type)
+    tensors = (one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor))
+    return all(one.device.type == _CPU.type for one in islice(tensors, 1))

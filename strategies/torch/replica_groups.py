@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ _MARK = "_replica_groups"
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Which replicas have a row of a parameter in common.
+    """Groups of replicas that have a row of a parameter in common.
 
     Attributes:
         size: replicas in a group; None: all of them.
@@ -36,7 +35,7 @@ class ReplicaGroups:
             positive("size of a group of replicas", self.size)
 
     def count(self, replicas: int) -> int:
-        """How many groups there are.
+        """Return the number of groups.
 
         Raises:
             StrategyError: if the replicas cannot be divided so.
@@ -49,12 +48,12 @@ class ReplicaGroups:
         return replicas // size
 
     def row_of(self, replica: int, replicas: int) -> int:
-        """The group of a replica, and so its row."""
+        """Return the group of a replica, which is the number of its row."""
         count = self.count(replicas)
         return replica * count // replicas if self.consecutive else replica % count
 
     def gain(self, replicas: int) -> float:
-        """By what a gradient is multiplied, of which the mean over all replicas is taken with zeros of other groups."""
+        """Return the factor of a gradient whose mean over all replicas is taken with zeros of other groups."""
         return 1.0 if self.sums else float(self.count(replicas))
 
 
@@ -72,7 +71,7 @@ def group_replicas(parameter: torch.nn.Parameter, groups: ReplicaGroups) -> None
 
 
 def groups_of(parameter: torch.Tensor) -> ReplicaGroups | None:
-    """The groups of a parameter; None where all replicas have the same."""
+    """Return the groups of a parameter; None where all replicas have the same."""
     groups: ReplicaGroups | None = getattr(parameter, _MARK, None)
     return groups
 
@@ -85,20 +84,15 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a replica has of a parameter that is grouped.
-
-    Attributes:
-        number: of the row.
-        gain: see `ReplicaGroups.gain`.
-    """
+class GroupRow:
+    """The row of a grouped parameter that a replica has."""
 
     number: int
     gain: float
 
 
-def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> Row | None:
-    """What a replica has of a parameter; None where it has all of it.
+def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> GroupRow | None:
+    """Return the row that a replica has of a parameter; None where it has all of it.
 
     Raises:
         StrategyError: if the parameter has not a row for each group.
@@ -112,11 +106,10 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> R
             f"{name} is of shape {list(parameter.shape)}, and {replicas} replicas make {count} groups, each of which "
             f"has a row of it; give it a first axis of {count}"
         )
-    return Row(groups.row_of(replica, replicas), groups.gain(replicas))
+    return GroupRow(groups.row_of(replica, replicas), groups.gain(replicas))
 
 
-def part_of(parameter: torch.Tensor, row: Row | None) -> torch.Tensor:
-    """What a replica sees of a parameter, in its memory."""
-    whole: Any = parameter.detach()
-    part: torch.Tensor = whole if row is None else whole[row.number]
-    return part
+def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
+    """Return what a replica sees of a parameter, in the parameter's memory."""
+    whole = parameter.detach()
+    return whole if row is None else whole[row.number]

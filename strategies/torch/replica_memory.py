@@ -1,4 +1,4 @@
-"""Where the replicas of an instance compute: in the memory of the host, or on one accelerator, which they share."""
+"""The memory in which the replicas of an instance compute: that of the host, or of one accelerator that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.roles import Tree
 from strategies.torch.attribute_contents import Contents
-from strategies.torch.module_parts import Parts
+from strategies.torch.module_parts import ModuleParts
 from strategies.torch.parameter_writes import refuse_writes
 
 HOST = torch.device("cpu")
@@ -26,15 +26,12 @@ class ReplicaMemory:
     so do optimizer, buffers on which replicas agree, and the sums of gradients.
 
     Args:
-        module: on the host; not changed.
         device: on which the replicas compute; None for the memory of the module. The CPU is one with a copy of its own.
 
     Attributes:
-        module: see above.
         device: see above; the CPU where there is none.
         is_shared: whether replicas share a device, and so take turns on it.
         parameters: for each of the module's what replicas have in its place.
-        contents: of its attributes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -44,14 +41,14 @@ class ReplicaMemory:
         self._named = list(module.named_parameters())
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
-        self._parts = Parts(module)
+        self._parts = ModuleParts(module)
         self.contents = Contents(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
         if self.is_shared:
             self.parameters = [one.detach().to(self.device, copy=True) for one in self.originals]
 
     def at_once(self, replicas: int) -> int:
-        """How many of so many replicas compute at the same time: as there are cores; in turn on a device."""
+        """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
 
     @property
@@ -83,11 +80,7 @@ class ReplicaMemory:
                 mine.copy_(original)
 
     def refuse_gradients_of_originals(self) -> None:
-        """Refuse gradients that went to the module instead of its copies; it had none before replicas computed.
-
-        Raises:
-            StrategyError: if the module has one, and not only its copies.
-        """
+        """Refuse gradients that went to the module instead of its copies; it had none before replicas computed."""
         for name, parameter in self._named:
             if parameter.grad is not None:
                 raise StrategyError(
@@ -97,23 +90,16 @@ class ReplicaMemory:
                 )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse writes to parameters that replicas share, made while they computed.
-
-        Args:
-            numbers: of these parameters.
-
-        Raises:
-            StrategyError: if there are any.
-        """
+        """Refuse writes to parameters that replicas share, made while they computed."""
         trained = [name for name, one in self._named if one.requires_grad]
         refuse_writes([self._named[number][0] for number in numbers], trained)
 
     def put(self, tree: Tree) -> Tree:
-        """The tensors of a tree where the replicas are."""
+        """Return the tensors of a tree where the replicas are."""
         return _moved(tree, self.device) if self.is_shared else tree
 
     def fetched(self, tree: Tree) -> Tree:
-        """The tensors of a tree in the memory of the host."""
+        """Return the tensors of a tree in the memory of the host."""
         return _moved(tree, HOST) if self.is_shared else tree
 
 
@@ -125,7 +111,7 @@ def _moved(tree: Tree, device: torch.device) -> Tree:
 
 
 def as_device(given: object) -> torch.device | None:
-    """What was given as the device of replicas.
+    """Return the device of replicas that was given, as PyTorch has it.
 
     Raises:
         TypeError: if it is neither a device nor a name.
@@ -145,7 +131,7 @@ def as_device(given: object) -> torch.device | None:
 
 
 def chosen(device: torch.device, count: int, local_index: int) -> torch.device:
-    """The one accelerator on which the replicas of an instance compute.
+    """Return the one accelerator on which the replicas of an instance compute.
 
     Args:
         device: that was asked for; without a number instances of a host take turns.
@@ -176,7 +162,7 @@ def device_here(device: torch.device | None, local_index: int) -> torch.device |
 
 
 def count_of(kind: str) -> int:
-    """How many devices of a type PyTorch sees."""
+    """Return the number of devices of a type that PyTorch sees."""
     try:
         module: Any = torch.get_device_module(kind)
     except RuntimeError:  # it was built without

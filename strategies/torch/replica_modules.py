@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
-from strategies.torch.module_parts import Parts, Slot, differs, resized, slots_of
+from strategies.torch.module_parts import ModuleParts, Slot, differs, resized, slots_of
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
 
@@ -37,13 +37,10 @@ class ReplicaModule:
 
     Args:
         memory: of the module, which is not changed, and of its replicas.
-        replica: whose copy it is, by its global index.
-        replicas: how many there are on all instances.
         own: the names of the frozen parameters of which the replica has its own; None: of all of them, until `share`
             is called.
 
     Attributes:
-        module: the copy.
         parameters: its parameters in the order of `original.named_parameters()`.
         rows: for each of them which row the replica has; None where it has all of it.
         slots: its buffers and frozen parameters in the order of `slots_of(original)`.
@@ -87,7 +84,7 @@ class ReplicaModule:
         self._version = memory.contents.version
         self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
         self._follow_hooks()
-        self._parts = Parts(self.module)
+        self._parts = ModuleParts(self.module)
 
     def _put_parameters(self) -> None:
         """See that the copy has the parameters that replicas share; scripted modules copy theirs."""
@@ -144,11 +141,7 @@ class ReplicaModule:
         return float(is_moving or differs(slot.tensor, master))
 
     def refuse_other_parts(self) -> None:
-        """Refuse other parts than the replica had before the forward pass.
-
-        Raises:
-            StrategyError: if it has replaced, added or removed a module, a parameter or a buffer.
-        """
+        """Refuse other parts than the replica had before the forward pass."""
         if name := self._parts.changed():
             raise StrategyError(
                 f"the forward pass of a replica has replaced, added or removed {name}, and only its copy of the module "
@@ -156,14 +149,7 @@ class ReplicaModule:
             )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own.
-
-        Args:
-            numbers: of these parameters.
-
-        Raises:
-            StrategyError: if there are others.
-        """
+        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own."""
         self._memory.refuse_writes([number for number in numbers if not self._are_own[number]])
 
     def follow(self) -> None:
@@ -208,7 +194,7 @@ class ReplicaModule:
                     vars(mine)[name] = _copied(value, memo)
         self._version = contents.version
 
-    def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, Any]) -> None:
+    def _follow_others(self, original: torch.nn.Module, mine: torch.nn.Module, seen: dict[str, object]) -> None:
         """Take over attributes other than numbers, strings and None."""
         now = vars(original)
         for name, value in now.items():
@@ -236,7 +222,7 @@ class ReplicaModule:
                     del own[key]
                 known[name] = set(now)
 
-    def _memo(self) -> dict[int, Any]:
+    def _memo(self) -> dict[int, object]:
         """Return a memo by which `copy.deepcopy` puts the copy's parts in place of the original's."""
         return {**{id(original): mine for original, mine in self._pairs}, **self._shared}
 
@@ -257,7 +243,7 @@ def _cannot_copy(why: str) -> str:
     )
 
 
-def _copied(original: _Any, memo: dict[int, Any]) -> _Any:
+def _copied(original: _Any, memo: dict[int, object]) -> _Any:
     try:
         return copy.deepcopy(original, memo)
     except (TypeError, RuntimeError) as error:
@@ -290,8 +276,8 @@ def _hooks_of(module: torch.nn.Module) -> dict[str, set[int]]:
     return {name: set(getattr(module, name)) for name in _HOOKS}
 
 
-def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    attributes: Any = vars(module)
+def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    attributes: dict[str, object] = vars(module)
     if isinstance(module, torch.jit.ScriptModule):  # whose attributes are elsewhere
         names = {"training", *module._concrete_type.get_attributes()}
         attributes = {name: getattr(module, name, None) for name in names}

@@ -1,4 +1,4 @@
-"""What one local replica does in a step: its micro-batches forward and backward, and its gradients leave one by one."""
+"""A local replica's part of a step: its micro-batches forward and backward; its gradients leave one by one."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 import torch
-from torch.jit import optimized_execution
+from torch.jit._fuser import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.roles import Batch, Tree
+from strategies.roles import Batch, Number, Tree
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_plan import GradientPlan
-from strategies.torch.meetings import Meetings
+from strategies.torch.gradient_map import ParameterHooks
+from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.options import TorchOptions
-from strategies.torch.parameter_hooks import ParameterHooks
 from strategies.torch.parameter_writes import WriteCounters
-from strategies.torch.pipeline_run import PipelineRun, SeenBy, Walk
+from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.sync_batch_norm import Seat
 from strategies.torch.tensors import parts_of
+from strategies.torch.threads import ThreadValue
 
-LossFunction = Callable[[torch.nn.Module, Any], Any]
+LossFunction = Callable[[torch.nn.Module, Batch], Tree]
 """(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
 micro-batch."""
 
 RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
-class Watch(Protocol):
+class ReplicaWatch(Protocol):
     """A watcher of the results of replica 0, called in its thread."""
 
     def losses(self, found: Sequence[float]) -> None:
@@ -50,55 +51,42 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ReplicaTurn:
     """A step as a replica sees it.
 
     Attributes:
-        step: its number.
         scale: by which losses are multiplied for the backward pass.
         notice: what goes into the tail behind the metrics: whether the instance was given one.
         plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
         masters: the buffers with which the replica begins.
         moving: the numbers of those of which it is known that they change.
         residuals: of int8 gradients.
-        settings: see `Settings.word`.
+        settings: see `StepSettings.word`.
         watch: is told of replica 0; None in steps that nobody watches.
     """
 
     step: int
     scale: float
     notice: bool
-    plan: Callable[[tuple[str, ...]], GradientPlan]
+    plan: Callable[[tuple[str, ...]], TorchGradientPlan]
     masters: Sequence[torch.Tensor]
     moving: frozenset[int]
     residuals: Sequence[np.ndarray]
     settings: int = 0
-    watch: Watch | None = None
+    watch: ReplicaWatch | None = None
 
 
-class _OfThread(threading.local):
-    run: ReplicaRun | None = None
+_running: ThreadValue[TorchReplicaRun | None] = ThreadValue(None)
 
 
-_of_thread = _OfThread()
-
-
-class ReplicaRun:
+class TorchReplicaRun:
     """The computations of one local replica.
 
     Args:
-        replica: its global index.
-        memory: of the module and its replicas.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        replicas: how many there are on all instances.
-        instruments: are told when it computes.
         meetings: where its layers wait for those of other replicas; None where none of them does.
 
     Attributes:
-        copy: the module of the replica.
         finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
-        contribution: the arrays.
         residuals: the new ones, once all is finished.
         outputs: for each micro-batch what the loss function has returned besides, without its history.
         pipeline: runs the stages; None where there are none.
@@ -112,7 +100,7 @@ class ReplicaRun:
         options: TorchOptions,
         replicas: int,
         instruments: Instruments | None = None,
-        meetings: Meetings | None = None,
+        meetings: ReplicaMeetings | None = None,
     ) -> None:
         self.replica = replica
         self.copy = ReplicaModule(memory, replica, replicas)
@@ -122,17 +110,18 @@ class ReplicaRun:
         self._loss_fn = loss_fn
         self._options = options
         self._instruments = instruments or Instruments()
-        self._plan: GradientPlan | None = None
+        self._plan: TorchGradientPlan | None = None
         self._trained: list[int] = []  # the numbers of parameters that are trained
         self._missing: list[int] = []  # for each bucket how many gradients are to come
         self._seen: list[bool] = []  # for each parameter that is trained whether its gradient has come
         self._leaving: int | None = None  # the thread whose gradients leave
-        self._watch: Watch | None = None
+        self._watch: ReplicaWatch | None = None
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
-            seen_by = SeenBy(self._instruments, replica)
-            self.pipeline = PipelineRun(options.pipeline, count, threads, self.copy.module, seen_by=seen_by)
+            self.pipeline = PipelineRun(
+                options.pipeline, count, threads, self.copy.module, instruments=self._instruments, replica=replica
+            )
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
@@ -160,7 +149,7 @@ class ReplicaRun:
         for hooks in self._hooks:
             hooks.follow()
 
-    def compute(self, batch: Batch, turn: Turn) -> None:
+    def compute(self, batch: Batch, turn: ReplicaTurn) -> None:
         """Make the passes of a step, in this thread; when it returns or raises, every bucket is finished.
 
         Raises:
@@ -177,7 +166,7 @@ class ReplicaRun:
             for event in self.finished:
                 event.set()
 
-    def _compute(self, batch: Batch, turn: Turn) -> None:
+    def _compute(self, batch: Batch, turn: ReplicaTurn) -> None:
         for parameter in self.copy.parameters:
             parameter.grad = None
         self.copy.begin_with(turn.masters)
@@ -190,9 +179,9 @@ class ReplicaRun:
 
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
-            _of_thread.run = self
-            seat, device = self._seat.computing(number), self._memory.device
-            with seat, drawing_from(seed, device, self.replica), optimized_execution(False):  # see docs/torch.md
+            device, running = self._memory.device, _running.being(self)
+            drawing, seat = drawing_from(seed, device, self.replica), self._seat.computing(number)
+            with running, seat, drawing, optimized_execution(False):  # see docs/torch.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)
@@ -218,7 +207,6 @@ class ReplicaRun:
                 self.pipeline.each(work)
         finally:
             self._leaving = None
-            _of_thread.run = None
         self.copy.refuse_other_parts()
         self.copy.refuse_writes(self._writes.written())
         if self._watch is not None:
@@ -228,12 +216,12 @@ class ReplicaRun:
             total = [one + other for one, other in zip(total, more, strict=True)]
         self._end([value / count for value in total], turn)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
     def _weighted(self, loss: torch.Tensor, number: int, scale: float) -> torch.Tensor:
-        """That from which a backward pass begins; of a running mean the gradients are made ready for it, too."""
+        """Return the loss from which a backward pass begins; of a running mean make the gradients ready for it."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
@@ -256,7 +244,7 @@ class ReplicaRun:
         """Whether gradients leave one by one; otherwise all are taken in the end, in a part of the time."""
         return self._plan is not None and self._plan.is_cut
 
-    def _prepare(self, plan: GradientPlan) -> None:
+    def _prepare(self, plan: TorchGradientPlan) -> None:
         if plan is not self._plan:
             rows = enumerate(self.copy.rows[number] for number in self._trained)
             self._plan = plan
@@ -266,7 +254,7 @@ class ReplicaRun:
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd, in the thread of the replica."""
-        if _of_thread.run not in (self, None):
+        if _running.now not in (self, None):
             raise StrategyError(
                 f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
                 "function keeps tensors of a forward pass where all replicas find them, as in a list that a hook "
@@ -299,8 +287,8 @@ class ReplicaRun:
                 self._instruments.replica_ends(self.replica, 0, bucket)
             self.finished[bucket].set()
 
-    def _end(self, values: Sequence[float], turn: Turn) -> None:
-        """What has not left yet, and the tail."""
+    def _end(self, values: Sequence[float], turn: ReplicaTurn) -> None:
+        """Take the gradients that have not left yet, and set the tail."""
         assert self._plan is not None
         assert self.contribution is not None
         gradients = [self.copy.parameters[number].grad for number in self._trained]
@@ -323,7 +311,7 @@ class ReplicaRun:
         seen, changed = map(float, self._seen), self.copy.changed(turn.masters, turn.moving)
         self.contribution.set_tail([*values, *known, *seen, *changed])
 
-    def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: Turn) -> None:
+    def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: ReplicaTurn) -> None:
         assert self.contribution is not None
         self._seen = [gradient is not None for gradient in gradients]
         if self._is_quantised:
@@ -333,7 +321,7 @@ class ReplicaRun:
 
     @property
     def seen(self) -> list[bool]:
-        """For each parameter that is trained whether it had a gradient in the last step."""
+        """Whether each parameter that is trained had a gradient in the last step."""
         return list(self._seen)
 
     def is_finite(self, number: int) -> bool:
@@ -342,14 +330,14 @@ class ReplicaRun:
         return self.contribution.is_finite(number)
 
 
-def _tell(run: weakref.ref[ReplicaRun], number: int, parameter: torch.Tensor) -> None:
+def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tensor) -> None:
     """Report a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of parameters."""
     if (found := run()) is not None:
         found._arrived(number, parameter)
 
 
-def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
-    """The loss, the metrics, and other outputs that a loss function has returned.
+def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree]:
+    """Return the loss, the metrics, and other outputs that a loss function has returned.
 
     Raises:
         TypeError: if it has returned something else.
@@ -368,11 +356,11 @@ def outcome_of(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any], Tree]:
     return loss, metrics, outputs
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Number) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:

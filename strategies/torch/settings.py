@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
@@ -14,29 +14,21 @@ _WORDS = 64
 _DIFFERENT = 1e-4
 
 
-class Settings:
-    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups.
-
-    Args:
-        parameters: of the module.
-        optimizer: of some of them.
-    """
+class StepSettings:
+    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._places = {id(one): place for place, one in enumerate(parameters)}
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self._hash = 0
 
     def word(self, step: int) -> int:
         """Return a number below 64 that stands for the settings.
 
         Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
-
-        Args:
-            step: its number.
         """
-        seen: list[Any] = [one.requires_grad for one in self._parameters]
+        seen: list[object] = [one.requires_grad for one in self._parameters]
         for group in self._optimizer.param_groups:
             seen += map(id, group[PARAMS])
             seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
@@ -72,16 +64,11 @@ def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def differ(words: float, squares: float) -> bool:
-    """Return whether the numbers of replicas differ.
-
-    Args:
-        words: their mean.
-        squares: the mean of their squares.
-    """
+    """Return whether the numbers of replicas differ, from the mean of their words and that of the squares."""
     return squares - words * words > _DIFFERENT
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """Return a value in a form with the same hash in every process; strings, None and NaN have none."""
     if isinstance(value, bool | int | float) and value == value:
         return value
@@ -90,5 +77,5 @@ def _number(value: Any) -> Any:
     return float(value) if _is_scalar(value) else 0
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1

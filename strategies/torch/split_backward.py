@@ -12,16 +12,15 @@ The first part of stage 0 has nothing to do: nobody waits for the gradients of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from strategies.errors import StrategyError
 
-Edge = tuple[Any, int]
+Edge = tuple[Node, int]
 """A node of autograd, and which of its inputs: the gradient that flows in there."""
 
 
@@ -39,8 +38,9 @@ class SplitBackward:
         StrategyError: if a parameter is used in several stages, whose gradients would be added in another order.
     """
 
-    def __init__(self, loss: torch.Tensor, stage_of: Callable[[Any], int]) -> None:
+    def __init__(self, loss: torch.Tensor, stage_of: Callable[[Node], int]) -> None:
         self._loss = loss
+        assert loss.grad_fn is not None
         graph = _Graph((loss.grad_fn, loss.output_nr), stage_of)
         self._entrances = graph.entrances()
         self.of_first_part = graph.trunk | graph.early
@@ -50,7 +50,7 @@ class SplitBackward:
             self._kept[graph.root] = torch.ones_like(loss)
 
     def of_inputs(self) -> None:
-        """The first part: no parameter gets a gradient."""
+        """Make the first part: no parameter gets a gradient."""
         hooks = []
         for node in self.of_first_part:
             aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
@@ -61,7 +61,7 @@ class SplitBackward:
         for hook in hooks:
             hook.remove()
 
-    def _keep(self, aims: Mapping[int, Edge], found: Sequence[torch.Tensor | None], _: Any) -> None:
+    def _keep(self, aims: Mapping[int, Edge], found: Sequence[torch.Tensor | None], _: object) -> None:
         """A node has run: add up what flows into an edge as autograd does, in the order in which it comes."""
         for place, edge in aims.items():
             gradient = found[place]
@@ -70,7 +70,7 @@ class SplitBackward:
                 self._kept[edge] = gradient if before is None else before + gradient
 
     def of_weights(self, stage: int) -> None:
-        """The second part for one stage: its parameters get their gradients."""
+        """Make the second part for one stage: its parameters get their gradients."""
         for entrance in self._entrances.pop(stage, ()):
             kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
             if kept:
@@ -80,7 +80,7 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class _Entrance:
-    """Where autograd begins for parameters.
+    """The edges at which autograd begins for parameters.
 
     Attributes:
         edges: with what is kept for these.
@@ -92,8 +92,8 @@ class _Entrance:
 
 
 @dataclass
-class _Group:
-    """What has to run at once, because it adds to the gradients of the same parameters.
+class _EdgeGroup:
+    """Nodes that have to run at once, because they add to the gradients of the same parameters.
 
     Attributes:
         edges: from the trunk to its nodes.
@@ -101,68 +101,65 @@ class _Group:
         nodes: its own, and those of its parameters.
     """
 
-    edges: set[Edge] = field(default_factory=set)
-    users: set[Any] = field(default_factory=set)
-    nodes: set[Any] = field(default_factory=set)
+    edges: set[Edge]
+    users: set[Node | None]
+    nodes: set[Node]
 
 
 class _Graph:
     """Autograd's graph: its trunk, on which gradients flow to earlier stages, and what hangs on it and has parameters.
 
-    Args:
-        root: where it begins.
-        stage_of: see `SplitBackward`.
-
     Attributes:
-        root: see above.
         trunk: the nodes from which one of an earlier stage is reached.
         early: nodes that hang on several of the trunk in their own stage. Parameters that they lead to get sums, whose
             terms come from the trunk and from these nodes in turn: so these nodes run with the trunk.
     """
 
-    def __init__(self, root: Edge, stage_of: Callable[[Any], int]) -> None:
+    def __init__(self, root: Edge, stage_of: Callable[[Node], int]) -> None:
         self.root = root
         nodes = sorted(nodes_below(root[0]), key=lambda node: node._sequence_nr())
-        self._next = {node: [edge for edge in node.next_functions if edge[0] is not None] for node in nodes}
+        self._next = {node: [(one, place) for one, place in node.next_functions if one is not None] for node in nodes}
         self._stages = {node: stage_of(node) for node in nodes}
-        self.trunk: set[Any] = set()
-        self.early: set[Any] = set()
+        self.trunk: set[Node] = set()
+        self.early: set[Node] = set()
         for node in nodes:  # what a node leads to was recorded before it
             inner = [following for following, _ in self._next[node] if not _is_leaf(following)]
             if any(each in self.trunk or self._stages[each] < self._stages[node] for each in inner):
                 self.trunk.add(node)
 
     def entrances(self) -> dict[int, list[_Entrance]]:
-        """For each stage where its second part begins."""
+        """Return the edges at which the second part of each stage begins."""
         return {stage: self._entrances_of(stage, groups) for stage, groups in self._groups().items()}
 
-    def _groups(self) -> dict[int, list[_Group]]:
-        found: dict[int, list[_Group]] = {}
-        stages: dict[Any, int] = {}
+    def _groups(self) -> dict[int, list[_EdgeGroup]]:
+        found: dict[int, list[_EdgeGroup]] = {}
+        stages: dict[Node, int] = {}
         for edge, user in self._leaving_trunk():
-            stage = self._stages[user if _is_leaf(edge[0]) else edge[0]]
+            stage = self._stages[user if user is not None and _is_leaf(edge[0]) else edge[0]]
             nodes = self._hanging(edge[0])
             for node in nodes:
                 if stages.setdefault(node, stage) != stage:
+                    parameter = parameter_of(node)
+                    assert parameter is not None  # a node in between leads to stages before its own: it is in the trunk
                     raise StrategyError(
-                        f"a parameter of shape {list(node.variable.shape)} is used in the stages {stages[node]} and "
+                        f"a parameter of shape {list(parameter.shape)} is used in the stages {stages[node]} and "
                         f"{stage}, and the schedule takes backward passes apart, stage by stage; use it in one stage, "
                         "or another schedule"
                     )
             groups = found.setdefault(stage, [])
             met = [group for group in groups if not group.nodes.isdisjoint(nodes)]
             groups[:] = [group for group in groups if group not in met]
-            groups.append(_united([*met, _Group({edge}, {user}, nodes)]))
+            groups.append(_united([*met, _EdgeGroup({edge}, {user}, nodes)]))
         return found
 
-    def _leaving_trunk(self) -> Iterator[tuple[Edge, Any]]:
-        """The edges from the trunk to what hangs on it, and the nodes that they leave."""
+    def _leaving_trunk(self) -> Iterator[tuple[Edge, Node | None]]:
+        """Yield the edges from the trunk to what hangs on it, and the nodes that they leave."""
         if self.root[0] not in self.trunk:
             yield self.root, None
         for node in self.trunk:
             yield from ((edge, node) for edge in self._next[node] if edge[0] not in self.trunk)
 
-    def _hanging(self, node: Any) -> set[Any]:
+    def _hanging(self, node: Node) -> set[Node]:
         """A node, and all that is reached from it."""
         found, waiting = {node}, [node]
         while waiting:
@@ -172,29 +169,30 @@ class _Graph:
                     waiting.append(following)
         return found
 
-    def _entrances_of(self, stage: int, groups: Sequence[_Group]) -> list[_Entrance]:
-        alone: dict[Any, list[torch.Tensor]] = {}
+    def _entrances_of(self, stage: int, groups: Sequence[_EdgeGroup]) -> list[_Entrance]:
+        alone: dict[Node, list[torch.Tensor]] = {}
         edges: list[Edge] = []
         for group in groups:
             own = [user for user in group.users if user is not None and self._stages[user] == stage]
             if not own:  # what flows in from later stages is added up before anything of this stage is
                 edges += group.edges
             elif len(group.users) == 1:  # runs again, for its parameters
-                alone.setdefault(own[0], []).extend(node.variable for node in group.nodes if _is_leaf(node))
+                parameters = map(parameter_of, group.nodes)
+                alone.setdefault(own[0], []).extend(one for one in parameters if one is not None)
             else:
                 self.early |= {node for node in group.nodes if not _is_leaf(node)}
                 edges += [(node, 0) for node in group.nodes if _is_leaf(node)]
-        entrances = [_Entrance(self._into(user), parameters) for user, parameters in alone.items()]
+        entrances = [_Entrance(self._into(user), of_user) for user, of_user in alone.items()]
         return [*entrances, _Entrance(edges, None)] if edges else entrances
 
-    def _into(self, node: Any) -> list[Edge]:
-        """The edges that lead to a node of the trunk."""
+    def _into(self, node: Node) -> list[Edge]:
+        """Return the edges that lead to a node of the trunk."""
         edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
         return [*edges, self.root] if self.root[0] is node else [*edges]
 
 
-def nodes_below(root: Any) -> Iterator[Any]:
-    """Those of autograd's graph, without those of parameters."""
+def nodes_below(root: Node) -> Iterator[Node]:
+    """Yield the nodes of autograd's graph, without those of parameters."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
@@ -205,13 +203,18 @@ def nodes_below(root: Any) -> Iterator[Any]:
                 waiting.append(following)
 
 
-def _is_leaf(node: Any) -> bool:
-    return hasattr(node, "variable")
+def parameter_of(node: Node | None) -> torch.Tensor | None:
+    """Return the parameter to which a node adds gradients; None for other nodes."""
+    return getattr(node, "variable", None)
 
 
-def _united(groups: Sequence[_Group]) -> _Group:
-    return _Group(
-        set().union(*(group.edges for group in groups)),
-        set().union(*(group.users for group in groups)),
-        set().union(*(group.nodes for group in groups)),
+def _is_leaf(node: Node) -> bool:
+    return parameter_of(node) is not None
+
+
+def _united(groups: Sequence[_EdgeGroup]) -> _EdgeGroup:
+    return _EdgeGroup(
+        {edge for group in groups for edge in group.edges},
+        {user for group in groups for user in group.users},
+        {node for group in groups for node in group.nodes},
     )

@@ -1,10 +1,9 @@
-"""What plain PyTorch loads: the state dictionaries of a module and its optimizer, out of checkpoints or into a file."""
+"""State dictionaries for plain PyTorch, of a module and its optimizer, out of checkpoints or into a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.roles import Tree
 from strategies.torch.model_buffers import OF_EACH
-from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE
+from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE, plain_number
 from strategies.torch.tensors import as_tensor
 from strategies.torch.training import IS_MADE
 
@@ -29,7 +28,7 @@ class StateDicts:
     """
 
     module: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, object]
 
     def save(self, file: str | Path) -> None:
         """Write both with `torch.save`, as `{"module": ..., "optimizer": ...}`."""
@@ -37,7 +36,7 @@ class StateDicts:
 
 
 def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | None = None) -> StateDicts:
-    """The state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
+    """Return the state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
 
     Args:
         path: a folder of checkpoints, of which the newest whole one is read, or one checkpoint.
@@ -54,8 +53,8 @@ def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | 
     return StateDicts(module, _optimizer(load_part(checkpoint, ".optimizer_state")))
 
 
-def _optimizer(tree: Tree) -> dict[str, Any]:
-    """As `optimizer.state_dict` returns it."""
+def _optimizer(tree: Tree) -> dict[str, object]:
+    """Return the optimizer's part of a tree, as `optimizer.state_dict` has it."""
     is_made = np.asarray(tree[IS_MADE])
     of_parameters = tree.get(STATE, {})
     numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()
@@ -63,10 +62,6 @@ def _optimizer(tree: Tree) -> dict[str, Any]:
     return {STATE: state, GROUPS: [_group(group) for group in tree[GROUPS]]}
 
 
-def _group(numbers: Tree) -> dict[str, Any]:
-    plain = {name: _plain(value) for name, value in numbers.items() if name != PARAMS}
+def _group(numbers: Tree) -> dict[str, object]:
+    plain = {name: plain_number(value) for name, value in numbers.items() if name != PARAMS}
     return {**plain, PARAMS: np.asarray(numbers[PARAMS]).tolist()}
-
-
-def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, list) else np.asarray(value).item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,11 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
-from strategies.torch.meetings import Meetings, adding_over
+from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.normalisation import normalised
+from strategies.torch.threads import ThreadValue
 
+_FORWARD = "forward"
 _plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 
 
@@ -26,13 +27,10 @@ class Seat:
     again in the backward pass of a loop, it computes for the replica of its module, as long as that seat exists.
 
     Args:
-        replica: its global index.
-        replicas: how many there are on all instances.
-        module: whose layers they are.
         meetings: where replicas add up; None where they do not, as in an evaluation.
     """
 
-    def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: Meetings | None) -> None:
+    def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: ReplicaMeetings | None) -> None:
         self.is_alone = replicas == 1
         self._replica = replica
         self._module = weakref.ref(module)  # whose layers are the keys of `_kept`
@@ -45,12 +43,8 @@ class Seat:
     @contextmanager
     def taken(self, micro_batch: int | None = None) -> Iterator[None]:
         """Let the calling thread compute for the replica."""
-        before = _of_thread.seat, _of_thread.micro_batch
-        _of_thread.seat, _of_thread.micro_batch = self, micro_batch
-        try:
+        with _seat.being(self), _micro_batch.being(micro_batch):
             yield
-        finally:
-            _of_thread.seat, _of_thread.micro_batch = before
 
     @contextmanager
     def computing(self, micro_batch: int) -> Iterator[None]:
@@ -91,12 +85,8 @@ class Seat:
         return self._names.get(id(layer), type(layer).__name__)
 
 
-class _OfThread(threading.local):
-    seat: Seat | None = None
-    micro_batch: int | None = None
-
-
-_of_thread = _OfThread()
+_seat = ThreadValue[Seat | None](None)
+_micro_batch = ThreadValue[int | None](None)
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Seat]] = weakref.WeakKeyDictionary()
 _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
 
@@ -125,26 +115,16 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
 
 
 def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
-    """Make the seat of this instance's one replica in a loop of the program's own.
-
-    Args:
-        module: the replica itself.
-        replicas: connects the instances.
-        is_busy: see `adding_over`.
-    """
+    """Make the seat of this instance's one replica in a loop of the program's own."""
     communicator = replicas.communicator
-    meetings = Meetings(
+    meetings = ReplicaMeetings(
         replicas.local_replicas, adding_over(communicator, is_busy), None, communicator.limits.timeout_s
     )
     return Seat(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
 
 
 def refuse_to_join(module: torch.nn.Module) -> None:
-    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches.
-
-    Raises:
-        StrategyError: if there is one, which needs rows of all replicas.
-    """
+    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
     if layers := sync_layers_of(module):
         raise StrategyError(
             f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, and with join some "
@@ -159,14 +139,14 @@ def _nobody() -> None:
 def _install() -> None:
     """Have PyTorch's layers ask which replica computes, outside of what torch.compile makes of a module."""
     can_compile = "torch._dynamo" in sys.modules  # to load it takes a second
-    torch.nn.SyncBatchNorm.forward = torch.compiler.disable(_forward) if can_compile else _forward
+    setattr(torch.nn.SyncBatchNorm, _FORWARD, torch.compiler.disable(_forward) if can_compile else _forward)
 
 
 def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # PyTorch's name
-    seat = _of_thread.seat or _kept.get(layer, _nobody)()
+    seat = _seat.now or _kept.get(layer, _nobody)()
     if seat is None:
         return _as_pytorch_has_it(layer, input)
     if seat.is_alone or not layer.training:
         return _plainly(layer, input)
-    micro_batch = _of_thread.micro_batch
+    micro_batch = _micro_batch.now
     return normalised(layer, input, lambda what, row: seat.sum(layer, what, micro_batch, row))

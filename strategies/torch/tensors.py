@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -14,10 +13,11 @@ from collectives.arrays import ALIGNMENT_BYTES
 from strategies.roles import Batch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor on the CPU, in its shape.
+    """Return the memory of a tensor on the CPU, in its shape.
 
     Raises:
         TypeError: NumPy has no such dtype, or the tensor is on another device, or sparse.
@@ -31,7 +31,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """The memory of an array, which is copied where it may not be written."""
+    """Return the memory of an array as a tensor; an array that may not be written is copied."""
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = array.copy()
     if array.dtype == BFLOAT16:
@@ -40,21 +40,37 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
-    """The dtype of a tensor as NumPy, or ml_dtypes, has it."""
+    """Return the dtype of a tensor as NumPy, or ml_dtypes, has it."""
     return as_array(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
+def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of the host have one shape, dtype and bits: 0 and -0 differ, a NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(_bits(one), _bits(other)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as integers; other tensors are returned unchanged."""
+    if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.view(_INTEGERS[real.itemsize])
+
+
 def tensors_of(batch: Batch) -> Batch:
-    """The arrays of a batch, of NumPy or JAX, as tensors; tensors, and what is no array, as they are."""
+    """Return the arrays of a batch, of NumPy or JAX, as tensors; other leaves stay as they are."""
     return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray | jax.Array)
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """A batch cut along its first axis into parts of equal size, each as aligned as if it had been alone.
+    """Cut a batch along its first axis into parts of equal size, each as aligned as if it had been alone.
 
     Libraries may round otherwise where rows do not begin at addresses as an allocator gives them.
 
@@ -78,12 +94,12 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     return [jax.tree.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
 
 
-def _cut(leaf: Any, count: int) -> Sequence[Any]:
+def _cut(leaf: object, count: int) -> Sequence[object]:
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * count
     return [_aligned(leaf)] if count == 1 else [_aligned(part) for part in torch.tensor_split(leaf, count)]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    is_aligned: Any = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT_BYTES
+    is_aligned = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT_BYTES
     return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)

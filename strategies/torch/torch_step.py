@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,37 +26,28 @@ from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.step_record import StepWatcher
 from strategies.torch.gradient_exchange import GradientExchange, Tail
-from strategies.torch.gradient_plan import GradientPlan, Parameter
+from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
 from strategies.torch.local_replicas import LocalReplicas
 from strategies.torch.memory import plan_memory
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.plain_pass import Comparison, expected_of
 from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
-from strategies.torch.replica_run import LossFunction, Turn
-from strategies.torch.settings import Settings, differ, settings_in_words
+from strategies.torch.replica_run import LossFunction, ReplicaTurn
+from strategies.torch.settings import StepSettings, differ, settings_in_words
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
-from strategies.torch.training import Training
+from strategies.torch.training import TorchTraining
 from strategies.torch.updates import refuse_groups
 
 
 class TorchStep:
-    """Makes one step after another, with the instances that there are.
-
-    Args:
-        replicas: connects the instances.
-        training: what is changed.
-        loss_fn: see `LossFunction`.
-        options: of the step.
-        notice: travels with the gradients.
-        recorder: is told of every step.
-    """
+    """A maker of steps, one after another, with the instances that there are."""
 
     def __init__(
         self,
         replicas: Replicas,
-        training: Training,
+        training: TorchTraining,
         loss_fn: LossFunction,
         options: TorchOptions,
         notice: StepNotice,
@@ -72,8 +62,8 @@ class TorchStep:
         self._local: LocalReplicas | None = None
         self._communicator: Communicator | None = None  # for which they were made
         self._exchange: GradientExchange | None = None
-        self._agreed: set[Any] = set()  # the shapes of batches
-        self._settings = Settings(training.parameters, training.optimizer)
+        self._agreed: set[object] = set()  # the shapes of batches
+        self._settings = StepSettings(training.parameters, training.optimizer)
         self._has_warned = False  # of what is lost with an instance
         self._first_step: int | None = None  # with these copies of the module
 
@@ -107,7 +97,7 @@ class TorchStep:
         surviving(self._replicas, begin, catch_up, lambda _, root: self._share(root))
 
     def make(self, batch: Batch) -> Metrics:
-        """One update; see `Trainer.step`."""
+        """Make one update; see `Trainer.step`."""
         training, replicas = self._training, self._replicas
         given, local = batch, len(replicas.local_replicas)
         replicas.instruments.step_begins(training.step)
@@ -162,7 +152,7 @@ class TorchStep:
         scale = 1.0 if training.scale is None else float(training.scale.scale)
         buffers = training.buffers
         watch = self._expected(batch, scale) if self._is_to_be_verified else None
-        turn = Turn(
+        turn = ReplicaTurn(
             training.step,
             scale,
             self._notice.is_given,
@@ -259,8 +249,8 @@ class TorchStep:
         changed, resized = np.flatnonzero(shares).tolist(), np.flatnonzero(shares > 1).tolist()
         return self._training.buffers.agreed(changed, slots, self._replicas, resized)
 
-    def _named(self, plan: GradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
-        """The mean gradients by their names; of parameters that are not trained arrays without elements."""
+    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+        """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
@@ -277,7 +267,7 @@ class TorchStep:
                 return
             training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
 
-    def _refuse_gradients_of_some(self, plan: GradientPlan, tail: Tail, local: LocalReplicas) -> None:
+    def _refuse_gradients_of_some(self, plan: TorchGradientPlan, tail: Tail, local: LocalReplicas) -> None:
         """Refuse gradients that are None on some replicas only; a collective call where there are any."""
         some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
         if not tail.has_gradient.any():
@@ -295,7 +285,7 @@ class TorchStep:
             "the loss of every replica depend on it, if only by 0 * parameter.sum()"
         )
 
-    def _is_finite(self, plan: GradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
         """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
 
         Raises:
@@ -325,12 +315,7 @@ class TorchStep:
     # ---- preparing
 
     def _prepared(self, given: Batch, batch: Batch) -> LocalReplicas:
-        """What computes gradients; a collective call where batches of such shapes are new.
-
-        Args:
-            given: the batch as the program has it.
-            batch: the same of tensors.
-        """
+        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
         if self._local is not None:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
@@ -385,7 +370,7 @@ class TorchStep:
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """Of the last step, for each local replica and micro-batch."""
+        """The outputs of the last step, for each local replica and micro-batch."""
         return [] if self._local is None else [run.outputs for run in self._local.runs]
 
     @property
@@ -401,13 +386,13 @@ class TorchStep:
             self._local = None
 
     def planned(self, batch: Batch) -> MemoryPlan:
-        """The memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
         plan = self._gradient_plan(("loss",))
         buckets = plan.buckets(not_made)
         return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
 
-    def _plan(self, names: tuple[str, ...]) -> GradientPlan:
-        """How gradients travel; with the memory for the means, a collective call."""
+    def _plan(self, names: tuple[str, ...]) -> TorchGradientPlan:
+        """Plan how gradients travel, and make the memory for the means; a collective call."""
         plan, count = self._gradient_plan(names), self._replicas.num_replicas_in_sync
         communicator = self._replicas.communicator
         self._exchange = GradientExchange(plan, names, communicator, count, self._has_private_means)
@@ -419,12 +404,12 @@ class TorchStep:
         is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
         return not is_plain or self._options.before_update is not None
 
-    def _gradient_plan(self, names: tuple[str, ...]) -> GradientPlan:
+    def _gradient_plan(self, names: tuple[str, ...]) -> TorchGradientPlan:
         training, options = self._training, self._options
         named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
         parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in named)
         tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
-        return GradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
+        return TorchGradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
 
     def _agree(self, given: Batch, batch: Batch) -> None:
         """Compare what decides the result with the other instances; a collective call."""
@@ -448,8 +433,8 @@ class TorchStep:
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
 
 
-def _shape_for_one(leaf: Any, local: int) -> Any:
-    """What one of the local replicas gets of a leaf; None, which is no leaf, where it is no tensor."""
+def _shape_for_one(leaf: object, local: int) -> object:
+    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

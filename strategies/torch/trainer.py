@@ -1,4 +1,4 @@
-"""Trains a module of PyTorch on all replicas of a strategy."""
+"""A trainer of modules of PyTorch on all replicas of a strategy."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
-from strategies.torch.allocator import keep_freed_memory
-from strategies.torch.evaluation import Evaluator
-from strategies.torch.options import Options, TorchOptions
+from strategies.torch.evaluation import TorchEvaluator
+from strategies.torch.memory import keep_freed_memory
+from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.torch_step import TorchStep
-from strategies.torch.training import Training, refuse_modules
-from strategies.torch.updates import ShardedUpdate, WholeUpdate, refuse_optimizers
+from strategies.torch.training import TorchTraining, refuse_modules
+from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
 
 
 class Trainer:
-    """Trains a module on all replicas of a strategy: `strategies.Trainer` for PyTorch.
+    """A trainer of a module on all replicas of a strategy: `strategies.Trainer` for PyTorch.
 
     Each step runs `loss_fn` once per local replica and micro-batch, in threads, on copies of the module that share its
     parameters; gradients are averaged over all replicas in the fixed order; the optimizer makes one step per instance.
@@ -49,6 +49,7 @@ class Trainer:
         module: see above.
         optimizer: see above.
         seed: see above.
+        strategy: see above.
         notice: travels with the gradients of every step.
 
     Raises:
@@ -66,9 +67,9 @@ class Trainer:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
         seed: int = 0,
-        **options: Unpack[Options],
+        **options: Unpack[TorchTrainerOptions],
     ) -> None:
-        require_known_options(Trainer, options, Options.__annotations__)
+        require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
         settings = TorchOptions(seed, **options)
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
@@ -76,37 +77,32 @@ class Trainer:
         self.module, self.optimizer = module, optimizer
         self.seed = seed
         self.notice = StepNotice()
-        self._strategy = strategy
+        self.strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding
         update = (
-            ShardedUpdate(replicas, optimizer, settings.min_elements_for_sharding)
+            ShardedTorchUpdate(replicas, optimizer, settings.min_elements_for_sharding)
             if sharding
-            else WholeUpdate(optimizer)
+            else WholeTorchUpdate(optimizer)
         )
-        self._training = Training(replicas, module, optimizer, update, settings)
+        self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
-        self._evaluator = Evaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._step.start()
 
     @property
-    def strategy(self) -> Strategy:
-        """Where the replicas are."""
-        return self._strategy
-
-    @property
     def steps_made(self) -> int:
-        """How many updates were made."""
+        """The number of updates that were made."""
         return self._training.step
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """What the loss function returned as outputs in the last step, for each local replica and micro-batch."""
+        """The outputs that the loss function returned in the last step, for each local replica and micro-batch."""
         return self._step.outputs
 
     def step(self, batch: Batch) -> Metrics:
-        """One update of the module; a collective call.
+        """Make one update of the module; a collective call.
 
         When it returns, the `grad` of parameters is the mean gradient.
 
@@ -130,7 +126,7 @@ class Trainer:
         return self._step.make(batch)
 
     def plan(self, batch: Batch) -> MemoryPlan:
-        """How much memory this instance will need, as far as that is known before anything runs; no collective call.
+        """Return how much memory this instance will need, as far as is known before anything runs; no collective call.
 
         What autograd keeps between the passes is not, and a loss function may tell metrics, of 4 bytes each.
 
@@ -141,7 +137,7 @@ class Trainer:
 
     @property
     def trace(self) -> Trace:
-        """What the simulated devices of the local replicas did in the last step of a pipeline.
+        """The actions of the local replicas' simulated devices in the last step of a pipeline.
 
         Raises:
             ValueError: if there was none; the first step learns the stages.
@@ -180,13 +176,13 @@ class Trainer:
             DisagreementError: on all instances, if they differ in what is evaluated.
         """
         found = self._evaluator.evaluate(dataset, fn)
-        tell_evaluation(self._strategy.replicas, self.steps_made, found)
+        tell_evaluation(self.strategy.replicas, self.steps_made, found)
         return found
 
     def predict(
         self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
-        """What the module says of each row, in the order of the data; taking a batch is a collective call.
+        """Yield what the module says of each row, in the order of the data; taking a batch is a collective call.
 
         Args:
             dataset: see `evaluate`; with `shuffle=False`.
@@ -228,5 +224,5 @@ class Trainer:
         return self._training.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._training.whole(state)

@@ -1,10 +1,9 @@
-"""Everything that a training on PyTorch changes, and the same as a tree of arrays."""
+"""The state that a training on PyTorch changes, and the same as a tree of arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
+    ArraysByName,
     after_one_step,
     kinds_of,
     numbers_of_groups,
@@ -34,7 +34,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory, device_here
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor
-from strategies.torch.updates import ShardedUpdate, Update
+from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
 from strategies.train_state import TrainState
 
 IS_MADE = "is_made"
@@ -44,21 +44,11 @@ AVERAGES_GRADIENTS = "averages_gradients"
 """The attribute that marks classes of modules which average gradients by themselves."""
 
 
-class Training:
+class TorchTraining:
     """A module, its optimizer, and how far they are.
 
-    Args:
-        replicas: connects the instances.
-        module: changed in place.
-        optimizer: of its parameters.
-        update: applies gradients by the optimizer.
-        options: of the step.
-
     Attributes:
-        module: see above.
-        optimizer: see above.
         parameters: of the module, in the order of `named_parameters`.
-        buffers: of the module.
         step: how many updates were made.
         scale: of the next loss; None where none is scaled.
         residuals: of int8 gradients, for each local replica.
@@ -71,7 +61,7 @@ class Training:
         replicas: Replicas,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        update: Update,
+        update: TorchUpdate,
         options: TorchOptions,
     ) -> None:
         self.module, self.optimizer, self.update = module, optimizer, update
@@ -93,15 +83,15 @@ class Training:
 
     @property
     def own_part(self) -> str | None:
-        """What each instance has of the state that no other has, in words; None where all have the same."""
+        """The part of the state that no other instance has, in words; None where all have the same."""
         kinds = {
-            "sharded optimizer state": isinstance(self.update, ShardedUpdate),
+            "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
             "residuals of int8 gradients": self._options.transfer.is_quantised,
         }
         return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     def replaced(self) -> None:
-        """What was given of the state is used up."""
+        """Note that what was given of the state is used up."""
         self._age.number += 1
 
     def flip_bit(self) -> None:
@@ -117,7 +107,7 @@ class Training:
     # ---- as a tree
 
     def state(self) -> TrainState:
-        """The state now: views of the memory of tensors, which the next step uses up."""
+        """Return the state now: views of the memory of tensors, which the next step uses up."""
         variables: Tree
         model_state: Tree
         variables, model_state = self.tensors()
@@ -132,9 +122,9 @@ class Training:
         return TrainState(variables, optimizer_tree, self.step, self.scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
-        """What is compared between instances: parameters, buffers, and optimizer state unless it is sharded."""
+        """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
-        optimizer = None if isinstance(self.update, ShardedUpdate) else state_of(self.optimizer)
+        optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
@@ -150,7 +140,7 @@ class Training:
         is_made = np.array([number in made for number in range(len(parameters))])
         return {STATE: state, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
-    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, ArraysByName]:
         """Zeros for the parameters with these numbers, of the shapes of their state."""
         if not numbers:
             return {}
@@ -158,7 +148,7 @@ class Training:
         return {number: jax.tree.map(np.zeros_like, found[number]) for number in numbers if number in found}
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         local, count = len(self._replicas.local_replicas), self._replicas.num_replicas_in_sync
         shards = Shards(count, local, 1)
 
@@ -177,13 +167,13 @@ class Training:
 
     def _whole_optimizer(self, tree: Tree) -> Tree:
         update = self.update
-        if not isinstance(update, ShardedUpdate):
+        if not isinstance(update, ShardedTorchUpdate):
             return tree
         state = {}
         for number, of_parameter in tree[STATE].items():
             whole = update.wholes[number]
 
-            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> Any:
+            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
                 if not leaf.ndim:
                     return leaf
                 part = np.zeros(update.parts.local * update.parts.part(whole), leaf.dtype)
@@ -246,18 +236,16 @@ class Training:
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
         is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
-        lacking = [number for number in np.flatnonzero(is_made_there).tolist() if not is_made[number]]
-        if lacking:
+        there = np.flatnonzero(is_made_there).tolist()
+        if lacking := [number for number in there if not is_made[number]]:
             kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
             set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
-        kinds = kinds_of(self.optimizer)
-        arrays = state_of(self.optimizer)
-        for number in np.flatnonzero(is_made_there).tolist():
-            for name, array in arrays[number].items():
-                own = np.ascontiguousarray(array)
-                broadcast(own, root, name=f"{name} of parameter {number}")
-                arrays[number][name] = own
-        set_state(self.optimizer, {number: arrays[number] for number in np.flatnonzero(is_made_there).tolist()}, kinds)
+        own = state_of(self.optimizer)
+        arrays = {number: {name: np.ascontiguousarray(one) for name, one in own[number].items()} for number in there}
+        for number, of_parameter in arrays.items():
+            for name, array in of_parameter.items():
+                broadcast(array, root, name=f"{name} of parameter {number}")
+        set_state(self.optimizer, arrays, kinds_of(self.optimizer))
 
     def _scale_words(self) -> list[float]:
         scale = self.scale
@@ -278,17 +266,17 @@ def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) 
         tensor.copy_(as_tensor(copy))
 
 
-def _tensor(array: Any) -> torch.Tensor:
+def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
     return as_tensor(np.array(array))
 
 
-def _unpadded(array: Any, parameter: torch.Tensor) -> np.ndarray:
+def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
     """A part as the optimizer has it, without what fills it."""
     part: np.ndarray = np.asarray(array)
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 
 
-def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
+def refuse_modules(module: object) -> None:
     """Look at what is to be trained.
 
     Raises:
@@ -320,11 +308,7 @@ def refuse_modules(module: Mapping[str, Any] | torch.nn.Module) -> None:
 
 
 def refuse_other_devices(module: torch.nn.Module) -> None:
-    """Look where a module is.
-
-    Raises:
-        StrategyError: if a parameter or buffer is not on the CPU.
-    """
+    """Refuse a module with a parameter or buffer that is not on the CPU."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "cpu":
             raise StrategyError(

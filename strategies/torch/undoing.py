@@ -9,15 +9,18 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from types import CodeType, FunctionType, MethodType
-from typing import Any
 
 import numpy as np
 import torch
+
+from strategies.torch.tensors import have_same_bits
 
 MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
 """Limits: bytes of arrays outside of the module that are copied, and number of objects that are looked at."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
+
+Container = MutableMapping[object, object] | MutableSequence[object] | MutableSet[object]
 
 Restore = Callable[[], object]
 
@@ -28,7 +31,7 @@ class CannotBeUndoneError(Exception):
 
 @contextmanager
 def undone(
-    module: torch.nn.Module, function: Callable[..., Any], other: Callable[..., Any] | None = None
+    module: torch.nn.Module, function: Callable[..., object], other: Callable[..., object] | None = None
 ) -> Iterator[None]:
     """Put back, at the end, what was changed in a module and in what a function reaches.
 
@@ -50,8 +53,8 @@ def undone(
         hooks.append(one._backward_hooks)
         search.restores.append(partial(setattr, one, "grad", one.grad))
         search.keep(one)
-    for one in module.buffers():
-        search.keep(one)
+    for buffer in module.buffers():
+        search.keep(buffer)
     search.own_bytes = 0
     search.look([module, function, hooks, other])
     state, legacy = random.getstate(), np.random.get_state()
@@ -71,17 +74,16 @@ class _Search:
         program: the package whose classes are the program's own.
 
     Attributes:
-        restores: put it back.
         own_bytes: of the arrays that were copied.
     """
 
     def __init__(self, program: str) -> None:
         self._program = "" if program in _LIBRARIES else program
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self.restores: list[Restore] = []
         self.own_bytes = 0
 
-    def look(self, found: Iterable[Any]) -> None:
+    def look(self, found: Iterable[object]) -> None:
         """Look at objects, and at all that they reach."""
         waiting = list(found)
         while waiting:
@@ -102,12 +104,12 @@ class _Search:
         def restore() -> None:
             if one.data_ptr() != memory.data_ptr() or one.shape != memory.shape:
                 one.data = memory
-            if not torch.equal(memory, saved):  # versions do not tell: batch norm writes its statistics without
+            if not have_same_bits(memory, saved):  # versions do not tell: batch norm writes its statistics without
                 memory.copy_(saved)
 
         self.restores.append(restore)
 
-    def _reached(self, one: Any) -> Iterable[Any]:
+    def _reached(self, one: object) -> Iterable[object]:
         """Note how to put an object back, and return the objects that it reaches."""
         if isinstance(one, torch.Tensor):
             if one.layout is torch.strided and one.device.type == "cpu":
@@ -139,7 +141,7 @@ class _Search:
             return [getattr(one, "__dict__", None)]
         return []
 
-    def _of_function(self, function: FunctionType) -> Iterable[Any]:
+    def _of_function(self, function: FunctionType) -> Iterable[object]:
         found = [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             try:
@@ -155,7 +157,7 @@ class _Search:
         return found + [names[name] for name in loaded & names.keys()]
 
 
-def _root_of(one: Any) -> str:
+def _root_of(one: object) -> str:
     """Return the package of a function or class, or of an object's class."""
     name = getattr(one, "__module__", None) or type(one).__module__
     return str(name).partition(".")[0]
@@ -167,7 +169,7 @@ def _names_in(code: CodeType, operation: str) -> set[str]:
     return own.union(*(_names_in(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
 
 
-def _elements_of(container: Any) -> Restore:
+def _elements_of(container: Container) -> Restore:
     if isinstance(container, MutableMapping):
         saved = dict(container)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import final
 
+import jax
 import numpy as np
 import torch
 
@@ -17,7 +18,7 @@ from strategies.replicas.shards import Shards
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.tensors import as_tensor, dtype_of
 
 ELEMENTWISE = (
     "ASGD",
@@ -35,13 +36,13 @@ ELEMENTWISE = (
 """The optimizers of `torch.optim` that compute every element from those of gradient, state and parameter alone."""
 
 
-class Update(ABC):
+class TorchUpdate(ABC):
     """New parameters, in place, of mean gradients."""
 
     @property
     @abstractmethod
     def shards(self) -> Shards | None:
-        """How mean gradients are cut of which this instance takes its part only; None: it takes them whole."""
+        """The way mean gradients are cut, of which this instance takes its part; None: it takes them whole."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -53,38 +54,37 @@ class Update(ABC):
 
 
 @final
-class WholeUpdate(Update):
-    """The whole optimizer state on every instance.
-
-    Args:
-        optimizer: of all parameters.
-    """
+class WholeTorchUpdate(TorchUpdate):
+    """The whole optimizer state on every instance."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
     def shards(self) -> Shards | None:
-        """See `Update`: they are whole."""
+        """See `TorchUpdate`: they are whole."""
         return None
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `Update`."""
+        """See `TorchUpdate`."""
         for parameter, mean in means:
             parameter.grad = mean
         self._optimizer.step()
 
 
 @final
-class ShardedUpdate(Update):
+class ShardedTorchUpdate(TorchUpdate):
     """Each instance keeps (its replicas / R) of the optimizer state; the new parameters are gathered.
 
     The optimizer gets parameters of one axis, which are this instance's parts of the others in their memory.
 
     Args:
-        replicas: connects the instances.
         optimizer: of all parameters; from here on of the parts.
         min_elements: smaller parameters have their state whole on every instance.
+
+    Attributes:
+        parts: how the optimizer state is cut.
+        wholes: all parameters, by their numbers in the optimizer.
 
     Raises:
         StrategyError: if it is not known that the optimizer looks at elements one by one, or it has a state already.
@@ -97,28 +97,28 @@ class ShardedUpdate(Update):
         self._replicas = replicas
         self._optimizer = optimizer
         local = len(replicas.local_replicas)
-        self._shards = Shards(replicas.num_replicas_in_sync, local, min_elements)
+        self.parts = Shards(replicas.num_replicas_in_sync, local, min_elements)
         self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
         self._memory: dict[int, int] = {}  # where the whole is of which that is a part
         self.wholes: list[torch.nn.Parameter] = []
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
-        self._cut = [one for one in self.wholes if self._shards.divides(one)]
-        parts = [_Shape(self._shards.shape(one), as_array(one).dtype) for one in self._cut]
+        self._cut = [one for one in self.wholes if self.parts.divides(one)]
+        parts = [jax.ShapeDtypeStruct((math.prod(self.parts.shape(one)),), dtype_of(one)) for one in self._cut]
         self._layout = FlatLayout.of(parts, 0)
 
     @property
     def shards(self) -> Shards | None:
-        """See `Update`: as the state is, where the transport can."""
-        return self._shards if self._replicas.communicator.scatters_reductions else None
+        """See `TorchUpdate`: as the state is, where the transport can."""
+        return self.parts if self._replicas.communicator.scatters_reductions else None
 
     def is_cut(self, number: int) -> bool:
         """Whether this instance has a part only of the state of a parameter, by its number in the optimizer."""
-        return self._shards.divides(self.wholes[number])
+        return self.parts.divides(self.wholes[number])
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `Update`; a collective call."""
+        """See `TorchUpdate`; a collective call."""
         self._begin()
         for parameter, mean in means:
             part = self._parts.get(id(parameter))
@@ -147,7 +147,7 @@ class ShardedUpdate(Update):
 
     def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         self.wholes.append(parameter)
-        if not self._shards.divides(parameter):
+        if not self.parts.divides(parameter):
             return parameter
         part = torch.nn.Parameter(self._view(parameter), parameter.requires_grad)
         self._parts[id(parameter)], self._memory[id(parameter)] = part, parameter.data_ptr()
@@ -164,12 +164,12 @@ class ShardedUpdate(Update):
         return self._bounds_of(parameter, self._replicas.local_replicas.start)
 
     def _bounds_of(self, parameter: torch.nn.Parameter, first: int) -> slice:
-        """The elements of the replicas from `first` on, as many as an instance has."""
-        size, part = parameter.numel(), self._shards.part(parameter)
-        return slice(min(size, first * part), min(size, (first + self._shards.local) * part))
+        """Return the elements of the replicas from `first` on, as many as an instance has."""
+        size, part = parameter.numel(), self.parts.part(parameter)
+        return slice(min(size, first * part), min(size, (first + self.parts.local) * part))
 
     def _gather(self) -> None:
-        """The parts of all instances, into the memory of the parameters."""
+        """Gather the parts of all instances into the memory of the parameters."""
         communicator = self._replicas.communicator
         if communicator.size == 1:
             return
@@ -189,23 +189,10 @@ class ShardedUpdate(Update):
     def _put(self, parameter: torch.nn.Parameter, gathered: np.ndarray) -> None:
         flat = parameter.detach().view(-1)
         for rank, row in enumerate(gathered):
-            bounds = self._bounds_of(parameter, rank * self._shards.local)
+            bounds = self._bounds_of(parameter, rank * self.parts.local)
             count = bounds.stop - bounds.start
             if rank != self._replicas.communicator.rank and count:
                 flat[bounds].copy_(as_tensor(row[:count]))
-
-    @property
-    def parts(self) -> Shards:
-        """How the optimizer state is cut."""
-        return self._shards
-
-
-class _Shape:
-    """The shape and dtype of an array that is not there."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.shape = (math.prod(shape),)
-        self.dtype = dtype
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -238,11 +225,7 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Look at parameters of which groups of replicas have rows of their own.
-
-    Raises:
-        StrategyError: if the optimizer would mix rows, or the way in which gradients travel does.
-    """
+    """Refuse rows of groups of replicas if the optimizer, or the way in which gradients travel, would mix them."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return

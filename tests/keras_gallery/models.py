@@ -1,8 +1,8 @@
-"""Ten small models of the kinds that Keras's own examples show, on data that are made here or come with scikit-learn.
+"""Seven small models of the kinds that Keras's own examples show, on data that are made here or come with scikit-learn.
 
-Each is a function that returns an `Example`. Together they have Sequential, functional and subclassed models, layers
-and losses of one's own, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings,
-dropout, moving statistics, a sampled layer, and losses that layers add.
+Each is a function that returns an `Example`. Together they have functional and subclassed models, layers and losses of
+one's own, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings, moving statistics, a
+sampled layer, and losses that layers add. `test_keras_idioms.py` has models of one layer after another.
 """
 
 from __future__ import annotations
@@ -65,59 +65,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# ---- multilayer perceptron
-
-
-def mlp() -> Example:
-    """Layers one after another, on pixels."""
-    images, labels = digits()
-
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((64,)),
-                layers.Dense(32, "relu"),
-                layers.Dense(32, "relu", kernel_regularizer=keras.regularizers.L2(1e-3)),
-                layers.Dense(10, "softmax"),
-            ]
-        )
-
-    return Example(
-        build,
-        images.reshape(ROWS, 64),
-        labels,
-        lambda: {"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]},
-    )
-
-
 # ---- convolutions
-
-
-def convnet() -> Example:
-    """Convolutions, pooling and dropout; unbuilt until it sees data; a learning rate that falls."""
-    images, labels = digits()
-
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                layers.Conv2D(8, 3, activation="relu"),
-                layers.MaxPooling2D(2),
-                layers.Conv2D(16, 2, activation="relu"),
-                layers.Flatten(),
-                layers.Dropout(0.5),
-                layers.Dense(10),
-            ]
-        )
-
-    def settings() -> Mapping[str, Any]:
-        rate = keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.8)
-        return {
-            "optimizer": keras.optimizers.SGD(rate, momentum=0.9, nesterov=True),
-            "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            "metrics": [keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3")],
-        }
-
-    return Example(build, images, labels, settings, draws=True)
 
 
 def residual_net() -> Example:
@@ -371,30 +319,6 @@ def autoencoder() -> Example:
     )
 
 
-def timeseries() -> Example:
-    """The next value of a noisy oscillation from the last 24, by a convolution and a GRU."""
-    time = np.arange(ROWS + 24)
-    series = (np.sin(time / 5) + 0.3 * np.sin(time / 2) + 0.1 * random(ROWS + 24, seed=5)).astype(np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(series, 24)[:ROWS]
-
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((24, 1)),
-                layers.Conv1D(8, 4, strides=2, activation="relu"),
-                layers.GRU(12),
-                layers.Dense(1),
-            ]
-        )
-
-    return Example(
-        build,
-        np.ascontiguousarray(windows[..., None]),
-        series[24:],
-        lambda: {"optimizer": keras.optimizers.Nadam(3e-3), "loss": keras.losses.Huber(), "metrics": ["mae"]},
-    )
-
-
 def tabular() -> Example:
     """A table: numbers, a category and flags go in by their names; a price and whether it is sold come out."""
     numbers, chance = random(ROWS, 4, seed=6), np.random.default_rng(7)
@@ -430,18 +354,5 @@ def tabular() -> Example:
     )
 
 
-GALLERY: Mapping[str, Callable[[], Example]] = {
-    made.__name__: made
-    for made in (
-        mlp,
-        convnet,
-        residual_net,
-        vae,
-        text_classification,
-        sequence_to_sequence,
-        siamese,
-        autoencoder,
-        timeseries,
-        tabular,
-    )
-}
+MADE = (residual_net, vae, text_classification, sequence_to_sequence, siamese, autoencoder, tabular)
+GALLERY: Mapping[str, Callable[[], Example]] = {made.__name__: made for made in MADE}

@@ -77,14 +77,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="what a callback changes before a step of Keras is not compared",
-        path="strategies/keras/watching.py",
+        path="strategies/keras/agreement.py",
         old="        self._note(_arrays(state))\n",
         new="        self._left = _arrays(state)\n",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
     ),
     Fault(
         name="trainable flags that a callback of Keras changes are not compared",
-        path="strategies/keras/watching.py",
+        path="strategies/keras/agreement.py",
         old="if with_flags:",
         new="if with_flags and not self._left:",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
@@ -92,8 +92,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="files that Keras writes within an epoch have no optimizer state of other instances",
         path="strategies/keras/callbacks.py",
-        old="_First(running, looks or writes)",
-        new="_First(running, looks)",
+        old="_first(running, looks or writes)",
+        new="_first(running, looks)",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_callbacks_that_only_write_may_be_on_the_chief_alone",
     ),
     Fault(
@@ -120,7 +120,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="weights that a callback of Keras restores on the chief stay there",
         path="strategies/keras/callbacks.py",
-        old="self._watch.assign(broadcast(replicas, arrays))",
+        old="self.watch.assign(broadcast(replicas, arrays))",
         new="broadcast(replicas, arrays)",
         caught_by="tests/strategies/keras_models/test_keras_backups.py::test_callbacks_go_on_everywhere_from_what_the_chief_has_restored",
     ),
@@ -134,8 +134,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
-        old="_of_thread.generator, generator\n    _include(_KEY, True)",
-        new="_of_thread.generator, generator\n    _include(_KEY, False)",
+        old="_generator.being(generator):\n        _include(_KEY, True)",
+        new="_generator.being(generator):\n        _include(_KEY, False)",
         caught_by="tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
     ),
     Fault(
@@ -339,7 +339,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/gradient_averaging.py",
         old="for name, one in self._watch.named}\n        buffers",
         new="for name, one in self._watch.named if not digests}\n        buffers",
-        caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_begins_with_the_same_values_where_it_is_new",
+        caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestWhatIsTrained::test_that_differs_between_instances_is_refused_by_name",
     ),
     Fault(
         name="gradients of micro-batches that are not synchronised are left to the instance",
@@ -372,13 +372,13 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of a model leave before those of the model that came first",
         path="strategies/torch/backward_passes.py",
-        old="            if not round_.has_left:\n                return\n",
+        old="            if not model_pass.has_left:\n                return\n",
         new="",
         caught_by="tests/strategies/on_torch/test_backward_passes.py::test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first",
     ),
     Fault(
         name="LBFGS decides by the loss of its own instance",
-        path="strategies/torch/agreeing_losses.py",
+        path="strategies/torch/loop_state.py",
         old="return torch.tensor(float(mean),",
         new="return torch.tensor(float(loss),",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestBackwardPasses::test_of_optimizers_that_look_at_the_loss_are_equally_many",

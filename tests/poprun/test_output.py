@@ -22,27 +22,24 @@ def shown(*pieces: tuple[bytes, bytes], clock: bytes = b"") -> bytes:
 
 
 class TestCursor:
-    def test_every_line_is_tagged(self):
-        assert shown((b"[a]", b"one\n\ntwo\n")) == b"[a]one\n[a]\n[a]two\n"
-
-    def test_pieces_of_one_writer_make_one_line(self):
-        pieces = [(b"[a]", piece) for piece in (b"on", b"e\nt", b"w", b"o\n", b"\n")]
-        assert shown(*pieces) == b"[a]one\n[a]two\n[a]\n"
-
-    def test_a_line_end_alone_ends_the_piece(self):
-        assert shown((b"[a]", b"one"), (b"[a]", b"\n"), (b"[b]", b"two\n")) == b"[a]one\n[b]two\n"
-
-    def test_another_writer_begins_a_new_line(self):
-        pieces = (b"[a]", b"name? "), (b"[b]", b"hello\n"), (b"[a]", b"me\n")
-        assert shown(*pieces) == b"[a]name? \n[b]hello\n[a]me\n"
-
-    def test_a_redrawn_line_keeps_its_tag(self):
-        pieces = [(b"[a]", piece) for piece in (b"\r10 %\r20 %", b"\r3", b"0 %\r", b"40 %\n")]
-        assert shown(*pieces) == b"[a]\r[a]10 %\r[a]20 %\r[a]30 %\r[a]40 %\n"
-
-    def test_dos_line_ends_are_left_alone(self):
-        assert shown((b"[a]", b"one\r\n\r\n")) == b"[a]one\r\n[a]\r\n"
-        assert shown((b"[a]", b"5 %\r6 %\r\n")) == b"[a]5 %\r[a]6 %\r\n"
+    @pytest.mark.parametrize(
+        ("pieces", "text"),
+        [
+            ([(b"[a]", b"one\n\ntwo\n")], b"[a]one\n[a]\n[a]two\n"),
+            ([(b"[a]", each) for each in (b"on", b"e\nt", b"w", b"o\n", b"\n")], b"[a]one\n[a]two\n[a]\n"),
+            ([(b"[a]", b"one"), (b"[a]", b"\n"), (b"[b]", b"two\n")], b"[a]one\n[b]two\n"),
+            ([(b"[a]", b"name? "), (b"[b]", b"hello\n"), (b"[a]", b"me\n")], b"[a]name? \n[b]hello\n[a]me\n"),
+            (
+                [(b"[a]", each) for each in (b"\r10 %\r20 %", b"\r3", b"0 %\r", b"40 %\n")],
+                b"[a]\r[a]10 %\r[a]20 %\r[a]30 %\r[a]40 %\n",
+            ),
+            ([(b"[a]", b"one\r\n\r\n")], b"[a]one\r\n[a]\r\n"),
+            ([(b"[a]", b"5 %\r6 %\r\n")], b"[a]5 %\r[a]6 %\r\n"),
+        ],
+        ids=["lines", "pieces of a line", "a line end alone", "another writer", "redrawn", "DOS", "redrawn in DOS"],
+    )
+    def test_every_line_is_tagged_once(self, pieces, text):
+        assert shown(*pieces) == text
 
     def test_the_clock_stands_before_the_tag_and_does_not_tell_writers_apart(self):
         cursor = Cursor()

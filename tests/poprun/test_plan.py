@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import slurm_records as records
@@ -218,3 +219,22 @@ class TestCommand:
     def test_nothing_is_exported_when_the_job_is_impossible(self, tmp_path):
         assert main(["--export-config", str(tmp_path / "f"), *self.WORDS, "-H", "c", "echo"]) == 2
         assert list(tmp_path.iterdir()) == []
+
+
+def test_the_values_of_the_command_line_are_handed_on_seldom():
+    """A reader who follows the first 400 calls of a dry run changes the file at most 70 times, among 28 files."""
+    files: list[str] = []
+    folder = f"{Path(main.__code__.co_filename).parent}/"
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            files.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        main(["--dry-run", "--num-instances", "2", "--num-replicas", "4", "echo"])
+    finally:
+        sys.setprofile(None)
+    way = files[:400]
+    assert 1 + sum(one != other for one, other in zip(way, way[1:], strict=False)) <= 70
+    assert len(set(way)) <= 28

@@ -103,7 +103,7 @@ class TestExtra:
 
     def test_of_a_checkpoint_that_was_written_before_there_were_any_is_empty(self):
         text = json.dumps({"step": 1, "replicas": 2, "seed": 0, "position": None, "packing": []})
-        assert checkpoint_folder.Training.from_json(text).extra == {}
+        assert checkpoint_folder.SavedTraining.from_json(text).extra == {}
 
 
 class TestAStepThatWasSavedAlready:

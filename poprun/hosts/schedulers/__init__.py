@@ -1,1 +1,1 @@
-"""Where poprun finds its hosts when nobody names them: one file per scheduler."""
+"""The schedulers that give poprun its hosts when nobody names them: one file for each kind."""

@@ -1,1 +1,1 @@
-"""What held a job up, as numbers, sentences and pictures."""
+"""The report of a timeline, which says what held a job up: numbers, sentences and pictures."""

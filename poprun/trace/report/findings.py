@@ -14,9 +14,9 @@ from poprun.trace.report.step_table import BETWEEN, CHECKPOINT, COMPUTE, EXCHANG
 from poprun.trace.spans import COMPILE, Spans
 
 LEAST_GAIN = 0.03
-"""What would save less of the time is not worth a word."""
+"""The least share of the time that a finding has to save."""
 LEAST_SHARE = 0.6
-"""So much of all lateness, or of all waits for links, has to be due to one of them."""
+"""The least share of all lateness, or of all waits for links, that is due to one instance or link."""
 
 
 class Cause(Enum):
@@ -160,9 +160,9 @@ class Change:
 
 
 _SURPRISE = 4.0
-"""How many standard deviations oftener than by chance somebody has to be the last one."""
+"""The standard deviations by which a culprit is the last one oftener than by chance."""
 _EXPLAINED = 0.5
-"""So much of the lateness a cause has to explain to be named."""
+"""The least share of the lateness that a named cause explains."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +242,7 @@ def _core_wait_ns(spans: Spans) -> float:
 
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
-"""By how much an outlier is longer at least: in parts of the median, in standard deviations, in parts of all steps."""
+"""The least excess of an outlier: in parts of the median, in standard deviations, in parts of all steps."""
 _MOST_OUTLIERS = 5
 
 

@@ -11,7 +11,7 @@ from poprun.trace.report.findings import LEAST_GAIN, LEAST_SHARE, LinkTraffic, S
 from poprun.trace.spans import Sort, Spans
 
 _LEAST_STEPS = 0.25
-"""In so many of the steps an exchange has to be held up there: one that was held up once shows no slow link."""
+"""The least share of steps with an exchange that a slow link holds up: a single one shows no slow link."""
 
 
 def slow_link_of(
@@ -49,11 +49,11 @@ def _waits_inside(spans: Spans, steps: np.ndarray) -> list[tuple[int, int, float
 
 
 _SLOWER = 3.0
-"""So many times slower than all others a link has to be: those of healthy jobs differ by less than two."""
+"""The factor by which a slow link is slower than all others: links of healthy jobs differ by less than two."""
 _CARRIES = 0.1
 """Links with less than this part of the busiest one's bytes say nothing: small messages mostly wait for receipts."""
 _MUCH = 0.3
-"""Where all links are alike, data have to be on their way for so much of the time to be worth a word."""
+"""The least share of time with data on their way that is worth a word if all links are alike."""
 
 
 def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:

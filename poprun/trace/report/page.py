@@ -40,7 +40,9 @@ def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
     blocks = [
         f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
-        _section("Where the time went", _draw_shares(verdict), _table(share_rows(verdict))),
+        _section(
+            "Where the time went", _wide(draw_shares(verdict.titles, verdict.shares)), _table(share_rows(verdict))
+        ),
         _section("Steps", _draw_steps(verdict)),
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
@@ -68,10 +70,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _wide(drawn: str) -> str:
     """Wrap a wide part, so that it scrolls on a narrow screen by itself."""
     return f'<div class="wide">{drawn}</div>' if drawn else ""
-
-
-def _draw_shares(verdict: TimelineReport) -> str:
-    return _wide(draw_shares(verdict.titles, verdict.shares))
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
@@ -131,7 +129,7 @@ COLOURS = {
     "between": ("#c96a9b", "#e794c0"),
     "rest": ("#b8bec5", "#4a525b"),
 }
-"""Of categories, on a light and on a dark page."""
+"""The colours of categories, on a light and on a dark page."""
 
 
 def style() -> str:

@@ -14,11 +14,11 @@ from poprun.trace.spans import COMPILE, SPAN, Sort, Spans
 COMPUTE, EXCHANGE, WAITING, INPUT = "compute", "exchange", "waiting", "input"
 UPDATE, CHECKPOINT, RECOVERY, BETWEEN, REST = "update", "checkpoint", "recovery", "between", "rest"
 CATEGORIES = (COMPUTE, EXCHANGE, WAITING, INPUT, UPDATE, CHECKPOINT, COMPILE, RECOVERY, BETWEEN, REST)
-"""Between: the program's own code between two steps. Rest: what is in no phase of a step."""
+"""The categories of time. Between: the program's own code between two steps. Rest: time of a step in no phase."""
 WORDS = {BETWEEN: "your code between steps", REST: "what is in no phase"}
-"""What categories are called in sentences; the others as they are."""
+"""The names of categories in sentences; the others are called as they are."""
 OWN_WORK = (COMPUTE, UPDATE, CHECKPOINT, BETWEEN, REST)
-"""What an instance does by itself, and others do not wait for as data or links."""
+"""The categories of an instance's own work, for which others do not wait as for data or links."""
 _OF_PHASES = {
     "forward and backward": COMPUTE,
     "data": INPUT,

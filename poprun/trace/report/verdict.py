@@ -1,4 +1,4 @@
-"""What held a job up: the whole of what a report says. Pure."""
+"""The verdict on a job's timeline: the whole contents of a report. Pure."""
 
 from __future__ import annotations
 

@@ -142,7 +142,6 @@ class StagePlan:
 
     def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
         """All compiled programs for the devices of a replica, by what they compute."""
-        self.compile(devices)
         found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator, ExitStack
 from typing import ParamSpec, TypeVar
@@ -10,16 +9,12 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from strategies.switches import require_switches
+from strategies.torch.threads import ThreadValue
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
-class _Heeding(threading.local):
-    is_heeded = True
-
-
-_of_thread = _Heeding()
+_is_heeded = ThreadValue(True)
 
 
 class Policy:
@@ -67,7 +62,7 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> autocast:
         inner = ExitStack()
-        inner.enter_context(torch.autocast("cpu", self._dtype, enabled=self._enabled and _of_thread.is_heeded))
+        inner.enter_context(torch.autocast("cpu", self._dtype, enabled=self._enabled and _is_heeded.now))
         self._entered.append(inner)
         return self
 
@@ -81,10 +76,7 @@ def heeded_by(function: Callable[P, T], is_heeded: bool) -> Callable[P, T]:
         return function
 
     def in_full(*arguments: P.args, **named: P.kwargs) -> T:
-        before, _of_thread.is_heeded = _of_thread.is_heeded, False
-        try:
+        with _is_heeded.being(False):
             return function(*arguments, **named)
-        finally:
-            _of_thread.is_heeded = before
 
     return in_full

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.torch.poptorch.enums import AutoStage
 from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
-from strategies.torch.stages import Pipeline, begin_block, end_block, number_from_zero
+from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,16 +88,13 @@ def removeBlocks(module: torch.nn.Module) -> None:
 
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator: all that the function calls is in the block."""
+    return _in_block(user_id, ipu_id)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def in_block(*arguments: P.args, **named: P.kwargs) -> T:
-            with Block(user_id, ipu_id):
-                return function(*arguments, **named)
 
-        return in_block
-
-    return decorate
+@contextmanager
+def _in_block(user_id: str | None, ipu_id: int | None) -> Iterator[None]:
+    with Block(user_id, ipu_id):
+        yield
 
 
 # ---- stages
@@ -261,9 +258,9 @@ class ExecutionStrategy:
         return self.stages[number]
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> TorchPipeline:
         """The pipeline of a step."""
-        return Pipeline(lambda: self.placing, self.schedule, self.overlaps)
+        return TorchPipeline(lambda: self.placing, self.schedule, self.overlaps)
 
     @property
     def placing(self) -> FoundStages:

@@ -40,7 +40,7 @@ from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 from strategies.torch.replica_groups import summed
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.stages import Pipeline
+from strategies.torch.stages import TorchPipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
@@ -246,12 +246,12 @@ class PoplarExecutor:
             pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
         )
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> TorchPipeline:
         """Stages of the strategy; without one, of the blocks that have a device, where there are some."""
         strategy = self.options.execution_strategy
         if strategy is not None:
             return strategy.pipeline
-        return Pipeline(lambda: FoundStages((), AutoStage.SameAsIpu, is_lenient=True), needs_full=False)
+        return TorchPipeline(lambda: FoundStages((), AutoStage.SameAsIpu, is_lenient=True), needs_full=False)
 
     @property
     def trace(self) -> Trace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, ParamSpec, TypeVar
 
@@ -14,17 +13,13 @@ from strategies.errors import StrategyError
 from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
 from strategies.torch.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
+from strategies.torch.threads import ThreadValue
 
 Self = TypeVar("Self")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
-class _Marked(threading.local):
-    losses: list[torch.Tensor] | None = None
-
-
-_of_thread = _Marked()
+_losses = ThreadValue[list[torch.Tensor] | None](None)
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
@@ -37,24 +32,21 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction is {reduction!r}; a loss is reduced by 'sum', 'mean' or 'none'")
     loss = x if reduction == "none" else x.sum() if reduction == "sum" else x.mean()
-    if _of_thread.losses is not None:
-        _of_thread.losses.append(loss)
+    if _losses.now is not None:
+        _losses.now.append(loss)
     return loss
 
 
 def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
     """Call a function, and return its result and the losses that it has marked in this thread."""
     marked: list[torch.Tensor] = []
-    _of_thread.losses = marked
-    try:
+    with _losses.being(marked):
         return function(), marked
-    finally:
-        _of_thread.losses = None
 
 
 def isRunningOnIpu() -> bool:
     """Whether the code runs in a model that an executor executes: True inside of `forward` then."""
-    return _of_thread.losses is not None
+    return _losses.now is not None
 
 
 CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
@@ -84,12 +76,11 @@ def setLogLevel(level: int | str) -> None:
     Raises:
         ValueError: for another one.
     """
-    names = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "CRITICAL", "OFF")
-    levels = (5, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL, 100)
-    name = names[level] if isinstance(level, int) and 0 <= level < len(names) else str(level)
-    if name not in names:
-        raise ValueError(f"the log level is {level!r}; use one of {', '.join(names)}")
-    logging.getLogger("strategies.torch").setLevel(levels[names.index(name)])
+    levels = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "CRITICAL": 50, "OFF": 100}
+    name = [*levels][level] if isinstance(level, int) and 0 <= level < len(levels) else str(level)
+    if name not in levels:
+        raise ValueError(f"the log level is {level!r}; use one of {', '.join(levels)}")
+    logging.getLogger("strategies.torch").setLevel(levels[name])
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:

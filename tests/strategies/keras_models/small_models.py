@@ -14,6 +14,32 @@ TARGETS = X @ RNG.standard_normal((6, 1)).astype(np.float32)
 WEIGHTS = RNG.uniform(0.5, 2, ROWS).astype(np.float32)
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches of so many rows each, by their numbers."""
+
+    def __init__(self, rows=4, count=ROWS // 4, **named):
+        super().__init__(**named)
+        self.rows, self.count = rows, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        rows = slice(number * self.rows, (number + 1) * self.rows)
+        return X[rows], TARGETS[rows]
+
+
+class AddsLoss(layers.Layer):
+    def call(self, values):
+        self.add_loss(0.1 * keras.ops.mean(values**2))
+        return values
+
+
+def hooked(hook, function):
+    """A callback of the user's own with one method, `function(callback, number, logs)`."""
+    return type("Hooked", (keras.callbacks.Callback,), {hook: function})()
+
+
 def dense(units, seed, **named):
     return layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **named)
 
@@ -29,8 +55,8 @@ def classifier(**compiled):
             dense(3, 2, activation="softmax"),
         ]
     )
-    named = {"metrics": ["accuracy"]} | compiled
-    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", **named)
+    named = {"optimizer": keras.optimizers.Adam(0.01), "metrics": ["accuracy"]} | compiled
+    model.compile(loss="sparse_categorical_crossentropy", **named)
     return model
 
 
@@ -38,6 +64,13 @@ def regression(optimizer=None, **compiled):
     """Everything in it is linear, so that it is the same model however rows are spread over replicas."""
     model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
     model.compile(optimizer or keras.optimizers.SGD(0.05), **{"loss": "mse"} | compiled)
+    return model
+
+
+def linear(*metrics, optimizer="sgd", **compiled):
+    """One layer, the loss "mse"."""
+    model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+    model.compile(optimizer, "mse", metrics=list(metrics), **compiled)
     return model
 
 

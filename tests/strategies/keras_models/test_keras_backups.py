@@ -11,7 +11,7 @@ import pytest
 from small_models import TARGETS, X, bits_of
 
 from strategies.errors import StrategyError
-from strategies.keras.backups import WithRandomStates
+from strategies.keras.backups import with_whole_backups
 
 EPOCHS = 4
 WRITES = {"_hl", Path(shutil.__file__).parent.name, "checkpoints", "keras"}
@@ -64,7 +64,7 @@ def trained(alone, tmp_path):
 
 def restored(folder, model):
     """The epoch and the bits that a training begins with."""
-    backup = WithRandomStates(keras.callbacks.BackupAndRestore(folder))
+    backup = with_whole_backups(keras.callbacks.BackupAndRestore(folder))
     model.optimizer.build(model.trainable_variables)
     for variable in [*model.variables, *model.optimizer.variables]:
         variable.assign(np.zeros(variable.shape))
@@ -103,12 +103,12 @@ def test_a_backup_is_whole_at_every_moment_at_which_it_is_written(alone, trained
     assert restored(folder, model_with_seeds()) == (2, bits[2])
 
     def program(strategy):
-        model, backup = model_with_seeds(), WithRandomStates(keras.callbacks.BackupAndRestore(folder))
+        model, backup = model_with_seeds(), with_whole_backups(keras.callbacks.BackupAndRestore(folder))
         backup.set_model(model)
         backup.on_train_begin()
         model.optimizer.learning_rate = 0.5
-        backup._callback._current_epoch = 3
-        taken = snapshots_of(backup._save, folder, tmp_path / "taken")
+        backup._current_epoch = 3
+        taken = snapshots_of(backup._save_model, folder, tmp_path / "taken")
         return taken, {(2, bits[2]), (3, bits_of(model))}
 
     taken, known = alone(program)
@@ -175,15 +175,15 @@ def test_files_that_keras_wrote_alone_and_those_of_another_model_are_refused(tra
     with pytest.raises(StrategyError, match="that Keras wrote outside of a strategy"):
         restored(tmp_path / "keras", model_with_seeds())
     model = compiled(keras.layers.Lambda(abs))
-    backup = WithRandomStates(keras.callbacks.BackupAndRestore(copies / "2"))
+    backup = with_whole_backups(keras.callbacks.BackupAndRestore(copies / "2"))
     backup.set_model(model)
     with pytest.raises(StrategyError, match="by a model with 1 seed generators"):
         backup.on_train_begin()
-    backup._callback.backup_dir = "gs://bucket/folder"
+    backup.backup_dir = "gs://bucket/folder"
     with pytest.raises(StrategyError, match="use a local folder"):
-        WithRandomStates(backup._callback)
+        with_whole_backups(backup)
 
 
 def test_a_backup_in_the_midst_of_an_epoch_says_that_the_epoch_is_made_again(caplog, tmp_path):
-    WithRandomStates(keras.callbacks.BackupAndRestore(tmp_path, save_freq=3))
+    with_whole_backups(keras.callbacks.BackupAndRestore(tmp_path, save_freq=3))
     assert "strategies.keras.Checkpoints(every=3) goes on behind the step" in caplog.text

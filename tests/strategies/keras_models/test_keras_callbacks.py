@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 import pytest
 from keras.src.callbacks import CallbackList
-from small_models import TARGETS, X, bits_of, regression
+from small_models import TARGETS, X, bits_of, hooked, regression
 from surviving_instances import run_instances
 from tiers import first_of
 
@@ -56,17 +56,6 @@ def test_steps_of_an_execution_change_no_bit(alone):
         return found
 
     assert len(set(alone(program))) == 1
-
-
-def test_asynchronous_callbacks_are_told_of_each_step(alone):
-    def program(strategy):
-        model, counts = regression(steps_per_execution=2), Counts()
-        model.set_asynchronous_callbacks(True)
-        model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[counts])
-        model.evaluate(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[counts])
-        return [len(calls) for calls in counts.calls.values()]
-
-    assert alone(program) == [3, 3, 0]
 
 
 def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
@@ -201,18 +190,14 @@ def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_sco
         model, found = regression(keras.optimizers.Adam(0.01)), []
         model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)
 
-        class Looks(keras.callbacks.Callback):
-            pass
-
         def look(self, number, logs=None):
             found.append(self.model.evaluate(X, TARGETS, batch_size=4, verbose=0))
             found.append(self.model.predict(X[:5], verbose=0).tolist())
             found.append(self.model.test_on_batch(X[:7], TARGETS[:7]))
 
-        if calls:
-            setattr(Looks, hook, look)
+        looks = [hooked(hook, look)] if calls else []
         data = {"validation_data": (X[:20], TARGETS[:20]), "batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(X, TARGETS, **data, callbacks=[Looks()]).history
+        history = model.fit(X, TARGETS, **data, callbacks=looks).history
         return found, history if hook == "on_epoch_end" else history["val_loss"], bits_of(model)
 
     [(found, *alone)] = in_scopes(1, partial(program, calls=True))
@@ -231,22 +216,6 @@ def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
     assert in_scopes(2, program) == [[0], []]
 
 
-def test_early_stopping_and_rates_are_the_same_everywhere(in_scopes):
-    def program(strategy):
-        model = regression(keras.optimizers.SGD(0.5))
-        stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
-        rates = [
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.ReduceLROnPlateau("loss", patience=1),
-        ]
-        history = model.fit(X, TARGETS, batch_size=4, epochs=6, shuffle=False, verbose=0, callbacks=[stopping, *rates])
-        return bits_of(model), history.history, stopping.stopped_epoch
-
-    [alone] = in_scopes(1, program)
-    assert in_scopes(2, program) == [alone] * 2
-    assert alone[1]["learning_rate"][:2] == pytest.approx([0.25, 0.125])
-
-
 @pytest.mark.parametrize("hook", first_of(["on_epoch_end", "on_train_batch_end"]))
 def test_where_one_instance_stops_all_stop(in_scopes, hook):
     """As where a callback looks at the clock."""
@@ -254,14 +223,10 @@ def test_where_one_instance_stops_all_stop(in_scopes, hook):
     def program(strategy):
         model = regression()
 
-        class Stops(keras.callbacks.Callback):
-            pass
-
         def stop(self, number, logs=None):
             self.model.stop_training = number == 1 and strategy.instance_index == 1
 
-        setattr(Stops, hook, stop)
-        model.fit(X, TARGETS, batch_size=4, epochs=5, shuffle=False, verbose=0, callbacks=[Stops()])
+        model.fit(X, TARGETS, batch_size=4, epochs=5, shuffle=False, verbose=0, callbacks=[hooked(hook, stop)])
         return bits_of(model), int(model.optimizer.iterations.value)
 
     one, other = in_scopes(2, program)
@@ -273,10 +238,9 @@ def test_where_one_instance_stops_all_stop(in_scopes, hook):
 def test_a_training_that_was_backed_up_goes_on_everywhere(in_scopes, tmp_path, instances, shuffle):
     """Only the chief has the files. Seeds of orders come from the generator of NumPy, which threads share."""
 
-    class Interrupts(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise InterruptedError
+    def interrupt(self, epoch, logs=None):
+        if epoch == 1:
+            raise InterruptedError
 
     def program(strategy, interrupts):
         def seeded():
@@ -288,7 +252,9 @@ def test_a_training_that_was_backed_up_goes_on_everywhere(in_scopes, tmp_path, i
         backup = keras.callbacks.BackupAndRestore(folder)
         settings = {"batch_size": 4, "epochs": 4, "steps_per_epoch": 4, "shuffle": shuffle, "verbose": 0}
         try:
-            model.fit(X, TARGETS, **settings, callbacks=[backup, *([Interrupts()] if interrupts else [])])
+            model.fit(
+                X, TARGETS, **settings, callbacks=[backup, *([hooked("on_epoch_end", interrupt)] if interrupts else [])]
+            )
         except InterruptedError:
             model = seeded()
             history = model.fit(X, TARGETS, **settings, callbacks=[keras.callbacks.BackupAndRestore(folder)])

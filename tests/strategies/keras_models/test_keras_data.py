@@ -2,32 +2,28 @@
 
 import itertools
 
-import keras
 import numpy as np
 import pytest
-from small_models import ROWS, TARGETS, WEIGHTS, X, bits_of, regression
+from small_models import ROWS, TARGETS, WEIGHTS, Batches, X, bits_of, regression
 from tiers import first_of, only
 
 from strategies.data.layout import Layout
 from strategies.data.sources import Masked
 from strategies.keras.batches import NumberedBatches, StreamOfBatches
-from strategies.keras.data import Given, open_feed
+from strategies.keras.data import DataArguments, open_feed
 
 BATCH = 4
 COUNT = ROWS // BATCH
 
 
-class Numbered(keras.utils.PyDataset):
+class Numbered(Batches):
     def __init__(self, **named):
         super().__init__(**named)
         self.read, self.begun, self.ended = [], 0, 0
 
-    def __len__(self):
-        return COUNT
-
     def __getitem__(self, number):
         self.read.append(number)
-        return X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+        return super().__getitem__(number)
 
     def on_epoch_begin(self):
         self.begun += 1
@@ -53,8 +49,7 @@ def as_tensorflow():
 
 
 def as_generator():
-    for number in itertools.cycle(range(COUNT)):
-        yield X[number * BATCH : (number + 1) * BATCH], TARGETS[number * BATCH : (number + 1) * BATCH]
+    yield from map(Batches().__getitem__, itertools.cycle(range(COUNT)))
 
 
 SOURCES = {
@@ -146,7 +141,7 @@ def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
             return X[:3], np.array([0, 1, 0])
 
     def program(strategy):
-        feed = open_feed(Given(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
+        feed = open_feed(DataArguments(Kinds(), class_weight={0: 1.0, 1: 2.5}), strategy, trains=True)
         return feed.example[2].tolist()
 
     assert alone(program) == [1.0, 2.5, 1.0]
@@ -157,7 +152,7 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
 
     def program(strategy):
         def is_shuffled(shuffle):
-            return open_feed(Given(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
+            return open_feed(DataArguments(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
 
         with pytest.raises(ValueError, match=r"shuffle is 'no'; it is True, False or 'batch'"):
             regression().fit(X, TARGETS, shuffle="no", verbose=0)
@@ -171,7 +166,7 @@ def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_si
     """48 rows of 4 replicas."""
 
     def program(strategy):
-        feed = open_feed(Given(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
+        feed = open_feed(DataArguments(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
         return feed.batch_size // strategy.num_replicas_in_sync
 
     assert alone(program) == batch_size
@@ -299,32 +294,18 @@ def test_what_a_source_has_itself_is_not_given_beside_it(alone):
 
 
 def test_an_empty_source_says_so(alone):
-    def program(strategy):
-        regression().fit(iter_of_nothing(), verbose=0)
-
     with pytest.raises(ValueError, match="must yield at least one batch|no batch"):
-        alone(program)
-
-
-def iter_of_nothing():
-    yield from ()
+        alone(lambda strategy: regression().fit((batch for batch in ()), verbose=0))
 
 
 @pytest.mark.parametrize("rows", [4, 7])
 def test_rows_that_are_too_few_for_all_micro_batches_are_refused(alone, rows):
     """Arrays, and batches of one row: they are enough for four replicas, not for two micro-batches of each."""
 
-    class Single(keras.utils.PyDataset):
-        def __len__(self):
-            return rows
-
-        def __getitem__(self, number):
-            return X[number : number + 1], TARGETS[number : number + 1]
-
     def program(strategy):
         model = regression()
         model.set_gradient_accumulation_options(2)
-        for data in ((X[:rows], TARGETS[:rows]), (Single(),)):
+        for data in ((X[:rows], TARGETS[:rows]), (Batches(1, rows),)):
             with pytest.raises(
                 ValueError, match=f"the data have {rows} rows, for 4 replicas x 2 micro-batches; give at"
             ):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras.callbacks import CSVLogger, LambdaCallback, ModelCheckpoint
-from small_models import LABELS, TARGETS, X, bits_of, classifier, regression, values_of
+from small_models import LABELS, TARGETS, X, bits_of, classifier, hooked, regression, values_of
 
 import strategies
 from strategies.errors import DisagreementError, StrategyError
@@ -145,15 +145,11 @@ def test_what_callbacks_change_alike_is_trained_with_everywhere(in_scopes, hook)
     def program(strategy):
         model = regression()
 
-        class Halves(keras.callbacks.Callback):
-            pass
-
         def halve(self, place, logs=None):
             self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
             self.model.layers[0].set_weights([0.9 * weight for weight in self.model.layers[0].get_weights()])
 
-        setattr(Halves, hook, halve)
-        fit(model, callbacks=[Halves()], validation_data=(X, TARGETS))
+        fit(model, callbacks=[hooked(hook, halve)], validation_data=(X, TARGETS))
         return bits_of(model)
 
     [alone] = in_scopes(1, program)

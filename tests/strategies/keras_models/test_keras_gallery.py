@@ -6,9 +6,8 @@ batch, replicas do so for themselves; one replica is compared with stock Keras t
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 keras = pytest.importorskip("keras", reason="pip install '.[keras]'")
 
 from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402
+from small_models import bits_of  # noqa: E402
 
 import strategies  # noqa: E402
 
@@ -58,19 +58,10 @@ def fitted(model: Any, example: Example, rows: int, epochs: int = EPOCHS, begin:
     return model.fit(example.x, example.y, **how).history
 
 
-def bits_of(model: Any) -> str:
-    """What the bits of all variables of a model and its optimizer add up to."""
-    return _digest([*model.variables, *model.optimizer.variables])
-
-
 def saved_bits(model: Any) -> str:
-    """The same, without the states of seed generators, which are not in files."""
+    """The bits of all variables but the states of seed generators, which are not in files."""
     others = [variable for variable in model.variables if "seed_generator" not in variable.path]
-    return _digest([*others, *model.optimizer.variables])
-
-
-def _digest(variables: Sequence[Any]) -> str:
-    return hashlib.sha256(b"".join(np.asarray(variable).tobytes() for variable in variables)).hexdigest()
+    return strategies.fingerprint([np.asarray(variable) for variable in [*others, *model.optimizer.variables]])
 
 
 @dataclass(frozen=True)

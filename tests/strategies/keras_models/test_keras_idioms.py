@@ -16,6 +16,7 @@ import pytest
 import small_models
 from keras import layers, ops, optimizers
 from keras.callbacks import EarlyStopping, LambdaCallback, LearningRateScheduler, ReduceLROnPlateau
+from small_models import Batches
 from test_keras_own_steps import OfTheGuide
 
 ROWS = 32  # two steps of four replicas
@@ -136,17 +137,6 @@ class OwnTestStep(keras.Sequential):
         return super().test_step(state, data)
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self):
-        super().__init__()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, number):
-        return X[4 * number : 4 * number + 4], TARGETS[4 * number : 4 * number + 4]
-
-
 def rebuilt(kind):
     return lambda: kind([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
 
@@ -198,11 +188,7 @@ def with_lora(model, idiom):
 
 
 def with_generator(model, idiom):
-    batches = (
-        (X[4 * number : 4 * number + 4], TARGETS[4 * number : 4 * number + 4])
-        for number in range(24)
-        for number in [number % 8]
-    )
+    batches = (Batches()[number % 8] for number in range(24))
     return list(model.fit(batches, steps_per_epoch=3, epochs=2, verbose=0, shuffle=False).history["loss"])
 
 
@@ -224,12 +210,14 @@ IDIOMS = {
     "adam": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(0.01)}, use=asked),
     "momentum": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, momentum=0.9, nesterov=True)}),
     "schedule": Idiom(mlp, compiled=lambda: {"optimizer": SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))}),
+    "schedule in executions": Idiom(mlp, compiled=lambda: {"optimizer": SGD(optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.01])), "steps_per_execution": 3}),
     "warm-up": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(optimizers.schedules.CosineDecay(0.0, 4, warmup_target=0.1, warmup_steps=2))}),
     "clipnorm": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, clipnorm=0.1)}),
     "global_clipnorm": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, global_clipnorm=0.1)}),
     "clipvalue": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, clipvalue=0.1)}),
     "average of weights": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)}),
     "weight decay": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.AdamW(0.01, weight_decay=0.1)}),
+    "nadam": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Nadam(0.01), "loss": keras.losses.Huber()}),
     "adafactor": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Adafactor(0.05)}),
     "lamb": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Lamb(0.05)}),
     "lion": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.Lion(0.01)}),
@@ -257,6 +245,8 @@ IDIOMS = {
     "lstm": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.Bidirectional(layers.LSTM(3, seed=1)), layers.Dense(1)]), (SERIES, TARGETS)),
     "gru with dropout": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.GRU(3, dropout=0.2, seed=1), layers.Dense(1)]), (SERIES, TARGETS)),
     "stateful lstm": Idiom(lambda: keras.Sequential([keras.Input(batch_shape=(4, 4, 3)), layers.LSTM(3, stateful=True), layers.Dense(1)]), (SERIES, TARGETS), refused="layer 'lstm.*' is stateful"),
+    "convolutions of series": Idiom(lambda: keras.Sequential([keras.Input((4, 3)), layers.Conv1D(4, 2, strides=2, activation="relu"), layers.GRU(3, seed=1), layers.Dense(1)]), (SERIES, TARGETS)),
+    "pooled images": Idiom(lambda: keras.Sequential([keras.Input((4, 4, 2)), layers.Conv2D(4, 3, padding="same"), layers.MaxPooling2D(2), layers.Flatten(), layers.Dropout(0.5, seed=6), layers.Dense(3)]), (IMAGES, LABELS), lambda: {"loss": LOGITS, "metrics": [keras.metrics.SparseTopKCategoricalAccuracy(2)]}),
     "attention": Idiom(attention, (SERIES, TARGETS)),
     "masked tokens": Idiom(lambda: keras.Sequential([keras.Input((5,)), layers.Embedding(7, 3, mask_zero=True), layers.LSTM(3, seed=1), layers.Dense(1)]), (TOKENS, TARGETS)),
     "images": Idiom(lambda: keras.Sequential([keras.Input((4, 4, 2)), layers.RandomFlip(seed=3), layers.Conv2D(3, 3), layers.GlobalAveragePooling2D(), layers.Dense(1)]), (IMAGES, TARGETS)),
@@ -271,10 +261,11 @@ IDIOMS = {
     "weights of classes": Idiom(classes, (X, LABELS), lambda: KINDS, fit=lambda: {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
     "validation": Idiom(mlp, compiled=lambda: {"metrics": ["mae"]}, fit=lambda: {"validation_data": (X[:20], TARGETS[:20], WEIGHTS[:20]), "validation_freq": 2}),
     "validation_split": Idiom(mlp, fit=lambda: {"validation_split": 0.25}),
-    "batches by number": Idiom(mlp, (Batches(),), fit=lambda: {"batch_size": None}),
+    "batches by number": Idiom(mlp, (Batches(4, 8),), fit=lambda: {"batch_size": None}),
     "a generator": Idiom(mlp, use=with_generator),
     # ---- callbacks
     "rates": Idiom(mlp, fit=callbacks(lambda: LearningRateScheduler(halved), lambda: ReduceLROnPlateau("loss", patience=1, min_delta=9.0))),
+    "rates in executions": Idiom(mlp, compiled=lambda: {"steps_per_execution": 3}, fit=callbacks(lambda: LearningRateScheduler(halved))),
     "early stopping": Idiom(mlp, fit=callbacks(lambda: EarlyStopping("loss", min_delta=9.0, patience=1, restore_best_weights=True))),
     "swapped averages": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True)}, fit=callbacks(lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True))),
     "functions as callbacks": Idiom(mlp, fit=callbacks(lambda: LambdaCallback(on_train_batch_end=lambda batch, logs: None), keras.callbacks.TerminateOnNaN)),
@@ -291,9 +282,10 @@ IDIOMS = {
 
 
 RARE = (
-    "warm-up", "clipvalue", "adafactor", "lamb", "lion", "accumulation of Keras", "a curve", "ignored classes", "without jit",
-    "group normalisation", "noise", "gru with dropout", "images", "lora", "validation_split", "a generator", "muon",
-    "swapped averages", "thawed between", "own train_step", "half precision", "two inputs",
+    "warm-up", "clipvalue", "nadam", "adafactor", "lamb", "convolutions of series", "pooled images", "lion",
+    "accumulation of Keras", "a curve", "ignored classes", "without jit", "group normalisation", "noise", "gru with dropout",
+    "images", "lora", "validation_split", "a generator", "muon", "swapped averages", "thawed between", "own train_step",
+    "half precision", "two inputs",
 )  # fmt: skip
 
 

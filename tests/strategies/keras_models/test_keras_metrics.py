@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import ops
 from keras.src import backend
-from small_models import LABELS, TARGETS, X, dense
+from small_models import LABELS, TARGETS, X, dense, linear
 
 from strategies.errors import StrategyError
 from strategies.programs.dataflow import looks
@@ -95,31 +95,22 @@ def test_what_an_evaluation_finds_is_added_in_the_order_of_the_tree(in_scopes):
     rows = np.array([[2**24], [1], [1], [-(2**24)]], np.float32)
 
     def program(strategy):
-        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
-        model.compile("sgd", "mse", metrics=[Total()])
-        return model.evaluate(X[:4], rows, batch_size=1, verbose=0, return_dict=True)["total"]
+        return linear(Total()).evaluate(X[:4], rows, batch_size=1, verbose=0, return_dict=True)["total"]
 
     assert in_scopes(1, program) == [1]
     assert in_scopes(2, program) == [1, 1]
 
 
 def test_a_metric_that_cannot_be_added_says_so(alone):
-    def program(strategy):
-        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
-        model.compile("sgd", "mse", metrics=[Largest("sum")])
-        model.fit(X, TARGETS, batch_size=4, verbose=0)
-
-    with pytest.raises(
-        StrategyError, match=r"variable 'largest/value' of a metric .* add_variable\(aggregation='mean'\)"
-    ):
-        alone(program)
+    message = r"variable 'largest/value' of a metric .* add_variable\(aggregation='mean'\)"
+    with pytest.raises(StrategyError, match=message):
+        alone(lambda strategy: linear(Largest("sum")).fit(X, TARGETS, batch_size=4, verbose=0))
 
 
 @pytest.mark.complete
 def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
     def program(strategy):
-        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
-        model.compile("sgd", "mse", metrics=[Largest("mean")])
+        model = linear(Largest("mean"))
         trained = model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0).history["largest"]
         return trained, model.evaluate(X, TARGETS, batch_size=4, verbose=0, return_dict=True)
 
@@ -133,8 +124,7 @@ def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
     """Nothing is learned, so each finds the same."""
 
     def program(strategy):
-        model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
-        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Largest("mean")])
+        model = linear(Largest("mean"), optimizer=keras.optimizers.SGD(0.0))
         data = {"validation_data": (X, TARGETS), "batch_size": 4, "epochs": 3, "verbose": 0}
         found = model.fit(X, TARGETS, **data).history["val_largest"]
         single = []

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
-from tiers import first_of, only
+from small_models import TARGETS, Batches, X, bits_of, dense, hooked, regression
+from tiers import first_of
 
 
 def functional(optimizer=None):
@@ -38,30 +38,6 @@ def test_kf_01_epochs_of_which_the_number_of_steps_is_said_have_orders_of_their_
 
     without, said = alone(program)
     assert said == without
-
-
-SCHEDULES = {
-    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5),
-    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay([4, 9], [0.1, 0.05, 0.01]),
-    "callback": lambda: 0.1,
-}
-
-
-@pytest.mark.parametrize("kind", only(["callback"], SCHEDULES))
-def test_kf_05_rates_that_fall_are_those_of_stock_keras(alone, kind):
-    """In an execution too, which has several steps."""
-
-    def program(strategy=None):
-        model = regression(keras.optimizers.SGD(SCHEDULES[kind]()), steps_per_execution=3)
-        falls = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)] if kind == "callback" else []
-        settings = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": falls}
-        model.fit(X[:48], TARGETS[:48], batch_size=16 if strategy is None else 4, **settings)
-        return values_of(model), float(model.optimizer.learning_rate)
-
-    values, rate = program()
-    ours, our_rate = alone(program)
-    assert largest_difference(ours, values) < 1e-6
-    assert our_rate == rate != SCHEDULES["callback"]()
 
 
 class Endless(keras.utils.PyDataset):
@@ -112,17 +88,10 @@ def test_ke_03_data_of_which_no_step_can_be_made_are_refused(alone, given, error
 
 
 def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
-    class Small(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, number):
-            return X[number : number + 1], TARGETS[number : number + 1]
-
     def program(strategy):
         with pytest.raises(ValueError, match="the data have 3 rows, for 4 replicas"):
-            regression().fit(Small(), verbose=0)
-        return regression().predict(Small(), verbose=0).shape
+            regression().fit(Batches(1, 3), verbose=0)
+        return regression().predict(Batches(1, 3), verbose=0).shape
 
     assert alone(program) == (3, 1)
 
@@ -236,11 +205,11 @@ def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_s
         model.compile(keras.optimizers.SGD(0.01), "mse")
         seen = []
 
-        class Looks(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                seen.append(self.model.get_weights())
+        def look(self, batch, logs=None):
+            seen.append(self.model.get_weights())
 
-        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0, callbacks=[Looks()])
+        looks = hooked("on_train_batch_end", look)
+        model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0, callbacks=[looks])
         return seen
 
     one, other = in_scopes(2, program)
@@ -271,17 +240,19 @@ def test_ka_05_asynchronous_callbacks_are_told_of_each_step_and_change_no_bit(al
         model = regression(steps_per_execution=4)
         model.set_gradient_accumulation_options(2)
         model.set_asynchronous_callbacks(asynchronous)
-        begun, ended = [], []
+        begun, ended, evaluated = [], [], []
         told = keras.callbacks.LambdaCallback(
             on_train_batch_begin=lambda batch, logs: begun.append(batch),
             on_train_batch_end=lambda batch, logs: ended.append(batch),
+            on_test_batch_end=lambda batch, logs: evaluated.append(batch),
         )
         model.fit(X, TARGETS, batch_size=2, epochs=2, shuffle=False, verbose=0, callbacks=[told])
-        return bits_of(model), model.evaluate(X, TARGETS, verbose=0), len(begun), len(ended)
+        loss = model.evaluate(X[:48], TARGETS[:48], batch_size=4, verbose=0, callbacks=[told])
+        return bits_of(model), loss, len(begun), len(ended), len(evaluated)
 
     bits, loss, *counts = alone(lambda strategy: program(strategy, True))
-    assert counts == [6, 6]  # updates of two micro-batches of two rows on four replicas
-    assert alone(lambda strategy: program(strategy, False)) == (bits, loss, 4, 4)
+    assert counts == [6, 6, 3]  # updates of two micro-batches of two rows on four replicas
+    assert alone(lambda strategy: program(strategy, False)) == (bits, loss, 4, 4, 1)
 
 
 def test_ka_06_data_that_are_the_same_each_time_need_no_files(alone):

@@ -1,11 +1,13 @@
 """Pipelines of models of Keras: scopes, assignments and marks give the bits of the same stages one after another."""
 
+from contextlib import nullcontext
+
 import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from small_models import LABELS, TARGETS, X, bits_of, dense, largest_difference, values_of
+from small_models import LABELS, TARGETS, AddsLoss, X, bits_of, classifier, dense, largest_difference, values_of
 
 import strategies
 from strategies import fingerprint, recomputing
@@ -19,17 +21,7 @@ from strategies.pipelines.pipelining import RecomputationMode
 
 
 def sequential():
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            dense(5, 1, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.3, seed=3),
-            dense(3, 2, activation="softmax"),
-        ]
-    )
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
+    return classifier(optimizer="sgd")
 
 
 def pipelined(model, count=4, **options):
@@ -44,13 +36,7 @@ def fit(model, wanted=LABELS, count=4):
 
 @pytest.mark.complete
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"schedule": "Sequential", "device_mapping": [0, 0]}, marks=pytest.mark.complete),
-        pytest.param({"recompute": True}, marks=pytest.mark.complete),
-    ],
-    ids=str,
+    "options", [{}, {"schedule": "Sequential", "device_mapping": [0, 0]}, {"recompute": True}], ids=str
 )
 def test_a_sequential_model_in_stages_has_the_bits_of_any_schedule(in_scopes, options):
     def program(strategy):
@@ -72,7 +58,7 @@ def stages_in_turn(strategy):
 
 def two_heads(staged=True):
     given = keras.Input((6,))
-    scope = PipelineStage if staged else Nothing
+    scope = PipelineStage if staged else nullcontext
     with scope(0):
         first = dense(5, 1, activation="relu")
         hidden = first(given)
@@ -81,17 +67,6 @@ def two_heads(staged=True):
     model = keras.Model(given, {"one": one, "other": other})
     model.compile("sgd", "mse")
     return model
-
-
-class Nothing:
-    def __init__(self, stage):
-        """As without a scope."""
-
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *raised):
-        return None
 
 
 def test_kp_04_scopes_cut_a_functional_model_that_learns_what_stock_keras_learns(alone):
@@ -123,16 +98,10 @@ class Marked(keras.Model):
             return self.last(hidden)
 
 
-class Adds(layers.Layer):
-    def call(self, values):
-        self.add_loss(0.1 * keras.ops.mean(values**2))
-        return values
-
-
 def penalised_layers():
     """A penalty on the weights of each stage, and two on what the first one makes."""
     first = dense(4, 1, kernel_regularizer="l2", activity_regularizer="l1")
-    return first, Adds(), dense(1, 2, kernel_regularizer="l1")
+    return first, AddsLoss(), dense(1, 2, kernel_regularizer="l1")
 
 
 def penalised(kind):

@@ -13,6 +13,7 @@ from small_models import (
     ROWS,
     TARGETS,
     WEIGHTS,
+    AddsLoss,
     X,
     bits_of,
     classifier,
@@ -45,12 +46,6 @@ def trained_classifier(strategy):
 def test_a_model_with_state_has_the_same_bits_however_replicas_are_spread(in_scopes, instances):
     [alone] = in_scopes(1, trained_classifier)
     assert in_scopes(instances, trained_classifier) == [alone] * instances
-
-
-class AddsLoss(layers.Layer):
-    def call(self, values):
-        self.add_loss(0.1 * ops.mean(values**2))
-        return values
 
 
 def many_ways():
@@ -203,19 +198,6 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(alone):
     assert alone(program) == (True, 2.0**23, 0)
 
 
-@pytest.mark.complete
-def test_with_one_replica_it_is_stock_keras(alone):
-    """Dropout too: the first replica draws what the model would."""
-
-    def program(strategy=None):
-        model = classifier()
-        model.fit(X[:48], LABELS[:48], batch_size=16, epochs=2, shuffle=False, verbose=0)
-        return values_of(model)
-
-    stock = program()
-    assert largest_difference(alone(program, replicas=1), stock) < 1e-6
-
-
 def test_fit_again_goes_on_and_compiles_nothing(alone):
     def program(strategy):
         model = regression()
@@ -306,27 +288,6 @@ def test_training_takes_all_rows_but_those_that_are_too_few_for_all_replicas(alo
         return int(model.optimizer.iterations.value), history.params["steps"]
 
     assert alone(program) == (4, 4)
-
-
-@pytest.mark.complete
-def test_weights_of_classes_are_those_of_stock_keras(alone):
-    def program(strategy=None):
-        model = keras.Sequential([keras.Input((6,)), dense(3, 1, activation="softmax")])
-        model.compile("sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
-        history = model.fit(
-            X[:48],
-            LABELS[:48],
-            batch_size=16 if strategy is None else 4,
-            class_weight={0: 0.0, 1: 0.5, 2: 2.0},
-            shuffle=False,
-            verbose=0,
-        )
-        return values_of(model), history.history["loss"][0]
-
-    stock, loss = program()
-    ours, our_loss = alone(program)
-    assert largest_difference(ours, stock) < 1e-6
-    assert our_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_single_batches_are_for_all_replicas(in_scopes):

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.backward_passes import BackwardPasses, Round, is_nested
-from strategies.torch.exchange_queue import ExchangeQueue
-from strategies.torch.gradient_plan import GradientPlan, Parameter
+from strategies.torch.backward_passes import BackwardPasses, ModelPass, is_nested
+from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
-PLAN = GradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=True)  # three buckets
+PLAN = TorchGradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=True)  # three buckets
 
 
 class Recording:
@@ -45,11 +44,11 @@ def backward(within):
 
 @pytest.mark.parametrize("first_takes", [[], [2], [2, 1], [0, 1, 2]])
 def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(first_takes):
-    log, passes = [], BackwardPasses(ExchangeQueue())
+    log, passes = [], BackwardPasses()
 
     def within():
         running = passes.enter()
-        first, second = (Round(Recording(name, log), PLAN, running.tasks) for name in "ab")
+        first, second = (ModelPass(Recording(name, log), PLAN, running.tasks) for name in "ab")
         running.rounds += [first, second]
         for number in (2, 1, 0):
             second.take(number)
@@ -63,20 +62,20 @@ def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(firs
 
 
 def test_a_model_that_was_reached_and_has_no_gradients_is_told():
-    log, passes = [], BackwardPasses(ExchangeQueue())
+    log, passes = [], BackwardPasses()
     one, other = Recording("one", log), Recording("other", log)
 
     def within():
         running = passes.enter()
         running.reached += [one, other]
-        running.rounds.append(Round(other, PLAN, running.tasks))
+        running.rounds.append(ModelPass(other, PLAN, running.tasks))
 
     backward(within)
     assert log == ["one has none", "other0", "other1", "other ends"]
 
 
 def test_a_pass_that_fails_is_forgotten():
-    passes = BackwardPasses(ExchangeQueue())
+    passes = BackwardPasses()
 
     def fail():
         passes.enter().tasks.add(-7)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_modules import MODULES, data, loss_fn, new_module
+from torch_modules import MODULES, data, distributed, loss_fn, new_module
 
 import strategies
 import strategies.torch
@@ -115,8 +115,7 @@ def test_gradients_belong_to_the_program(on_instances):
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5000), nn.Linear(5000, 1))  # more than 1 MiB, and less
 
     def train(strategy):
-        own = copy.deepcopy(module)
-        model = strategies.torch.DistributedModel(own, strategy)
+        own, model = distributed(strategy, module)
         seen = []
         for _ in range(2):
             model(data()["x"][:4]).mean().backward()
@@ -145,8 +144,7 @@ def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_instance
         raise ArithmeticError("too large")
 
     def train(strategy):
-        own = copy.deepcopy(module)
-        model = strategies.torch.DistributedModel(own, strategy)
+        own, model = distributed(strategy, module)
         hidden = model.module[:4](data()["x"])
         hidden.register_hook(refuse)
         with pytest.raises(ArithmeticError):
@@ -179,8 +177,7 @@ def test_who_ends_early_helps_the_others_in_join(on_instances):
     x = data()["x"]
 
     def train(strategy):
-        own = copy.deepcopy(module)
-        model = strategies.torch.DistributedModel(own, strategy)
+        own, model = distributed(strategy, module)
         gradients = []
         with model.join():
             for _ in range(1 + strategy.instance_index):
@@ -208,7 +205,7 @@ def test_who_ends_early_is_an_error_elsewhere(on_instances):
     module = new_module("mlp")
 
     def train(strategy):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         for _ in range(1 + strategy.instance_index):
             model(data()["x"]).mean().backward()
         strategy.communicator.close()
@@ -234,7 +231,7 @@ class TestRefusals:
         module = new_module("mlp")
 
         def train(strategy):
-            model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+            model = distributed(strategy, module)[1]
             hidden = model.module[:4](data()["x"])
             loss = hidden if strategy.instance_index else model.module[4](hidden)
             with pytest.raises(StrategyError, match=r"4\.weight has no gradient on the replicas \[1\]"):
@@ -247,8 +244,7 @@ def test_a_gradient_that_no_replica_has_stays_as_it_was(on_instances):
     module = new_module("mlp")
 
     def train(strategy):
-        own = copy.deepcopy(module)
-        model = strategies.torch.DistributedModel(own, strategy)
+        own, model = distributed(strategy, module)
         own[:4](data()["x"]).mean().backward()
         before = own[4].weight.grad
         model(data()["x"]).mean().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import math
 import random
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from idiom import FEATURES, Apply, classify, mlp, rows_of
 from idioms_of_modules import Teacher, layered
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
@@ -25,16 +27,11 @@ from strategies.torch.undoing import CannotBeUndoneError, undone
 
 def trainer_of(module, loss=classify, strategy=None, replicas=2, **options):
     strategy = strategy or strategies.IPUStrategy(replicas)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    return strategies.torch.Trainer(strategy, module, loss, optimizer, **options)
+    return sgd_trainer(strategy, module, loss, **options)
 
 
 def one_step(module, loss=classify, replicas=2, **options):
-    trainer = trainer_of(module, loss, replicas=replicas, **options)
-    try:
-        return trainer.step(rows_of(0, range(2 * replicas)))
-    finally:
-        trainer.close()
+    return trainer_of(module, loss, replicas=replicas, **options).step(rows_of(0, range(2 * replicas)))
 
 
 TOLD, CALLS = [], 0
@@ -118,7 +115,6 @@ class TestADifference:
         module[0].requires_grad_(False)  # replicas get new copies
         with pytest.raises(StrategyError, match="in step 2 the loss"):
             trainer.step(rows_of(2, range(2)))
-        trainer.close()
 
     @pytest.mark.parametrize(
         "options",
@@ -277,7 +273,6 @@ class TestNothingIsChanged:
             trainer = trainer_of(module, verify_steps=steps)
             for step in range(3):
                 trainer.step(rows_of(step, range(2)))
-            trainer.close()
             found.append(strategies.fingerprint([one.numpy() for one in module.state_dict().values()]))
         assert found[0] == found[1]
 
@@ -311,7 +306,6 @@ class TestNothingIsChanged:
         expected = batch["x"] * 2
         trainer = trainer_of(nn.Linear(FEATURES, 3), loss, replicas=1)
         trainer.step(batch)
-        trainer.close()
         assert torch.equal(batch["x"], expected)
 
     def test_in_what_the_loss_function_and_hooks_reach(self):
@@ -369,6 +363,12 @@ class TestNothingIsChanged:
         assert torch.equal(module.bias, bias)
         assert module.weight.grad is None
 
+    def test_in_the_sign_of_zero(self):
+        module = Apply(lambda self, x: self.zero.neg_() + x, zero=nn.Parameter(torch.zeros(3)))
+        with undone(module, classify), torch.no_grad():
+            module(torch.ones(3))
+        assert not module.zero.signbit().any()
+
     def test_where_too_much_would_have_to_be_copied(self):
         large = [torch.zeros(9 << 20), torch.zeros(9 << 20)]
         with pytest.raises(CannotBeUndoneError, match="more than can be copied"), undone(mlp(), lambda *_: large):
@@ -408,6 +408,16 @@ class TestWhatCounts:
 
     def test_shapes(self):
         assert self.found(self.GRADIENT[:3])
+
+    @pytest.mark.parametrize(
+        ("mine", "other", "is_alike"),
+        [(1.0, 1.0001, True), (1.0, 1.1, False), (math.nan, 1.0, False), (1.0, math.nan, False), (1.0, math.inf, False)]
+        + [(math.nan, math.nan, True), (math.inf, math.nan, True)],
+    )
+    def test_a_loss_that_is_not_finite_on_one_side_only(self, mine, other, is_alike):
+        comparison = Comparison(Expected((other,), (), (), frozenset(), None))
+        comparison.losses([mine])
+        assert (not comparison.difference) is is_alike
 
 
 class TestWhatIsNotCompared:

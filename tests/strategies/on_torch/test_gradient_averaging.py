@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch_modules import data, new_module
+from torch_modules import data, distributed, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -37,11 +37,6 @@ def rows(strategy, step=0):
     return data()["x"][first : first + 2]
 
 
-def distributed(strategy, module, **options):
-    own = copy.deepcopy(module)
-    return own, strategies.torch.DistributedModel(own, strategy, **options)
-
-
 def looped(strategy, module, loss, change=lambda module, step: None, steps=4, **options):
     """All bits after some steps of a plain loop, in which `change` may do something before each."""
     own, model = distributed(strategy, module, **options)
@@ -56,12 +51,10 @@ def looped(strategy, module, loss, change=lambda module, step: None, steps=4, **
 
 def by_trainer(module, loss, change=lambda module, step: None, steps=4, **options):
     own = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(REPLICAS), own, loss, optimizer, **options)
+    trainer = sgd_trainer(REPLICAS, own, loss, momentum=0.9, **options)
     for step in range(steps):
         change(own, step)
         trainer.step(data()["x"][4 * step : 4 * step + 4])
-    trainer.close()
     return bits(own)
 
 
@@ -78,6 +71,19 @@ def wide():
 def in_turns(module, step):
     module[1].requires_grad_(step % 2 == 1)
     module[3].requires_grad_(step > 0)
+
+
+def frozen_on_one(module, instance):
+    module[1].requires_grad_(instance == 0)
+
+
+def another_head(module, instance):
+    module[4] = nn.Linear(33, 5)
+    nn.init.constant_(module[4].weight, instance)
+
+
+def another_frozen_layer(module, instance):
+    module.append(nn.PReLU(init=instance).requires_grad_(False))
 
 
 class TestWhatIsTrained:
@@ -117,17 +123,6 @@ class TestWhatIsTrained:
             with pytest.raises(DisagreementError, match=r"1 has 1\.weight .* frozen, instance 0 1\.weight .* trained"):
                 on_instances(REPLICAS, REPLICAS, lambda strategy, at_start=at_start: thaw(strategy, at_start))
 
-    def test_frozen_on_one_instance_is_refused_by_name(self, on_instances):
-        module = new_module("mlp")
-
-        def freeze(strategy):
-            own, model = distributed(strategy, module)
-            own[1].requires_grad_(strategy.instance_index == 0)
-            square(model, rows(strategy)).backward()
-
-        with pytest.raises(StrategyError, match=r"1\.weight has no gradient on the replicas \[1\].* freeze it on all"):
-            on_instances(REPLICAS, REPLICAS, freeze)
-
     @pytest.mark.parametrize("options", STREAMS)
     def test_may_be_put_in_place_of_other_layers(self, options, on_instances):
         """A new head, with batch norm, between two steps."""
@@ -150,28 +145,24 @@ class TestWhatIsTrained:
         zero, one = on_instances(REPLICAS, REPLICAS, run)
         assert zero == one
 
-    def test_begins_with_the_same_values_where_it_is_new(self, on_instances):
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (frozen_on_one, StrategyError, r"1\.weight has no gradient on the replicas \[1\].* freeze it on all"),
+            (another_head, DisagreementError, r"4\.weight torch\.float32\[5, 33\] trained, digest"),
+            (another_frozen_layer, DisagreementError, r"5\.weight torch\.float32\[1\] frozen, digest"),
+        ],
+    )
+    def test_that_differs_between_instances_is_refused_by_name(self, change, error, message, on_instances):
         module = new_module("mlp")
 
-        def add(strategy):
+        def run(strategy):
             own, model = distributed(strategy, module)
-            own[4] = nn.Linear(33, 5)
-            nn.init.constant_(own[4].weight, strategy.instance_index)
+            change(own, strategy.instance_index)
             square(model, rows(strategy)).backward()
 
-        with pytest.raises(DisagreementError, match=r"4\.weight torch\.float32\[5, 33\] trained, digest"):
-            on_instances(REPLICAS, REPLICAS, add)
-
-    def test_begins_with_the_same_values_where_it_is_new_and_frozen(self, on_instances):
-        module = new_module("mlp")
-
-        def add(strategy):
-            own, model = distributed(strategy, module)
-            own.append(nn.PReLU(init=strategy.instance_index).requires_grad_(False))
-            square(model, rows(strategy)).backward()
-
-        with pytest.raises(DisagreementError, match=r"5\.weight torch\.float32\[1\] frozen, digest"):
-            on_instances(REPLICAS, REPLICAS, add)
+        with pytest.raises(error, match=message):
+            on_instances(REPLICAS, REPLICAS, run)
 
     def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
@@ -534,7 +525,7 @@ class TestSeveralModels:
         parts = list(map(copy.deepcopy, parts))
 
         def run(strategy, **options):
-            models = [strategies.torch.DistributedModel(copy.deepcopy(one), strategy, **options) for one in parts]
+            models = [distributed(strategy, one, **options)[1] for one in parts]
             optimizers = [torch.optim.SGD(one.parameters(), 0.01) for one in models]
             for step in range(4):
                 x = rows(strategy, step)[:, 0]
@@ -641,9 +632,8 @@ class TestCopies:
     def test_are_not_made_by_what_averages_gradients_itself(self):
         strategy = strategies.IPUStrategy(1)
         wrapped = nn.Sequential(distributed(strategy, new_module("mlp"))[1])
-        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
         for make in (
-            lambda: strategies.torch.Trainer(strategy, wrapped, square, optimizer),
+            lambda: sgd_trainer(strategy, wrapped, square),
             lambda: strategies.torch.DistributedModel(wrapped, strategy),
         ):
             with pytest.raises(StrategyError, match=r"0 is a DistributedModel, .*; give its \.module"):

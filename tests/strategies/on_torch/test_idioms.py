@@ -35,11 +35,9 @@ def test_one_replica_has_the_bits_of_plain_pytorch(idiom):
 
 
 @rows(lambda idiom: not idiom.refused)
-def test_the_bits_do_not_depend_on_the_instances(idiom, on_instances):
-    found = [
-        bits_of(one) for count in (1, 2, 4) for one in on_instances(count, REPLICAS, lambda s: by_trainer(idiom, s))
-    ]
-    assert all(one == found[0] for one in found)
+def test_the_bits_do_not_depend_on_the_instances(idiom, everywhere):
+    first, *others = map(bits_of, everywhere(REPLICAS, lambda strategy: by_trainer(idiom, strategy)))
+    assert others == [first] * 6
 
 
 @rows(lambda idiom: idiom.has_loop)

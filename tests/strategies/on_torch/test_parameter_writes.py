@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_modules import data
+from torch_modules import data, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -141,12 +141,10 @@ def bits(module):
 
 
 def trained(strategy, module, steps=4, **options):
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    trainer = sgd_trainer(strategy, module, loss_fn, **options)
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
     for batch in [batch for epoch in range(2) for batch in dataset.epoch(epoch)][:steps]:
         trainer.step(batch)
-    trainer.close()
     return bits(module)
 
 
@@ -163,13 +161,9 @@ def looped(strategy, module, steps=4, **options):
 
 class TestFrozenParameters:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = KINDS[kind]()
-        found = [
-            bits
-            for count in (1, 2, 4)
-            for bits in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
-        ]
+        found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 
@@ -186,31 +180,29 @@ class TestFrozenParameters:
         assert trained(strategy, KINDS[kind](), steps=3) == bits(module)
 
     def test_are_the_mean_over_replicas_or_what_is_said(self):
-        batch = {name: each[:4] for name, each in data().items()}
+        batch = data(4)
         halves = [batch["x"][:2].mean(), batch["x"][2:].mean()]
         for word, expected in (("mean", sum(halves) / 2), ("first", halves[0])):
             module = Momentum(of_the_rows)
             before = module.key.bias.clone()
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
             options = {"model_state_aggregation": {"key.bias": word}}
-            strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options).step(batch)
+            sgd_trainer(2, module, loss_fn, **options).step(batch)
             torch.testing.assert_close(module.key.bias.detach(), before * 0.9 + expected)
 
-    def test_may_be_kept_by_each_replica(self, on_instances):
+    def test_may_be_kept_by_each_replica(self, everywhere):
         options = {"model_state_aggregation": {"key.bias": "per_replica"}}
 
         first = Momentum(of_the_rows)
 
         def train(strategy):
             module = copy.deepcopy(first)
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+            trainer = sgd_trainer(strategy, module, loss_fn, **options)
             dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
             for batch in dataset.epoch(0):
                 trainer.step(batch)
             return np.array(trainer.state.model_state["key.bias of each replica"])
 
-        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        found = everywhere(2, train)
         assert found[0].shape == (2, 6)
         assert (found[0][0] != found[0][1]).all()
         assert all(np.array_equal(found[0], each) for each in found)
@@ -227,10 +219,9 @@ class TestFrozenParameters:
             seen.append(module.key.weight.data_ptr())
             return loss_fn(module, batch)
 
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
+        trainer = sgd_trainer(2, module, loss)
         for _ in range(2):
-            trainer.step({name: each[:4] for name, each in data().items()})
+            trainer.step(data(4))
         assert len(set(seen[:2])) == 2
         assert seen[2:] == [module.key.weight.data_ptr()] * 2
 
@@ -245,9 +236,8 @@ class TestFrozenParameters:
             steps.clear()
             module = Momentum(later)
             before = module.key.weight.clone()
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, **options)
-            batch = {name: each[:4] for name, each in data().items()}
+            trainer = sgd_trainer(2, module, loss_fn, **options)
+            batch = data(4)
             trainer.step(batch)
             steps.append(1)
             if options:
@@ -257,20 +247,19 @@ class TestFrozenParameters:
             with pytest.raises(StrategyError, match=r"key\.weight.* is frozen, and was written .*'key.weight': 'mean'"):
                 trainer.step(batch)
 
-    def test_may_be_thawed(self, on_instances):
+    def test_may_be_thawed(self, everywhere):
         first = Momentum(lambda key, query, rows: None)
 
         def train(strategy):
             module = copy.deepcopy(first)
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+            trainer = sgd_trainer(strategy, module, loss_fn)
             before = module.key.weight.clone()
             for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
                 trainer.step(batch)
                 module.key.requires_grad_()
             return bits(module), bool((module.key.weight != before).all())
 
-        found = [each for count in (1, 2) for each in on_instances(count, 2, train)]
+        found = everywhere(2, train)
         assert found == [(found[0][0], True)] * 3
 
 
@@ -308,7 +297,7 @@ class TestFrozenParametersInALoop:
                 module, steps = copy.deepcopy(first), []
                 module.write = lambda *given: write(*given) if steps else None
                 model = strategies.torch.DistributedModel(module, strategy, verify_steps=0, **options)
-                batch = {name: each[:2] for name, each in data().items()}
+                batch = data(2)
                 loss_fn(model, batch).backward()
                 steps.append(1)
                 if is_refused:
@@ -326,21 +315,16 @@ class TestFrozenParametersInALoop:
 
 class TestBuffersThatGrow:
     @pytest.mark.parametrize("kind", [Grows, quantisation_aware], ids=["own", "quantisation aware"])
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances):
+    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = kind()
-        found = [
-            each
-            for count in (1, 2, 4)
-            for each in on_instances(count, REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
-        ]
+        found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 
     def test_have_one_shape_on_all_replicas(self):
         module = Grows()
         module.by_rows = True
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module, loss_fn)
         batch = {name: each[:4].clone() for name, each in data().items()}
         batch["x"][2:] = 0
         with pytest.raises(StrategyError, match=r"^largest has become of the shapes \[1\], \[64\] on different repl"):
@@ -377,19 +361,16 @@ class TestTrainedParameters:
     def test_may_be_written_between_steps(self):
         module = MaxNorm()
         module.table.max_norm = None
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module, loss_fn)
         for _ in range(3):
             with torch.no_grad():
                 torch.embedding_renorm_(module.table.weight, torch.arange(40), 1.0, 2.0)
-            trainer.step({name: each[:4] for name, each in data().items()})
+            trainer.step(data(4))
         assert module.table.weight.norm(dim=1).max() < 1.1
 
     def test_are_refused_in_evaluations(self):
         module = Clipped()
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(2), module, loss_fn, torch.optim.SGD(module.parameters(), 0.1)
-        )
+        trainer = sgd_trainer(2, module, loss_fn)
         module.last.weight.data.mul_(9)
         with pytest.raises(StrategyError, match=r"^last\.weight was written while a replica computed"):
-            trainer.evaluate([{name: each[:4] for name, each in data().items()}])
+            trainer.evaluate([data(4)])

@@ -8,7 +8,7 @@ import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.encoding import encode
-from strategies.torch import quantising
+from strategies.torch.contribution import quantise
 
 
 def test_blocks_and_what_they_lose_have_the_bits_of_jax(seed):
@@ -20,7 +20,7 @@ def test_blocks_and_what_they_lose_have_the_bits_of_jax(seed):
     residuals = [rng.standard_normal(leaf.shape).astype(np.float32) * np.abs(leaf).min() for leaf in leaves]
     layout = Int8Layout.of(leaves)
     into = np.empty(layout.payload_size, np.int8)
-    kept = quantising.encode(layout, leaves, residuals, into)
+    kept = quantise(layout, leaves, residuals, into)
     expected = jax.jit(lambda *given: encode(layout, *given))(
         leaves, residuals, jnp.zeros(layout.payload_size, jnp.int8)
     )

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch_modules import MODULES, data, loss_fn, new_module
+from torch_modules import MODULES, data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -87,14 +87,12 @@ def test_replicas_take_turns_on_a_device_and_the_module_stays_where_it_is():
     module = nn.Linear(2, 1)
     own = {one.data_ptr() for one in module.parameters()}
     strategy = strategies.IPUStrategy(REPLICAS)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategy, module, loss, optimizer, replica_device="cpu")
+    trainer = sgd_trainer(strategy, module, loss, replica_device="cpu")
     with torch.no_grad():
         module.weight.fill_(2)
         module.bias.fill_(1)
     assert trainer.step(torch.ones(REPLICAS, 2))["loss"] == 25.0, "of the parameters as they are now"
     held = {one.what: one.nbytes for one in trainer.plan(torch.ones(REPLICAS, 2)).held}
-    trainer.close()
     assert most == [True] * REPLICAS
     assert all(one == parameters[0] for one in parameters)
     assert parameters[0].isdisjoint(own)
@@ -168,9 +166,8 @@ class TestTheDevice:
 
     def test_is_what_the_refusal_of_a_module_on_one_names(self):
         module = nn.Linear(2, 1, device=META)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
         with pytest.raises(StrategyError, match=r"module\.cpu\(\)\. To have them .*Trainer\(\.\.\., replica_device="):
-            strategies.torch.Trainer(strategies.IPUStrategy(1), module, lambda module, batch: 0, optimizer)
+            sgd_trainer(1, module, lambda module, batch: 0)
 
 
 class TestRandomNumbers:

@@ -10,10 +10,10 @@ from torch import nn
 
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_plan import BUCKET_BYTES, GradientPlan, Parameter
+from strategies.torch.gradient_plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.replica_run import ReplicaRun, Turn
+from strategies.torch.replica_run import ReplicaTurn, TorchReplicaRun
 
 ROWS = BUCKET_BYTES // 4  # of one float32 each
 
@@ -49,18 +49,18 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     ready = []
     module = Sums(lambda: ready.append(run.finished[0].is_set()))
     options = TorchOptions(stream_gradients=True)
-    run = ReplicaRun(0, ReplicaMemory(module), lambda module, batch: module(batch.sum()), options, 1)
+    run = TorchReplicaRun(0, ReplicaMemory(module), lambda module, batch: module(batch.sum()), options, 1)
     parameters = tuple(
         Parameter(name, tuple(each.shape), np.dtype(np.float32)) for name, each in module.named_parameters()
     )
-    plan = GradientPlan(parameters, GradientTransfer(), streams=True, tail=5)
+    plan = TorchGradientPlan(parameters, GradientTransfer(), streams=True, tail=5)
     assert plan.members == ((2, 1), (0,))
 
     def planned(names):
         run.finished = [threading.Event() for _ in plan.members]
         return plan
 
-    run.compute(torch.ones(2), Turn(0, 1.0, False, planned, [], frozenset(), []))
+    run.compute(torch.ones(2), ReplicaTurn(0, 1.0, False, planned, [], frozenset(), []))
     assert ready == [False, True]
     assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
 
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before():
     """Another replica may have one, so it travels; alone in a buffer, and together with a second one."""
     for shapes in ([(3,)], [(3,), (2,)]):
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
-        contribution = Contribution(GradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
+        contribution = Contribution(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
         for gradients in ([torch.ones(shape)[:] for shape in shapes], [None] * len(shapes)):
             contribution.take_all(gradients)
             found = sum(array.sum() for array in contribution.arrays(0))

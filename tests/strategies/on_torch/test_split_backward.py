@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from strategies import StrategyError
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, placed
+from strategies.torch.micro_batches import weights_behind
 from strategies.torch.split_backward import SplitBackward
-from strategies.torch.weights_behind import weights_behind
 
 ROWS = 4
 

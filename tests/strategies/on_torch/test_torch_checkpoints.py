@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 from tiers import also
-from torch_modules import data, loss_fn, new_module
+from torch_modules import data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -174,8 +174,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
 
     def trainer():
         own = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(own.parameters(), 0.1)
-        return strategies.torch.Trainer(strategy, own, loss_fn, optimizer, loss_scaling="dynamic")
+        return sgd_trainer(strategy, own, loss_scaling="dynamic")
 
     one, other = trainer(), trainer()
     one.step({**data(), "x": torch.full_like(data()["x"], torch.nan)})

@@ -12,7 +12,7 @@ from idiom import Apply
 from losing import OnMessage
 from surviving_instances import run_instances
 from torch import nn
-from torch_modules import data, loss_fn, new_module
+from torch_modules import data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -27,7 +27,7 @@ ROWS = 43  # neither a multiple of the replicas nor of a batch
 
 
 def rows():
-    return {name: each[:ROWS] for name, each in data().items()}
+    return data(ROWS)
 
 
 def outputs_of(module, batch):
@@ -102,13 +102,12 @@ def test_the_others_go_on_where_an_instance_is_lost(number, module, alone):
 def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
     own = copy.deepcopy(module)
     strategy = strategies.IPUStrategy(2)
-    trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+    trainer = sgd_trainer(strategy, own)
     batches = [{name: each[start : start + 8] for name, each in rows().items()} for start in range(0, ROWS, 8)]
     found = trainer.evaluate(batches)
     own.eval()
     assert found.rows == ROWS
     assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
-    trainer.close()
 
 
 class TestRefusals:
@@ -116,7 +115,7 @@ class TestRefusals:
     def trainer(self, module):
         strategy = strategies.IPUStrategy(2)
         own = copy.deepcopy(module)
-        return strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+        return sgd_trainer(strategy, own)
 
     def dataset(self, trainer, **options):
         return strategies.torch.distribute_dataset(trainer.strategy, rows(), 3, **options)
@@ -142,7 +141,7 @@ class TestRefusals:
     def test_instances_that_evaluate_other_things(self, module, on_instances):
         def evaluate(strategy):
             own = copy.deepcopy(module)
-            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+            trainer = sgd_trainer(strategy, own)
             factor = 1.0 + strategy.instance_index
             trainer.evaluate(self.dataset(trainer, remainder="pad"), lambda m, b: m(b["x"]).mean() * factor)
 

@@ -68,12 +68,12 @@ def two():
 
 class TestTheOption:
     @pytest.mark.parametrize("method", METHODS)
-    def test_maps_before_anything_is_divided_or_added(self, method, on_instances):
+    def test_maps_before_anything_is_divided_or_added(self, method, everywhere):
         def train(strategy):
             return trained(strategy, map_gradient=clipped, reduction_method=method)
 
         expected = -CLIPPED.sum().item() / 2 / METHODS[method]
-        assert on_instances(1, 2, train) + on_instances(2, 2, train) == [pytest.approx(expected)] * 3
+        assert everywhere(2, train) == [pytest.approx(expected)] * 3
 
     @pytest.mark.parametrize(
         "options",
@@ -112,11 +112,11 @@ class TestTheOption:
         expected = -(SLOPES.sum().item() / 2 + 8)
         assert trained(two(), call, kept.append, map_gradient=decayed) == expected
 
-    def test_may_draw_random_numbers_which_are_those_of_the_replica(self, on_instances):
+    def test_may_draw_random_numbers_which_are_those_of_the_replica(self, everywhere):
         def train(strategy):
             return trained(strategy, map_gradient=lambda gradient, _: gradient + torch.randn_like(gradient))
 
-        found = on_instances(1, 2, train) + on_instances(2, 2, train)
+        found = everywhere(2, train)
         assert len(set(found)) == 1
         assert found[0] != -SLOPES.sum().item() / 2
 
@@ -190,7 +190,7 @@ def by_plain_pytorch(module, x, most):
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, on_instances):
+def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, everywhere):
     x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
 
     torch.manual_seed(2)
@@ -208,13 +208,13 @@ def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, on_insta
         trainer.close()
         return [one.detach() for one in module.parameters() if one.requires_grad]
 
-    found = on_instances(1, 2, train) + on_instances(2, 2, train)
+    found = everywhere(2, train)
     expected = by_plain_pytorch(module_at_first, x, 0.1)
     assert all(all(map(torch.equal, one, expected)) for one in found)
 
 
 @pytest.mark.parametrize(("method", "divisor"), [("sum", 1), ("mean", 4)])
-def test_a_hook_gets_each_micro_batch_on_each_replica_before_they_are_added(on_instances, method, divisor):
+def test_a_hook_gets_each_micro_batch_on_each_replica_before_they_are_added(everywhere, method, divisor):
     def train(strategy):
         def register(module):
             module.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -222,7 +222,7 @@ def test_a_hook_gets_each_micro_batch_on_each_replica_before_they_are_added(on_i
         return trained(strategy, call, register, reduction_method=method)
 
     wanted = -(SLOPES / divisor).clamp(-1, 1).sum().item() / 2
-    assert on_instances(1, 2, train) + on_instances(2, 2, train) == [wanted] * 3
+    assert everywhere(2, train) == [wanted] * 3
 
 
 def test_a_hook_gets_each_micro_batch_of_a_distributed_model(on_instances):

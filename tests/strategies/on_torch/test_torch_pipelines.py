@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
@@ -261,12 +262,10 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
 
     def train(strategy, **options):
         own = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(own.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
+        trainer = sgd_trainer(
             strategy,
             own,
             lambda module, rows: module(*rows)[1],
-            optimizer,
             gradient_accumulation_count=4,
             loss_scaling="dynamic",
             **options,
@@ -274,9 +273,7 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
         for _ in range(3):
             local = strategy.local_replicas
             trainer.step(tuple(each.chunk(2)[local.start] if len(local) == 1 else each for each in (x, y)))
-        found = strategies.fingerprint(trainer.state.variables)
-        trainer.close()
-        return found
+        return strategies.fingerprint(trainer.state.variables)
 
     pipeline = poptorch.PipelinedExecution(schedule=schedule).pipeline
     streamed = on_instances(2, 2, lambda strategy: train(strategy, pipeline=pipeline, stream_gradients=True))

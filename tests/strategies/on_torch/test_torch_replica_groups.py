@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch_modules import new_module
+from torch_modules import distributed, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -51,13 +49,11 @@ def new_grouped(count):
 def trained(strategy, groups, count, **options):
     module = new_grouped(count)
     group_replicas(module.table, groups)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+    trainer = sgd_trainer(strategy, module, lambda module, x: module(x), momentum=0.9, **options)
     dataset = strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False)
     for _ in range(STEPS):
         for rows in dataset.epoch(0):
             trainer.step(rows)
-    trainer.close()
     return module
 
 
@@ -86,9 +82,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("groups", "count", "group_of"), KINDS)
-def test_a_row_is_trained_by_its_group(groups, count, group_of, on_instances):
+def test_a_row_is_trained_by_its_group(groups, count, group_of, everywhere):
     expected = plainly(group_of, count)
-    found = [each for n in (1, 2, 4) for each in on_instances(n, REPLICAS, lambda s: trained(s, groups, count))]
+    found = everywhere(REPLICAS, lambda strategy: trained(strategy, groups, count))
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[0].get_parameter(name), value, rtol=1e-5, atol=1e-6)
         assert all(torch.equal(each.get_parameter(name), found[0].get_parameter(name)) for each in found)
@@ -162,18 +158,13 @@ class TestBuffersOfEachReplica:
     def run(self, strategy, steps=2):
         module = new_grouped(1)
         group_replicas(module.table, ReplicaGroups(None))
-        trainer = strategies.torch.Trainer(
-            strategy,
-            module,
-            lambda module, x: module(x),
-            torch.optim.SGD(module.parameters(), 0.1),
-            model_state_aggregation={"calls": "per_replica"},
+        trainer = sgd_trainer(
+            strategy, module, lambda module, x: module(x), model_state_aggregation={"calls": "per_replica"}
         )
         for rows in strategies.torch.distribute_dataset(strategy, batch(), batch_size=2, shuffle=False).epoch(0):
             for _ in range(steps):
                 trainer.step(rows)
         state = trainer.state.model_state
-        trainer.close()
         return torch.from_numpy(state["calls of each replica"].copy()), module.calls.clone()
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
@@ -187,13 +178,11 @@ class TestBuffersOfEachReplica:
 
     def test_are_those_with_which_each_replica_predicts(self):
         module, strategy = new_grouped(1), strategies.IPUStrategy(REPLICAS)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
         options = {"model_state_aggregation": {"calls": "per_replica"}}
-        trainer = strategies.torch.Trainer(strategy, module, lambda module, x: module(x), optimizer, **options)
+        trainer = sgd_trainer(strategy, module, lambda module, x: module(x), **options)
         trainer.step(batch())
         dataset = strategies.torch.distribute_dataset(strategy, batch(), 2, shuffle=False, remainder="pad")
         (told,) = trainer.predict(dataset, lambda module, x: module.calls[0].expand(len(x)))
-        trainer.close()
         torch.testing.assert_close(
             torch.from_numpy(told), torch.cat([rows.sum().expand(2) for rows in batch().chunk(REPLICAS)])
         )
@@ -202,8 +191,7 @@ class TestBuffersOfEachReplica:
         module = new_module("convolutions")
 
         def run(strategy):
-            own = copy.deepcopy(module)
-            model = strategies.torch.DistributedModel(own, strategy, model_state_aggregation="per_replica")
+            own, model = distributed(strategy, module, model_state_aggregation="per_replica")
             model(torch.full((2, 8, 8), 1.0 + strategy.instance_index)).sum().backward()
             return own.norm.running_mean
 

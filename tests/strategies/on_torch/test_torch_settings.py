@@ -12,7 +12,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import DisagreementError
-from strategies.torch.settings import Settings, differ
+from strategies.torch.settings import StepSettings, differ
 
 CHANGES = {
     "a learning rate": (
@@ -66,7 +66,7 @@ def test_settings_have_a_word_that_depends_on_each_of_them():
         own = copy.deepcopy(module)
         optimizer = torch.optim.Adam(own.parameters(), 0.1)
         change(own, optimizer)
-        return [Settings(list(own.parameters()), optimizer).word(step) for step in range(8)]
+        return [StepSettings(list(own.parameters()), optimizer).word(step) for step in range(8)]
 
     changes = [
         lambda own, optimizer: None,
@@ -84,7 +84,7 @@ def test_settings_have_a_word_that_depends_on_each_of_them():
 
 @pytest.mark.parametrize("replicas", [1, 3, 7, 255, 1024])
 def test_words_of_replicas_differ_where_one_does(replicas):
-    words = [float(Settings([], torch.optim.SGD([torch.zeros(1)], 0.1)).word(step)) for step in range(9)]
+    words = [float(StepSettings([], torch.optim.SGD([torch.zeros(1)], 0.1)).word(step)) for step in range(9)]
     for word in words:
         mean = torch.tensor([[word, word * word]] * replicas).sum(0) / replicas
         assert not differ(*mean.tolist())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from losing import OnMessage
 from surviving_instances import hook, run_instances
-from torch_modules import data, loss_fn, new_module
+from torch_modules import data, distributed, loss_fn, new_module
 
 import strategies
 import strategies.torch
@@ -121,7 +121,7 @@ def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
     steps = []
 
     def train(strategy):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         for step in range(STEPS):
             for synchronises in (False, True):
                 with nullcontext() if synchronises else model.no_sync():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from surviving_instances import run_instances
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_modules import data, loss_fn
+from torch_modules import data, distributed, loss_fn, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -76,9 +75,8 @@ def state_of(module):
 def trained(strategy, module, batch, steps=3, loss=loss_fn, **options):
     """The state of a module, which is not changed, after some steps on the same rows."""
     module = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    with contextlib.closing(strategies.torch.Trainer(strategy, module, loss, optimizer, **options)) as trainer:
-        losses = [float(trainer.step(part(strategy, batch))["loss"]) for _ in range(steps)]
+    trainer = sgd_trainer(strategy, module, loss, momentum=0.9, **options)
+    losses = [float(trainer.step(part(strategy, batch))["loss"]) for _ in range(steps)]
     return losses, state_of(module)
 
 
@@ -187,10 +185,9 @@ def test_loops_have_the_bits_of_a_trainer(streams, use_reentrant, on_instances):
 def layer_trained(strategy, layer, x, loss, **options):
     """The layer after one step on rows of all replicas, and the gradients of the rows of this instance."""
     module = Rows(copy.deepcopy(layer), x)
-    optimizer = torch.optim.SGD(module.parameters(), 1.0)
-    with contextlib.closing(strategies.torch.Trainer(strategy, module, loss, optimizer, **options)) as trainer:
-        mine = strategy.local_replicas
-        trainer.step({"replica": torch.arange(mine.start, mine.stop)})
+    trainer = sgd_trainer(strategy, module, loss, lr=1.0, **options)
+    mine = strategy.local_replicas
+    trainer.step({"replica": torch.arange(mine.start, mine.stop)})
     return module
 
 
@@ -397,11 +394,10 @@ def test_a_stage_that_fails_ends_those_of_all_replicas():
 def test_evaluations_use_what_was_learned():
     module, batch = synchronised(new()), rows(4)
     strategy = strategies.IPUStrategy(4)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+    trainer = sgd_trainer(strategy, module)
     trainer.step(part(strategy, batch))
     dataset = strategies.torch.distribute_dataset(strategy, batch, batch_size=2, shuffle=False)
     found = list(trainer.predict(dataset, lambda module, batch: module.first(batch["x"][:, None])))
-    trainer.close()
     with torch.no_grad():
         wanted = module.eval().first(batch["x"][:, None])
     torch.testing.assert_close(torch.from_numpy(np.concatenate(found)), wanted)
@@ -409,11 +405,10 @@ def test_evaluations_use_what_was_learned():
 
 def test_an_evaluation_refuses_layers_in_training_mode():
     module, strategy = synchronised(new()), strategies.IPUStrategy(2)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+    trainer = sgd_trainer(strategy, module)
     dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, shuffle=False)
     with pytest.raises(StrategyError, match=r"SyncBatchNorm 'first\.1' is in training mode"):
         trainer.evaluate(dataset, lambda module, batch: loss_fn(module.train(), batch))
-    trainer.close()
 
 
 # ---- what is refused
@@ -422,7 +417,7 @@ def test_an_evaluation_refuses_layers_in_training_mode():
 def test_a_group_of_processes_is_refused_by_name():
     module = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3, process_group=object()))
     with pytest.raises(StrategyError, match=r"SyncBatchNorm '1' has a process_group"):
-        strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+        sgd_trainer(2, module)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -473,15 +468,14 @@ class Astray(nn.Module):
 
 def astray(strategy, what, **options):
     module = Astray(what)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
 
     def loss(module, batch):
         return module(batch).square().sum() + sum(0 * one.sum() for one in module.parameters())
 
     replicas = torch.arange(strategy.num_replicas_in_sync).repeat_interleave(4)
     batch = {"x": torch.randn(len(replicas), 3), "replica": replicas, "y": replicas}
-    with contextlib.closing(strategies.torch.Trainer(strategy, module, loss, optimizer, **options)) as trainer:
-        trainer.step(part(strategy, batch))
+    trainer = sgd_trainer(strategy, module, loss, **options)
+    trainer.step(part(strategy, batch))
 
 
 @pytest.mark.parametrize(
@@ -510,11 +504,10 @@ def test_a_step_after_one_that_has_failed_is_as_any_other():
         return loss_fn(module, batch)
 
     strategy, own = strategies.IPUStrategy(3), copy.deepcopy(module)
-    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
-    with contextlib.closing(strategies.torch.Trainer(strategy, own, loss, optimizer)) as trainer:
-        with pytest.raises(ArithmeticError, match="only once"):
-            trainer.step(batch)
-        losses = [float(trainer.step(batch)["loss"]) for _ in range(3)]
+    trainer = sgd_trainer(strategy, own, loss, momentum=0.9)
+    with pytest.raises(ArithmeticError, match="only once"):
+        trainer.step(batch)
+    losses = [float(trainer.step(batch)["loss"]) for _ in range(3)]
     assert same_bits((losses, state_of(own)), trained(strategy, module, batch))
 
 
@@ -549,10 +542,9 @@ def test_the_others_carry_on_with_the_same_bits(fault):
 
     def train(strategy):
         own = copy.deepcopy(module)
-        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
+        trainer = sgd_trainer(strategy, own)
         dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
         losses = [float(trainer.step(batch)["loss"]) for batch in dataset.epoch(0)]
-        trainer.close()
         return losses, state_of(own)
 
     one = train(strategies.IPUStrategy(4))
@@ -568,7 +560,7 @@ def test_a_layer_that_is_converted_later_takes_part(on_instances):
     module, batch = new(), rows(2)
 
     def loop(strategy):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
         loss_fn(model, part(strategy, batch))[0].backward()
         return [parameter.grad for parameter in model.parameters()], state_of(model.module)
@@ -587,7 +579,7 @@ def test_a_copy_of_a_loops_model_takes_part_too(on_instances):
     module, batch = synchronised(new()), rows(2)
 
     def loop(strategy, copies):
-        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        model = distributed(strategy, module)[1]
         if copies:
             model = copy.deepcopy(model)
         loss_fn(model, part(strategy, batch))[0].backward()

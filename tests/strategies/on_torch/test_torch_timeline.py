@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from connected import ConnectedStrategy
 from torch import nn
+from torch_modules import sgd_trainer
 
 import collectives
 import strategies.torch
@@ -44,12 +45,10 @@ def data(rows):
 
 def train_module(strategy, module, execution):
     options = {"stream_gradients": True}
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategy, module, lambda own, batch: own(*batch), optimizer, **options)
+    trainer = sgd_trainer(strategy, module, lambda own, batch: own(*batch), **options)
     dataset = strategies.torch.distribute_dataset(strategy, data(4 * REPLICAS * STEPS), batch_size=4, shuffle=False)
     for batch in dataset.epoch(0):
         trainer.step(batch)
-    trainer.close()
 
 
 def train_pipeline(strategy, module, execution):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 
 import numpy as np
@@ -13,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from tiers import also, first_of
 from torch import nn
-from torch_modules import MODULES, data, loss_fn, new_module
+from torch_modules import MODULES, data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
 from strategies import DisagreementError, NonFiniteGradientError, StrategyError
 
 REPLICAS = 4
-SPREADS = (1, 2, 4)
 
 
 def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_fn, lr=1e-2, **options):
@@ -38,16 +36,6 @@ def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_
     return losses, *map(strategies.fingerprint, parts)
 
 
-@pytest.fixture
-def on_spreads(on_instances):
-    """What a training finds on one, two and four instances: of all of them, in one list."""
-
-    def run(function):
-        return [found for count in SPREADS for found in on_instances(count, REPLICAS, function)]
-
-    return run
-
-
 def check_all_alike(found):
     assert all(one == found[0] for one in found)
     assert all(np.isfinite(found[0][0]))
@@ -56,9 +44,9 @@ def check_all_alike(found):
 
 class TestBits:
     @pytest.mark.parametrize("name", MODULES)
-    def test_do_not_depend_on_the_instances(self, name, on_spreads):
+    def test_do_not_depend_on_the_instances(self, name, everywhere):
         module = new_module(name)
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
     @pytest.mark.parametrize(
         "options",
@@ -80,9 +68,9 @@ class TestBits:
         ],
         ids=", ".join,
     )
-    def test_nor_with_an_option(self, options, on_spreads):
+    def test_nor_with_an_option(self, options, everywhere):
         module = new_module("convolutions")
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module, **options)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module, **options)))
 
     def test_are_those_of_plain_pytorch_for_one_replica(self):
         module, count = new_module("embedding"), 2
@@ -134,12 +122,14 @@ class TestBits:
 
 class TestSharding:
     @pytest.mark.parametrize("optimizer", first_of(["Adam", "SGD", "RMSprop"]))
-    def test_gives_the_same_parameters(self, optimizer, on_spreads):
+    def test_gives_the_same_parameters(self, optimizer, everywhere):
         module, kind = new_module("mlp"), getattr(torch.optim, optimizer)
         options = {"momentum": 0.9, "weight_decay": 0.1} if optimizer == "SGD" else {}
         make = functools.partial(kind, **options)
         found = check_all_alike(
-            on_spreads(lambda strategy: trained(strategy, module, make, replicated_optimizer_state_sharding=True))
+            everywhere(
+                REPLICAS, lambda strategy: trained(strategy, module, make, replicated_optimizer_state_sharding=True)
+            )
         )
         assert found == trained(strategies.IPUStrategy(REPLICAS), module, make)[:3]
 
@@ -190,8 +180,7 @@ class TestBuffers:
             torch.manual_seed(strategies.torch.seed_of(0, replica, 0))
             own(batch["x"][rows])
             parts.append(own.norm)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer)
+        trainer = sgd_trainer(2, module)
         trainer.step({name: each[:8] for name, each in batch.items()})
         assert torch.equal(module.norm.running_mean, (parts[0].running_mean + parts[1].running_mean) / 2)
         assert module.norm.num_batches_tracked == 1
@@ -200,9 +189,8 @@ class TestBuffers:
         """Three times a third of a number need not be that number."""
         module = new_module("embedding")
         before = module.constant.clone()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(3), module, loss_fn, optimizer)
-        trainer.step({name: each[:6] for name, each in data().items()})
+        trainer = sgd_trainer(3, module)
+        trainer.step(data(6))
         assert torch.equal(module.constant, before)
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
 
@@ -214,17 +202,26 @@ class TestBuffers:
 
         for aggregation in (None, "per_replica"):
             module = new_module("embedding")
-            optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            trainer = strategies.torch.Trainer(
-                strategies.IPUStrategy(3), module, loss, optimizer, model_state_aggregation=aggregation
-            )
-            batch = {name: each[:6] for name, each in data().items()}
+            trainer = sgd_trainer(3, module, loss, model_state_aggregation=aggregation)
+            batch = data(6)
             trainer.step(batch)
             module.constant.fill_(2)
             assert trainer.step(batch)["constant"] == 2 * module.constant.numel()
             module.constant = torch.full_like(module.constant, 4)
             assert trainer.step(batch)["constant"] == 4 * module.constant.numel()
-            trainer.close()
+
+    def test_of_each_replica_stay_its_own_where_they_have_a_nan(self):
+        class Sum(torch.nn.Linear):
+            def forward(self, x):
+                self.sum[0] += x.sum().detach()
+                return super().forward(x).mean()
+
+        module = Sum(2, 1)
+        module.register_buffer("sum", torch.tensor([0.0, torch.nan]))
+        trainer = sgd_trainer(2, module, lambda own, x: own(x), model_state_aggregation="per_replica")
+        for _ in range(2):
+            trainer.step(torch.tensor([[1.0, 1.0], [5.0, 5.0]]))
+        assert trainer.state.model_state["sum of each replica"][:, 0].tolist() == [4, 20]
 
     def test_may_be_named(self):
         with pytest.raises(
@@ -235,13 +232,8 @@ class TestBuffers:
             one_step(new_module("convolutions"), model_state_aggregation={"norm.num_batches_tracked": "mean"})
 
 
-def one_step(module, loss_fn=loss_fn, replicas=2, optimizer=None, rows=8, **options):
-    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.1)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(replicas), module, loss_fn, optimizer, **options)
-    try:
-        return trainer.step({name: each[:rows] for name, each in data().items()})
-    finally:
-        trainer.close()
+def one_step(module, loss_fn=loss_fn, replicas=2, rows=8, **options):
+    return sgd_trainer(replicas, module, loss_fn, **options).step(data(rows))
 
 
 class TestTheModule:
@@ -261,9 +253,7 @@ class TestTheModule:
     def test_may_be_changed_between_steps(self):
         """A rate of dropout, a mode, what is trained, and parameters."""
         module = new_module("mlp")
-        strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 0.0)
-        trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
-        batch = {name: each[:8] for name, each in data().items()}
+        trainer, batch = sgd_trainer(2, module, lr=0.0), data(8)
         trainer.step(batch)
         module[3].p = 0.0
         without = trainer.step(batch)["loss"]
@@ -278,7 +268,7 @@ class TestTheModule:
             module[4].bias.zero_()
         assert trainer.step(batch)["loss"] == pytest.approx(np.log(5))
 
-    def test_tied_parameters_are_one(self, on_spreads):
+    def test_tied_parameters_are_one(self, everywhere):
         class Tied(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -292,9 +282,9 @@ class TestTheModule:
 
         torch.manual_seed(0)
         module = Tied()
-        check_all_alike(on_spreads(lambda strategy: trained(strategy, module)))
+        check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
-    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, on_spreads):
+    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, everywhere):
         module = new_module("mlp")
         module.unused = nn.Linear(3, 3)
 
@@ -309,7 +299,7 @@ class TestTheModule:
             trainer.step({name: each[: 2 * local] for name, each in data().items()})
             return torch.equal(own.unused.weight, module.unused.weight), own.unused.weight.grad
 
-        assert on_spreads(train) == [(True, None)] * 7
+        assert everywhere(REPLICAS, train) == [(True, None)] * 7
 
 
 class TestLossScaling:
@@ -438,10 +428,7 @@ class TestRefusals:
     def test_metrics_that_change_their_names(self):
         names = iter(["one", "other"])
         module = new_module("mlp")
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(1), module, lambda m, b: (loss_fn(m, b)[0], {next(names): 1.0}), optimizer
-        )
+        trainer = sgd_trainer(1, module, lambda m, b: (loss_fn(m, b)[0], {next(names): 1.0}))
         trainer.step(data())
         with pytest.raises(StrategyError, match="has the metrics loss, other, and before there were loss, one"):
             trainer.step(data())
@@ -455,9 +442,8 @@ class TestRefusals:
                 raise ZeroDivisionError
             return loss_fn(module, batch)
 
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss, optimizer)
-        batch = {name: each[:8] for name, each in data().items()}
+        trainer = sgd_trainer(2, module, loss)
+        batch = data(8)
         with pytest.raises(ZeroDivisionError):
             trainer.step(batch)
         assert trainer.steps_made == 0
@@ -477,37 +463,29 @@ class TestRefusals:
             failed.set()
             raise ZeroDivisionError
 
-        trainer = strategies.torch.Trainer(
-            strategies.IPUStrategy(2), module, loss, torch.optim.SGD(module.parameters(), 0.1)
-        )
-        batch = {name: each[:8] for name, each in data().items()}
+        trainer = sgd_trainer(2, module, loss)
+        batch = data(8)
         with monkeypatch.context() as patch:
             patch.setattr("strategies.torch.torch_step.GradientExchange", fail)
             with pytest.raises(ZeroDivisionError):
                 trainer.step(batch)
         assert trainer.step(batch)["loss"] > 0
-        trainer.close()
 
-    def test_instances_that_differ(self, on_instances):
+    @pytest.mark.parametrize(
+        ("rates", "dropouts", "message"),
+        [
+            ((0.1, 1.1), (0.5, 0.5), r"instance 1 computes the update otherwise .*lr=1.1"),
+            ((0.1, 0.1), (0.2, 0.3), r"computes the module otherwise .*Dropout\(p=0.3"),
+        ],
+    )
+    def test_instances_that_differ(self, rates, dropouts, message, on_instances):
         module = new_module("mlp")
 
         def train(strategy):
             own = copy.deepcopy(module)
-            rate = 0.1 + strategy.instance_index
-            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), rate))
-            with pytest.raises(DisagreementError, match=r"instance 1 computes the update otherwise .*lr=1.1"):
-                trainer.step(data())
-
-        on_instances(2, 2, train)
-
-    def test_instances_whose_modules_differ(self, on_instances):
-        module = new_module("mlp")
-
-        def train(strategy):
-            own = copy.deepcopy(module)
-            own[3].p = random.Random(strategy.instance_index).random()
-            trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
-            with pytest.raises(DisagreementError, match=r"computes the module otherwise .*Dropout\(p=0.1"):
+            own[3].p = dropouts[strategy.instance_index]
+            trainer = sgd_trainer(strategy, own, lr=rates[strategy.instance_index])
+            with pytest.raises(DisagreementError, match=message):
                 trainer.step(data())
 
         on_instances(2, 2, train)

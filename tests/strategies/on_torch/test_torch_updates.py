@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_modules import data
+from torch_modules import data, sgd_trainer
 
 import strategies
 import strategies.torch
 from strategies import StrategyError
-from strategies.torch.updates import WholeUpdate
+from strategies.torch.updates import WholeTorchUpdate
 
 WAYS = [{}, {"replicated_optimizer_state_sharding": True}]
 CHANGES = ["unused", "frozen", "thawed", "replaced"]
@@ -54,8 +54,7 @@ def change(module, what):
 def trained(strategy, module, what, **options):
     """The names of what moves, and all bits, after two steps, a change, and two more steps."""
     module = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), 0.05)
-    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    trainer = sgd_trainer(strategy, module, loss_fn, lr=0.05, **options)
     local = 2 * len(strategy.local_replicas)
     first = strategy.instance_index * local
     batch = {"x": data()["x"][first : first + local]}
@@ -64,7 +63,6 @@ def trained(strategy, module, what, **options):
             change(module, what)
             before = copy.deepcopy(module.state_dict())
         trainer.step(batch)
-    trainer.close()
     moved = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
     return moved, strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
 
@@ -114,7 +112,7 @@ def test_a_group_that_is_added_is_trained_and_refused_where_state_is_sharded():
 
 def test_a_whole_update_takes_no_gradient_of_the_step_before():
     module = nn.Linear(2, 1)
-    update = WholeUpdate(torch.optim.SGD(module.parameters(), 1.0))
+    update = WholeTorchUpdate(torch.optim.SGD(module.parameters(), 1.0))
     update.apply([(one, torch.ones_like(one)) for one in module.parameters()])
     before = module.weight.detach().clone()
     update.apply([(module.weight, None), (module.bias, torch.ones(1))])
@@ -134,10 +132,8 @@ def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
     module.used = "first second"
     module.third.requires_grad_(True)
     before = copy.deepcopy(module.state_dict())
-    optimizer = torch.optim.SGD(module.parameters(), 1.0)
-    trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, loss_fn, optimizer, before_update=replace)
+    trainer = sgd_trainer(2, module, loss_fn, lr=1.0, before_update=replace)
     trainer.step({"x": data()["x"][:4]})
-    trainer.close()
     assert torch.equal(module.first.weight, before["first.weight"] - 1)
     assert torch.equal(module.second.bias, before["second.bias"])
     assert not torch.equal(module.second.weight, before["second.weight"])

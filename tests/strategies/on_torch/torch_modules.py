@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import strategies
 
 ROWS = 48
 
@@ -99,13 +103,35 @@ def new_module(name):
     return MODULES[name]()
 
 
-def data():
-    """Rows of 8 x 8 numbers, and labels below 5."""
+def data(rows=ROWS):
+    """The first rows of 8 x 8 numbers, and labels below 5."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((ROWS, 8, 8)).astype(np.float32)
-    return {"x": torch.from_numpy(x), "y": torch.from_numpy(rng.integers(0, 5, ROWS))}
+    return {"x": torch.from_numpy(x)[:rows], "y": torch.from_numpy(rng.integers(0, 5, ROWS))[:rows]}
 
 
 def loss_fn(module, batch):
     logits = module(batch["x"])
     return F.cross_entropy(logits, batch["y"]), {"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}
+
+
+def distributed(strategy, module, **options):
+    """Return a copy of a module, and the DistributedModel of the copy."""
+    own = copy.deepcopy(module)
+    return own, strategies.torch.DistributedModel(own, strategy, **options)
+
+
+_trainers = []
+
+
+def sgd_trainer(strategy, module, loss_fn=loss_fn, *, lr=0.1, momentum=0.0, **options):
+    """Make a trainer with SGD, of a strategy or of so many replicas; it is closed when the test ends."""
+    strategy = strategies.IPUStrategy(strategy) if isinstance(strategy, int) else strategy
+    optimizer = torch.optim.SGD(module.parameters(), lr, momentum)
+    _trainers.append(strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options))
+    return _trainers[-1]
+
+
+def close_trainers():
+    while _trainers:
+        _trainers.pop().close()

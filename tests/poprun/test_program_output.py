@@ -1,3 +1,5 @@
+"""The program's output on its way to poprun: lines, pauses, and the messages and pages that carry the rest."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +9,16 @@ import pytest
 
 from poprun.agent.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
 from poprun.agent.guard_machine import CUT_SIGNAL
-from poprun.agent.program_output import LONGEST_LINE_BYTES, LONGEST_SILENCE_S, REDRAW_S, LineBuffer, silence_s
+from poprun.agent.program_output import (
+    AT_ONCE,
+    LONGEST_LINE_BYTES,
+    LONGEST_SILENCE_S,
+    PAUSE_S,
+    REDRAW_S,
+    LineBuffer,
+    Pace,
+    silence_s,
+)
 from poprun.cli.log import Level, format_line, level_from
 from poprun.ipc import wire
 
@@ -128,3 +139,35 @@ class TestLog:
     def test_its_level(self, verbosity, variable, level):
         environ = {} if variable is None else {"POPRUN_LOG_LEVEL": variable}
         assert level_from(verbosity, environ) is level
+
+
+PIPE_BYTES = 65536
+
+
+def readings_at_once(pace: Pace, now_s: float = 0.0) -> int:
+    """How many pieces are read without any pause."""
+    return next(count for count in range(10 * AT_ONCE) if pace.pause_s(now_s, 100))
+
+
+def test_a_few_pieces_are_read_at_once_then_pauses_begin():
+    pace = Pace(PIPE_BYTES)
+    assert readings_at_once(pace) == AT_ONCE - 1
+    assert [pace.pause_s(PAUSE_S * n, 5000) for n in range(1, 9)] == [PAUSE_S] * 8
+
+
+def test_who_writes_seldom_is_always_read_at_once():
+    pace = Pace(PIPE_BYTES)
+    assert not any(pace.pause_s(2 * PAUSE_S * n, 100) for n in range(200))
+
+
+def test_silence_ends_the_pauses():
+    pace = Pace(PIPE_BYTES)
+    readings_at_once(pace)
+    assert readings_at_once(pace, AT_ONCE * PAUSE_S) == AT_ONCE - 1
+
+
+def test_who_fills_the_pipe_is_not_made_to_wait():
+    pace = Pace(PIPE_BYTES)
+    readings_at_once(pace)
+    assert pace.pause_s(0.0, PIPE_BYTES) == 0.0
+    assert readings_at_once(pace) == AT_ONCE - 1

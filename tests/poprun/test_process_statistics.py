@@ -1,8 +1,9 @@
-"""Whether a program does something, with real processes."""
+"""Statistics of an instance's processes: CPU time, stops, memory, and kills for lack of memory."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poprun.agent.process_statistics import LOOK_S, Activity, children_of
+from poprun.agent.process_statistics import LOOK_S, RECENT_S, Activity, MemoryUse, OutOfMemory, children_of
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 WRAPPED = f"{shlex.quote(sys.executable)} -c '{SLEEPS}'; true"
@@ -93,3 +94,86 @@ def test_who_is_gone_does_nothing() -> None:
     assert children_of(gone.pid) == []
     activity = Activity(gone.pid)
     assert (activity.effort(0.0), activity.is_stopped) == (0.0, False)
+
+
+MIB = 2**20
+
+
+def test_of_this_process_is_what_the_kernel_says():
+    held = bytearray(os.urandom(1)) * (64 * MIB)
+    now, most = MemoryUse().look(os.getpid(), 0.0)
+    assert len(held) < now <= most
+    assert most <= 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + 64 * MIB
+
+
+def test_the_kernel_is_asked_once_a_second():
+    memory = MemoryUse()
+    now, most = memory.look(os.getpid(), 5.0)
+    assert memory.look(2**22 + 1, 5.0 + LOOK_S / 2) == (now, most)
+    assert memory.look(2**22 + 1, 5.0 + LOOK_S) == (0, most), "no process has that number"
+
+
+def test_the_most_of_a_process_is_known_at_its_end_also_if_nobody_looked():
+    held = f"import os; held = os.urandom({100 * MIB})"
+    with subprocess.Popen([sys.executable, "-c", held]) as process:
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+    memory = MemoryUse()
+    memory.note_end(used.ru_maxrss)
+    assert memory.look(process.pid, 0.0)[1] > 100 * MIB
+
+
+OLD = "9:name=systemd:/\n4:cpuset,memory:/a/b\n0::/\n"
+NEW = "0::/a/b\n"
+EVENTS = "low 0\nhigh 3\nmax 2\noom 1\noom_kill {}\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.fixture(
+    params=[
+        (OLD, "memory/a/b/memory.oom_control", CONTROL),
+        (NEW, "a/b/memory.events", EVENTS),
+        (OLD, "memory/memory.oom_control", CONTROL),
+        (NEW, "memory.events", EVENTS),
+    ],
+    ids=["first version", "second version", "first in a container", "second in a container"],
+)
+def counter(request, tmp_path):
+    """A memory cgroup, and a function that sets its counter."""
+    cgroups, name, text = request.param
+    (tmp_path / "cgroup").write_text(cgroups)
+    file = tmp_path / "root" / name
+    file.parent.mkdir(parents=True)
+
+    def count(kills: int) -> None:
+        file.write_text(text.format(kills))
+
+    count(2)
+    return OutOfMemory(str(tmp_path / "cgroup"), str(tmp_path / "root")), count
+
+
+def test_what_was_before_does_not_count(counter):
+    memory, _ = counter
+    assert not memory.has_just_killed(100.0)
+
+
+def test_a_counter_that_has_risen_is_found(counter):
+    memory, count = counter
+    count(3)
+    assert memory.has_just_killed(100.0)
+
+
+def test_only_if_it_has_risen_lately(counter):
+    memory, count = counter
+    memory.look(99.0)
+    count(3)
+    memory.look(100.0)
+    assert memory.has_just_killed(100.0 + RECENT_S)
+    assert not memory.has_just_killed(100.1 + RECENT_S)
+
+
+def test_nothing_is_found_where_there_is_no_counter(tmp_path):
+    assert not OutOfMemory(str(tmp_path / "nowhere"), str(tmp_path)).has_just_killed(0.0)
+    (tmp_path / "memory.events").write_text("low 0\n")
+    (tmp_path / "cgroup").write_text(NEW)
+    assert not OutOfMemory(str(tmp_path / "cgroup"), str(tmp_path)).has_just_killed(0.0)

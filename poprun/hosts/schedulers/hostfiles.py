@@ -1,0 +1,74 @@
+"""Default hostfiles of Open MPI, which mpirun too uses without a batch system, and those of Kubernetes.
+
+The MPI Operator of Kubernetes (https://github.com/kubeflow/mpi-operator, v2beta1) mounts a hostfile in the launcher of
+an MPIJob and sets the variable of Open MPI 4 for it; to Open MPI 5 that variable means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from poprun.errors import UsageError
+from poprun.hosts.hosts import Host, parse_hostfile
+from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, read_file
+
+VARIABLES = (
+    "PRTE_MCA_prte_default_hostfile",  # Open MPI 5
+    "OMPI_MCA_orte_default_hostfile",  # Open MPI 4
+)
+NO_FILE = "none"
+"""The value with which mpirun reads no file, not even that of the installation."""
+
+ROLE = "K_MPI_JOB_ROLE"
+LAUNCHER = "launcher"
+DEFAULT_PATH = "/etc/mpi/hostfile"
+
+
+class KubernetesScheduler(Scheduler):
+    """The workers of an MPIJob; the launcher itself is not one of them."""
+
+    variables = (ROLE, *VARIABLES)
+
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Read the operator's hostfile; older operators set only the variable of the hostfile."""
+        variable = hostfile_variable(environ)
+        if environ.get(ROLE) != LAUNCHER and (variable is None or environ[variable] != DEFAULT_PATH):
+            return None
+        if variable is None:
+            raise UsageError(
+                f"this is the launcher of an MPIJob ({ROLE}={LAUNCHER}) that is not for Open MPI; "
+                f"write `mpiImplementation: OpenMPI` into it, or {NAME_HOSTS}"
+            )
+        return Allocation(
+            hosts=read_hosts(environ, variable, read_text),
+            source="the MPIJob of Kubernetes",
+            way_to_more="raise slotsPerWorker of the MPIJob",
+        )
+
+
+class OpenMPIHostfile(Scheduler):
+    """The hostfile that one of Open MPI's variables names."""
+
+    variables = VARIABLES
+
+    def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
+        """Read the file; `slots=` is the number of instances that a host takes."""
+        variable = hostfile_variable(environ)
+        if variable is None:
+            return None
+        path = environ[variable]
+        return Allocation(
+            hosts=read_hosts(environ, variable, read_text),
+            source=f"the hostfile {path} ({variable})",
+            way_to_more=f"raise slots= in {path}",
+        )
+
+
+def hostfile_variable(environ: Mapping[str, str]) -> str | None:
+    """Return the variable that names the default hostfile; that of the newer Open MPI counts where both do."""
+    return next((name for name in VARIABLES if environ.get(name, NO_FILE) not in ("", NO_FILE)), None)
+
+
+def read_hosts(environ: Mapping[str, str], variable: str, read_text: ReadText) -> tuple[Host, ...]:
+    """Return the hosts in the file that a variable names."""
+    return parse_hostfile(read_file(environ, variable, read_text), environ[variable])

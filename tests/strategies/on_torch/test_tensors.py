@@ -1,0 +1,36 @@
+"""Tensors of PyTorch beside arrays of NumPy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strategies.torch.tensors import have_same_bits
+
+ZERO = torch.zeros(3)
+NAN = torch.full((3,), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (ZERO, torch.zeros(3), True),
+        (ZERO, -torch.zeros(3), False),
+        (NAN, NAN.clone(), True),
+        (NAN, NAN.copysign(-torch.ones(3)), False),
+        (ZERO, torch.zeros(2), False),
+        (ZERO, torch.zeros(3, dtype=torch.int32), False),
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), True),
+        (torch.arange(6.0).reshape(2, 3).T, torch.arange(6.0).reshape(2, 3).T.contiguous(), True),
+        (torch.tensor(0.0, dtype=torch.bfloat16), torch.tensor(-0.0, dtype=torch.bfloat16), False),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
+        (torch.tensor([1 + 0j]).conj().imag, torch.tensor([0.0]), False),
+    ],
+)
+def test_bits_are_compared_and_not_numbers(one, other, expected):
+    assert have_same_bits(one, other) is expected
+
+
+def test_a_parameter_is_compared_with_its_copy():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert have_same_bits(parameter, parameter.detach().clone())
