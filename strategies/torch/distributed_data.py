@@ -57,13 +57,6 @@ def distribute_dataset(
     return dataset
 
 
-def _of_arrays(source: object) -> object:
-    """Return the source with arrays in place of tensors."""
-    if isinstance(source, torch.utils.data.TensorDataset):
-        source = source.tensors
-    return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
-
-
 class DistributedSampler(torch.utils.data.Sampler[int]):
     """The elements of this instance's replicas, batch by batch: those that `distribute_dataset` deals to them.
 
@@ -134,3 +127,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
         for step in range(self._layout.steps(self._length)):
             yield from order[self._layout.positions(step) % self._length].tolist()
+
+
+def _of_arrays(source: object) -> object:
+    """Return the source with arrays in place of tensors."""
+    if isinstance(source, torch.utils.data.TensorDataset):
+        source = source.tensors
+    return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
