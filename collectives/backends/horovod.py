@@ -244,14 +244,9 @@ class HorovodTransport(Transport):
             reduction.reduce(list(rows), result, self.size)
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
-<<<<<<< HEAD
-        """The messages of all ranks one after another; they may differ in size."""
+        """Return the messages of all ranks one after another; they may differ in size."""
         messages: np.ndarray = self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
         return messages  # without PyTorch its type is Any
-=======
-        """Return the messages of all ranks one after another; they may differ in size."""
-        return self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
->>>>>>> colls
 
     def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
         """Return the result of an operation of Horovod that `begin(name=...)` starts."""
