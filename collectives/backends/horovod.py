@@ -245,7 +245,8 @@ class HorovodTransport(Transport):
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
         """Return the messages of all ranks one after another; they may differ in size."""
-        return self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
+        messages: np.ndarray = self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
+        return messages  # without PyTorch its type is Any
 
     def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
         """Return the result of an operation of Horovod that `begin(name=...)` starts."""
