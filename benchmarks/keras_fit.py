@@ -1,4 +1,4 @@
-"""How long a step of Keras's `fit` takes on replicas: against stock Keras, our `Trainer`, and Keras's DataParallel.
+"""How long a step of Keras's `fit` takes on replicas: against stock Keras and our `Trainer`.
 
 The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each instance. Usage:
 
@@ -13,12 +13,8 @@ each other nothing (what two processes of this machine can reach at all), and "l
 after every step (what a step that both make together takes at least, though nothing is exchanged); rows per second. By
 CPU time: what instance 0 takes.
 
-"parallel": Keras's own `keras.distribution.DataParallel` over two devices of one process with two cores; a process of
-its own, so that it is not paired with the others. null where that fails: its two devices may wait for each other until
-XLA ends the process.
-
 "multi_worker": `fit` of Keras on TensorFlow under its MultiWorkerMirroredStrategy, a worker on each core, with the
-Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras); processes of their own, not paired either.
+Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras); processes of their own, not paired.
 With Keras 2 (tf_keras) it runs. With Keras 3 it is null, and why is on standard error: with 3.15.1 on TensorFlow 2.21
 `fit` ended on both workers with "ValueError: Attempt to convert a value (PerReplica...) with an unsupported type".
 """
@@ -138,20 +134,7 @@ def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
     return times if strategy.is_chief else {}
 
 
-def measure_parallel(rounds: int, steps: int) -> dict[str, list[float]]:
-    """See above; seconds of an epoch."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 2)
-    import keras
-
-    keras.distribution.set_distribution(keras.distribution.DataParallel())
-    x, y = data(2 * BATCH_SIZE * steps)
-    model = build(keras)
-    return timed({"parallel": lambda: model.fit(x, y, batch_size=2 * BATCH_SIZE, verbose=0)}, rounds)
-
-
-MEASURE = {"one": measure_one, "two": measure_two, "parallel": measure_parallel}
+MEASURE = {"one": measure_one, "two": measure_two}
 
 
 def told_by(command: Sequence[str]) -> dict[str, list[float]]:
@@ -214,7 +197,6 @@ def main() -> None:
     os.environ.update(environment(KERAS_BACKEND="jax"))
     program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
     measure = [*program, "--measure"]
-    parallel = told_if_it_runs([sys.executable, *measure, "parallel"])
     cpus = one_core_each(2)
     one = told_by(pinned_command(cpus[0], [sys.executable, *measure, "one"]))
     poprun = [sys.executable, "-m", "poprun", "--num-instances=2", "--num-replicas=2", "--allow-run-as-root=yes"]
@@ -236,7 +218,6 @@ def main() -> None:
         "two_apart_by_stock_cpu": 2 * ratio(two, "stock_cpu", "apart_cpu"),
         "two_lockstep_by_stock": 2 * ratio(two, "stock", "lockstep"),
         "two_fit_by_lockstep": ratio(two, "lockstep", "fit"),
-        "parallel_rows_per_s": 2 * rows / median(parallel["parallel"]) if parallel else None,
         "multi_worker_rows_per_s": {
             f"keras {version}": 2 * rows / median(told["multi_worker"]) if told else None
             for version, told in workers.items()

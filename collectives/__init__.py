@@ -68,7 +68,7 @@ def connect(backend: str, settings: Settings | None = None, **options: object) -
 
 
 def load_backend(backend: str) -> ModuleType:
-    """The module of a backend.
+    """Return the module of a backend.
 
     Raises:
         ValueError: for an unknown backend.

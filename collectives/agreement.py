@@ -1,4 +1,4 @@
-"""How ranks agree before data moves: equal calls, or one error with the same text on every rank."""
+"""The agreement of ranks before data moves: equal calls, or one error with the same text on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count:
 
 
 def layout_mismatch(calls: Sequence[str]) -> LayoutMismatchError:
-    """The error that says what each rank called, in rank order."""
+    """Return the error that says what each rank called, in rank order."""
     return LayoutMismatchError(describe_mismatch(calls), [rank for rank, call in enumerate(calls) if call == CLOSE])
 
 

@@ -21,7 +21,7 @@ _OF_MEANS = {
 
 
 def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
-    """The dtype in which contributions are added: float32 for the 16-bit floats, else `dtype` itself.
+    """Return the dtype in which contributions are added: float32 for the 16-bit floats, else `dtype` itself.
 
     The sum behind a mean of integers need not fit into their dtype, though the mean does: it is taken in 32 bits for
     those of 8 and 16 bits, which is enough for 65,536 of them, and in 64 for those of 32. Minimum and maximum need no

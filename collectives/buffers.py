@@ -1,4 +1,4 @@
-"""What buffers a collective takes, and how they describe a call."""
+"""The buffers that collectives take, and the calls that they describe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_call(
 
 
 def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
-    """The array as one dimension, the same memory, and no subclass of `np.ndarray`."""
+    """Return the array as one dimension, the same memory, and no subclass of `np.ndarray`."""
     is_plain = type(array) is np.ndarray
     if not is_plain:
         if not isinstance(array, (np.ndarray, np.generic)):
@@ -57,7 +57,7 @@ def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
 
 
 def refuse_masked(value: object) -> None:
-    """See to it that a value is no masked array.
+    """Refuse masked arrays.
 
     Raises:
         UnsupportedBufferError: it is one.
@@ -81,7 +81,7 @@ def result_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
 
 
 def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The contributions of one rank, each as one dimension.
+    """Return the contributions of one rank, each as one dimension.
 
     Raises:
         UnsupportedBufferError: if one is not a contiguous array, or they differ in shape or dtype.
@@ -100,7 +100,7 @@ def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def refuse_partial_overlap(wholes: Sequence[np.ndarray], part: np.ndarray, own: slice = _EVERYTHING) -> None:
-    """See to it that what a collective reads and what it writes lie apart, or each element in its own place.
+    """Refuse memory that a collective reads and writes, unless each element stays in its own place.
 
     Args:
         wholes: one-dimensional and contiguous, as is `part`; either they are read and that is written, or the reverse.
@@ -128,7 +128,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]]) -> None:
-    """See to it that no result of a group lies where another tensor of it has a contribution or its result.
+    """Refuse a group in which the result of one tensor shares memory with another tensor.
 
     Args:
         tensors: name, contributions and result of each, one-dimensional and contiguous; a result may be the memory of a
@@ -156,5 +156,5 @@ def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], 
 
 
 def describe(value: object) -> str:
-    """A buffer in messages: `float32[3, 4]`, or the type of what is no array."""
+    """Return a buffer in messages: `float32[3, 4]`, or the type of what is no array."""
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__

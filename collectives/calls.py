@@ -1,4 +1,4 @@
-"""What a rank asks for: the description of one collective call, and the fingerprint by which calls are compared."""
+"""The description of one collective call, and the fingerprint by which calls are compared."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Call:
 
     @cached_property
     def kind(self) -> str:
-        """What all of its variants are: "all_reduce", "reduce_scatter", "gather", "broadcast", "barrier", ..."""
+        """The operation without its variant: "all_reduce", "reduce_scatter", "gather", "broadcast", "barrier", ..."""
         return _KINDS.get(self.operation, self.operation)
 
     @cached_property
@@ -85,7 +85,7 @@ class Call:
 
 
 def checked_root(name: str, root: int, size: int, members: str) -> int:
-    """The root of a broadcast as an `int`.
+    """Return the root of a broadcast as an `int`.
 
     Args:
         name: of the argument, for messages.
@@ -107,7 +107,7 @@ def checked_root(name: str, root: int, size: int, members: str) -> int:
 
 
 def describe_mismatch(calls: Sequence[str]) -> str:
-    """The text of a layout mismatch: each different call with the ranks that made it.
+    """Return the text of a layout mismatch: each different call with the ranks that made it.
 
     Args:
         calls: the call of every rank, in rank order.
@@ -120,7 +120,7 @@ def describe_mismatch(calls: Sequence[str]) -> str:
 
 
 def describe_crossing(calls: Mapping[int, str]) -> str:
-    """The text for named collectives that wait for each other.
+    """Return the text for named collectives that wait for each other.
 
     Args:
         calls: by ranks, what each of them waits in.
@@ -162,6 +162,6 @@ MOST_OF_PEERS = 2000
 
 
 def foreign(text: str, most: int = MOST) -> str:
-    """The text on one line, what is not printable escaped, since terminals obey it, and the end cut off."""
+    """Return the text on one line, what is not printable escaped, since terminals obey it, and the end cut off."""
     kept = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])
     return kept if len(text) <= most else f"{kept} ... ({len(text)} characters)"

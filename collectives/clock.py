@@ -1,4 +1,4 @@
-"""What time it is, and how to let some of it pass: by the clock of the machine, or by one that a test moves."""
+"""Clocks for limits of time: that of the machine, and one that a test moves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOMENT_S = 0.001
 
 
 class Clock(ABC):
-    """What limits of time are measured with, by any number of threads; times are in seconds."""
+    """A clock for limits of time, for any number of threads; times are in seconds."""
 
     @abstractmethod
     def now_s(self) -> float:
-        """The time since some point in the past; never less than it was before."""
+        """Return the time since some point in the past; never less than it was before."""
 
     @abstractmethod
     def sleep(self, seconds: float) -> None:
@@ -42,19 +42,15 @@ class RealClock(Clock):
     """The monotonic clock of the machine."""
 
     def now_s(self) -> float:
-        """See `Clock`."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """See `Clock`."""
         time.sleep(seconds)
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """See `Clock`."""
         return event.wait(limit_s)
 
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
-        """See `Clock`."""
         return changed.wait_for(is_true, limit_s)
 
 
@@ -81,17 +77,15 @@ class FakeClock(Clock):
             self._now_s += seconds
 
     def now_s(self) -> float:
-        """See `Clock`."""
         with self._lock:
             self._now_s += self.tick_s
             return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """See `Clock`: it takes a moment of the machine's, and none of this clock's."""
+        """Sleep for a moment of the machine's clock, and for none of this one."""
         time.sleep(min(seconds, _MOMENT_S))
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """See `Clock`; it looks at the time every moment."""
         give_up = self.now_s() + limit_s
         while not event.wait(_MOMENT_S):
             if self.now_s() >= give_up:
@@ -99,7 +93,6 @@ class FakeClock(Clock):
         return True
 
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
-        """See `Clock`; it looks at the time every moment."""
         give_up = self.now_s() + limit_s
         while not changed.wait_for(is_true, _MOMENT_S):
             if self.now_s() >= give_up:

@@ -1,93 +1,62 @@
-"""How each collective ends, once all ranks have agreed on it: small arrays have arrived already, others move now."""
+"""The second half of each collective, after all ranks have agreed: small arrays are there already, others move now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction, join, shares
-from collectives.transport import Contributions, Parts, Transport
+from collectives.transport import Parts, Reducing, Transport
 
 SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
 
 
 def nothing(transport: Transport, parts: Parts) -> None:
-    """The agreement was all."""
+    """Do nothing: the agreement was all."""
 
 
 def allocate(transport: Transport, parts: Parts, nbytes: int) -> np.ndarray:
-    """Memory for a result."""
+    """Return memory for a result."""
     return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
 
 
-def reduce(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
-) -> None:
-    """All contributions, combined on every rank."""
-    if parts.arrays:
-        reduction.reduce(parts.arrays, out, len(parts.arrays))
-    elif out.size and reduction.divides_first:
-        _join_means(transport.reduce, parts, arrays, out)
-    elif out.size:
-        transport.reduce(arrays, out, reduction, parts)
-
-
-def reduce_into_shared(
-    transport: Transport, parts: Parts, arrays: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction
-) -> None:
-    """All contributions, combined once for all ranks; what has to be joined, each rank joins to the same bits."""
-    if reduction.divides_first:
-        reduce(transport, parts, arrays, out, reduction)
-        return
-    transport.reduce(arrays, out, reduction, parts, True)
-
-
-def reduce_group(
-    transport: Transport,
-    parts: Parts,
-    group: Sequence[tuple[Contributions, np.ndarray, Reduction]],
-) -> None:
-    """All contributions to each of the group, combined on every rank."""
-    divided = [one for one in group if one[2].divides_first]
-    transport.reduce_group([one for one in group if one[1].size and not one[2].divides_first], parts)
-    for of_rank, out, reduction in divided:
-        reduce(transport, parts, of_rank, out, reduction)
-
-
-def reduce_scatter(
-    transport: Transport,
-    parts: Parts,
-    arrays: Sequence[np.ndarray],
-    out: np.ndarray,
-    reduction: Reduction,
-) -> None:
-    """This rank's block of the combination."""
+def reduce(transport: Transport, parts: Parts, reducing: Reducing) -> None:
+    """Combine all contributions, on every rank or to this rank's block."""
+    _, out, reduction, scatters, _ = reducing
     if parts.arrays:
         block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
-        reduction.reduce([array[block] for array in parts.arrays], out, parts.total)
+        arrays = [array[block] for array in parts.arrays] if scatters else parts.arrays
+        reduction.reduce(arrays, out, len(arrays))
     elif out.size and reduction.divides_first:
-        _join_means(transport.reduce_scatter, parts, arrays, out)
+        _join_means(transport, parts, reducing)
     elif out.size:
-        transport.reduce_scatter(arrays, out, reduction, parts)
+        transport.reduce(reducing, parts)
 
 
-def _join_means(
-    sum_up: Callable[[Contributions, np.ndarray, Reduction, Parts], None],
-    parts: Parts,
-    arrays: Sequence[np.ndarray],
-    out: np.ndarray,
-) -> None:
-    """The means of 64-bit integers, from the sums of their quotients and of their remainders."""
+def reduce_group(transport: Transport, parts: Parts, group: Sequence[Reducing]) -> None:
+    """Combine all contributions to each tensor of the group on every rank."""
+    divided = [one for one in group if one.reduction.divides_first]
+    transport.reduce_group([one for one in group if one.out.size and not one.reduction.divides_first], parts)
+    for reducing in divided:
+        reduce(transport, parts, reducing)
+
+
+def _join_means(transport: Transport, parts: Parts, reducing: Reducing) -> None:
+    """Make the means of 64-bit integers from the sums of their quotients and of their remainders.
+
+    Each rank joins them to the same bits, also where all of them see `out`.
+    """
+    contributions, out, _, scatters, _ = reducing
     totals = np.empty_like(out), np.empty_like(out)
-    for contributions, total in zip(shares(arrays, parts.total), totals, strict=True):
-        sum_up(contributions, total, Reduction("sum", out.dtype), parts)
+    for share, total in zip(shares(contributions, parts.total), totals, strict=True):
+        transport.reduce(Reducing(share, total, Reduction("sum", out.dtype), scatters), parts)
     join(*totals, out, parts.total)
 
 
 def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -> None:
-    """The root's bytes."""
+    """Copy the bytes of the root."""
     if parts.arrays:
         if transport.rank != root:
             np.copyto(flat, parts.arrays[root])
@@ -96,7 +65,7 @@ def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -
 
 
 def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray) -> None:
-    """Everybody's bytes, one row each."""
+    """Copy the bytes of every rank into its row."""
     rows = out.reshape(transport.size, -1)
     if parts.arrays:
         for row, array in zip(rows, parts.arrays, strict=True):
@@ -106,7 +75,7 @@ def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.nda
 
 
 def gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray | None, root: int) -> None:
-    """Everybody's bytes, one row each, at the root."""
+    """Copy the bytes of every rank into its row at the root."""
     if out is not None and parts.arrays:
         all_gather(transport, parts, flat, out)
     elif not parts.arrays and flat.size:

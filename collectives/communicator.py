@@ -130,7 +130,7 @@ class Communicator:
                 self._run(each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
-        tensors = [each.arguments for each in group]
+        tensors = [each.arguments[0] for each in group]
         return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
@@ -234,7 +234,7 @@ class Communicator:
         return self._start(self._preparations.reduce_scatter(buffer, out, op, name))
 
     def expect_callbacks(self) -> None:
-        """Say that named collectives will be started from callbacks of compiled programs.
+        """Announce that callbacks of compiled programs will start named collectives.
 
         Python does not list their threads. So one of them may still end what looks like names that wait for each other,
         and only the limits of time apply.
@@ -244,7 +244,7 @@ class Communicator:
     # ---- memory and groups
 
     def allocate(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-        """An array for the results of `ordered_all_reduce`, aligned to 64 bytes; a collective call.
+        """Return an array for the results of `ordered_all_reduce`, aligned to 64 bytes; a collective call.
 
         Where the ranks share memory it is one array for all of them: a large result is then written only once, and
         this rank may read it until it takes part in the next reduction into the same array.
@@ -259,7 +259,7 @@ class Communicator:
         return array
 
     def is_shared(self, nbytes: int) -> bool:
-        """Whether `allocate` returns, for so many bytes, an array that this rank has in common with others."""
+        """Return whether `allocate` returns, for so many bytes, an array that this rank has in common with others."""
         return self.size > 1 and nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory
 
     @property
@@ -277,7 +277,7 @@ class Communicator:
 
     @property
     def link(self) -> Link | None:
-        """What messages go through, for those who measure it while nothing else does; None without messages."""
+        """The link under the messages, for measurements while no collective runs; None without messages."""
         found: Link | None = getattr(self._transport, "link", None)
         return found
 
@@ -288,11 +288,11 @@ class Communicator:
 
     @property
     def calls_made(self) -> int:
-        """How many synchronous collectives this rank has begun."""
+        """The number of synchronous collectives that this rank has begun."""
         return self._number
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """A communicator of some of the ranks, numbered in the given order; only they call this, with equal `ranks`.
+        """Return a communicator of some ranks, numbered in the given order; only they call this, with equal `ranks`.
 
         Raises:
             ValueError: if `ranks` repeats a rank, names one that does not exist, or leaves this one out.
@@ -377,7 +377,7 @@ class Communicator:
             self._lock.release()
 
     def _let_see(self, instruments: Instruments) -> None:
-        """To ask whether anybody looks costs less than to tell nobody."""
+        """Keep the methods of instruments, None where nobody looks: a comparison costs less than a call."""
         begins, moves, ends = instruments.operation_begins, instruments.data_moves, instruments.operation_ends
         self._begins = begins if is_seen(begins) else None
         self._moves = moves if is_seen(moves) else None

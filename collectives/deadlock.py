@@ -17,11 +17,11 @@ class Awaited(Protocol):
     key: Key
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
 
 
 class WaitingThreads:
-    """What the threads of one rank that may start named collectives wait for.
+    """The threads of one rank that may start named collectives, and what they wait for.
 
     These are the threads that have started one before, and all that are no daemons: a daemon that has not serves some
     library. Threads that Python does not list have to be announced (`expect_others`). One thread at a time calls the
@@ -43,7 +43,7 @@ class WaitingThreads:
 
     @contextmanager
     def until(self, awaited: Awaited) -> Iterator[None]:
-        """The calling thread waits in the block until `awaited` has ended."""
+        """Note, for the block, that the calling thread waits until `awaited` has ended."""
         thread = threading.current_thread()
         self._awaited[thread] = awaited
         try:
@@ -52,7 +52,7 @@ class WaitingThreads:
             self._awaited.pop(thread, None)
 
     def if_all_wait(self) -> list[Key] | None:
-        """What they wait for, or None if one of them can go on by itself."""
+        """Return what they wait for, or None if one of them can go on by itself."""
         if self._expects_others:
             return None
         awaited = dict(self._awaited)
@@ -67,7 +67,7 @@ class WaitingThreads:
 
 
 def crossed_ranks(waits: Sequence[Collection[Key] | None], announced: Mapping[Key, Collection[int]]) -> list[int]:
-    """The ranks of which no thread can ever go on.
+    """Return the ranks of which no thread can ever go on.
 
     Args:
         waits: what all threads of each rank wait for, in rank order; None where one of them can go on.

@@ -1,4 +1,4 @@
-"""How a communicator is put together from what a backend has: links between its ranks."""
+"""The assembly of a communicator from the links of a backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeSubgroup = Callable[[Sequence[int]], Communicator]
 
 @dataclass(frozen=True)
 class Settings:
-    """What all backends take.
+    """The options of all backends.
 
     Attributes:
         limits: when waits warn and when they give up, and by what clock.
@@ -73,7 +73,7 @@ class RankGroup:
     lost: Callable[[Sequence[int]], str] = lambda awaited: ""
 
     def watch(self, settings: Settings) -> Watch:
-        """How one channel of this group waits."""
+        """Return the watch of one channel of this group."""
         watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
         watch.lost = self.lost
         return watch
@@ -100,7 +100,7 @@ def _costs_of(network: Network | None) -> str:
 def assemble(
     settings: Settings, group: RankGroup, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
 ) -> Communicator:
-    """A communicator over two independent links, for the synchronous and for the named collectives; collective.
+    """Return a communicator over two independent links, for the synchronous and for the named collectives; collective.
 
     Args:
         settings: as all ranks have them.

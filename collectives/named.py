@@ -62,7 +62,7 @@ class Handle:
         self._missing: Sequence[int] = ()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self._finished.is_set()
 
     def wait(self) -> np.ndarray:
@@ -180,7 +180,7 @@ class NamedQueue:
     # ---- the background thread
 
     def work(self) -> bool:
-        """Make rounds for as long as there is a reason; whether there may be one again."""
+        """Make rounds for as long as there is a reason; return whether there may be one again."""
         try:
             while self._has_work():
                 if not self._round():
@@ -192,7 +192,7 @@ class NamedQueue:
             return not self._is_over()
 
     def is_called(self) -> bool:
-        """Whether there is a reason for a round, or none will come any more."""
+        """Return whether there is a reason for a round, or none will come any more."""
         return self._is_wanted() or self._closing
 
     def _has_work(self) -> bool:
@@ -200,12 +200,12 @@ class NamedQueue:
             return self.is_called() and not self._is_over()
 
     def _is_over(self) -> bool:
-        """Whether no more rounds are to come: all ranks have closed, or this one waits for none of them."""
+        """Return whether no more rounds are to come: all ranks have closed, or this one waits for none of them."""
         everybody_closed = len(self._closed_ranks) == self._transport.size
         return (everybody_closed and not self._new) or (self._watch.cancelled and not self._is_wanted())
 
     def _is_wanted(self) -> bool:
-        """Whether this rank has started something that has not ended."""
+        """Return whether this rank has started something that has not ended."""
         return bool(self._new) or any(pending.handle for pending in self._pending.values())
 
     def _round(self) -> bool:
@@ -312,7 +312,7 @@ class NamedQueue:
                 logger.warning("%s", facts)
 
     def _started_instead(self, missing: Sequence[int]) -> str:
-        """What those that are missing have started, and this rank has not, for messages."""
+        """Return what those that are missing have started, and this rank has not, for messages."""
         calls = {
             entry.announced[rank]
             for entry in self._pending.values()
@@ -323,7 +323,7 @@ class NamedQueue:
         return f"; started there, but not here: {', '.join(sorted(calls))}" if calls else ""
 
     def _fail_all(self, error: BaseException) -> None:
-        """What is pending fails; what no other rank has brought about is logged, since nothing may be pending."""
+        """Fail everything that is pending; log an error that no other rank has caused, since nothing may be pending."""
         with self._condition:
             if isinstance(error, CollectiveError):
                 self._failure = error

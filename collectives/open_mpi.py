@@ -1,4 +1,4 @@
-"""What we ask of Open MPI while it starts in this process."""
+"""The settings of Open MPI while it starts in this process."""
 
 from __future__ import annotations
 

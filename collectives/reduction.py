@@ -42,7 +42,7 @@ def _quietly(function: Callable[..., None], *arguments: object) -> None:
 
 
 def normalise_op(op: str) -> str:
-    """The reduction's name in lower case; `op` may be any of OPERATIONS in any case.
+    """Return the reduction's name in lower case; `op` may be any of OPERATIONS in any case.
 
     Raises:
         ValueError: for any other name.
@@ -83,7 +83,7 @@ class Reduction:
         return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
     def dtype_of(self, node: TreeNode) -> np.dtype:
-        """The dtype in which a node travels: the contribution of one replica as it is."""
+        """Return the dtype in which a node travels: the contribution of one replica as it is."""
         return self.dtype if node.is_leaf else self.accumulator
 
     @cached_property
@@ -257,7 +257,7 @@ def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
 
 
 def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The quotients, rounded down, and the remainders of integers divided by `count`.
+    """Return the quotients, rounded down, and the remainders of integers divided by `count`.
 
     Args:
         sources: of one dtype, that of the result.
@@ -270,7 +270,7 @@ def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray],
 
 
 def join(quotients: np.ndarray | int, remainders: np.ndarray, out: np.ndarray, count: int) -> None:
-    """The mean, truncated towards zero, from the sums of `shares`.
+    """Make the mean, truncated towards zero, from the sums of `shares`.
 
     Args:
         quotients: their sum.

@@ -60,14 +60,12 @@ class Request(Generic[Result]):
             LayoutMismatchError: on every rank if one differs; no buffer was touched.
         """
         call, result = self.call, self.result
-        if call.into_shared:
-            contributions, _, reduction = self.arguments
-            transport.stage(contributions, reduction)
-        elif transport.opens_reductions and self.finish in (collective_ops.reduce, collective_ops.reduce_scatter):
-            contributions, out, reduction = self.arguments
-            if not reduction.divides_first:
-                scatters = self.finish is collective_ops.reduce_scatter
-                transport.announce(Reducing(contributions, out, reduction, scatters))
+        if self.finish is collective_ops.reduce:
+            reducing: Reducing = self.arguments[0]
+            if reducing.is_shared:
+                transport.stage(reducing.contributions, reducing.reduction)
+            elif transport.opens_reductions and not reducing.reduction.divides_first:
+                transport.announce(reducing)
         parts = agree(transport, call, self.carried, self.count)
         if moves is not None:
             moves(call.nbytes)
@@ -101,11 +99,10 @@ class Preparations:
         weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
 
     def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
-        """In place."""
+        """Reduce in place."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
-        contributions = [flat]
-        return Request(call, contributions, 1, collective_ops.reduce, (contributions, flat, reduction), buffer)
+        return self._reduce(call, Reducing([flat], flat, reduction), buffer)
 
     def ordered_all_reduce(
         self,
@@ -115,7 +112,7 @@ class Preparations:
         name: str,
         begun: str = "called",
     ) -> Request[np.ndarray]:
-        """Into `out`, which all ranks may see; `begun` is for messages."""
+        """Reduce into `out`, which all ranks may see; `begun` is for messages."""
         if not contributions:
             raise ValueError(f"ordered_all_reduce was {begun} without contributions; give one array per local replica")
         first = contributions[0]
@@ -124,14 +121,10 @@ class Preparations:
         shared = self._shared.get(id(out))
         call, reduction = self._describe("ordered_all_reduce", name, op, first, -1, shared is not None)
         arrays = flat_contributions(contributions)
-        if shared is not None and out.shape == first.shape and out.dtype == first.dtype:
-            finish, flat = collective_ops.reduce_into_shared, shared
-        else:
-            result_array(out, first.shape, first.dtype)
-            finish, flat = collective_ops.reduce, self._private(out)
+        result_array(out, first.shape, first.dtype)
+        flat = self._private(out) if shared is None else shared
         refuse_partial_overlap(arrays, flat)
-        carried = () if shared is not None else arrays
-        return Request(call, carried, len(arrays), finish, (arrays, flat, reduction), out)
+        return self._reduce(call, Reducing(arrays, flat, reduction, is_shared=shared is not None), out)
 
     def grouped_ordered_all_reduce(
         self,
@@ -140,23 +133,23 @@ class Preparations:
         op: str,
         names: Sequence[str],
     ) -> list[Request[np.ndarray]]:
-        """Each of a group."""
+        """Reduce each tensor of a group."""
         _check_group(contributions, outs, names)
         tensors = zip(contributions, outs, names, strict=True)
         group = [self.ordered_all_reduce(arrays, out, op, name) for arrays, out, name in tensors]
         if len(group) > 1:
-            refuse_overlaps_in_group([(each.call.name, *each.arguments[:2]) for each in group])
+            refuse_overlaps_in_group([(each.call.name, *each.arguments[0][:2]) for each in group])
         return group
 
     def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
-        """Of the root's buffer."""
+        """Copy the buffer of the root."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self._rank == root else self._private(buffer)
         return Request(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
 
     def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Request[np.ndarray]:
-        """Into `out`, one row for each rank."""
+        """Gather into `out`, one row for each rank."""
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self._size, *buffer.shape), buffer.dtype)
         flat, whole = flat_view(buffer), self._private(out)
@@ -164,7 +157,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
 
     def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
-        """Into a new array of the root, one row for each rank."""
+        """Gather into a new array of the root, one row for each rank."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("gather", name, "", buffer, root)
         out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
@@ -172,7 +165,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
 
     def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Request[np.ndarray]:
-        """Into `out`, this rank's block."""
+        """Reduce this rank's block into `out`."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
         return self._scatter(call, [flat_view(buffer)], out, reduction)
@@ -180,7 +173,7 @@ class Preparations:
     def ordered_reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray | None, op: str, name: str
     ) -> Request[np.ndarray]:
-        """Into `out`, this rank's block."""
+        """Reduce this rank's block into `out`."""
         if not contributions:
             raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
         first = contributions[0]
@@ -190,7 +183,7 @@ class Preparations:
         return self._scatter(call, arrays, out, reduction)
 
     def barrier(self, name: str) -> Request[None]:
-        """Nothing but the comparison of the calls."""
+        """Compare the calls, and nothing else."""
         call, _ = self._describe("barrier", name, "", None)
         return Request(call, (), 0, collective_ops.nothing)
 
@@ -199,7 +192,11 @@ class Preparations:
     ) -> Request[np.ndarray]:
         flat = self._private(out)
         refuse_partial_overlap(arrays, flat, self._own(flat.size))
-        return Request(call, arrays, len(arrays), collective_ops.reduce_scatter, (arrays, flat, reduction), out)
+        return self._reduce(call, Reducing(arrays, flat, reduction, scatters=True), out)
+
+    def _reduce(self, call: Call, reducing: Reducing, out: np.ndarray) -> Request[np.ndarray]:
+        arrays = reducing.contributions
+        return Request(call, () if reducing.is_shared else arrays, len(arrays), collective_ops.reduce, (reducing,), out)
 
     def _describe(
         self,
@@ -227,11 +224,11 @@ class Preparations:
         return found
 
     def _own(self, size: int) -> slice:
-        """This rank's one of blocks of so many elements."""
+        """Return the slice of this rank's block, of blocks of so many elements."""
         return slice(self._rank * size, (self._rank + 1) * size)
 
     def _private(self, out: np.ndarray) -> np.ndarray:
-        """Memory that this rank alone will write, as one dimension."""
+        """Return memory that this rank alone will write, as one dimension."""
         if self._shared_bases and id(out.base) in self._shared_bases:
             raise UnsupportedBufferError(
                 "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "

@@ -1,4 +1,4 @@
-"""What a backend has to provide: the exchange of small messages, and the large collectives behind it."""
+"""The interface of a backend: the exchange of small messages, and the large collectives behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Contributions = Sequence[np.ndarray]  # of one rank: an array for each local rep
 
 @dataclass(frozen=True)
 class Parts:
-    """What every rank contributed to an exchange.
+    """The contributions of every rank to an exchange.
 
     Attributes:
         counts: the number of arrays that each rank contributes (its local replicas).
@@ -35,19 +35,21 @@ class Parts:
 
 
 class Reducing(NamedTuple):
-    """A reduction that is about to begin.
+    """A reduction.
 
     Attributes:
         contributions: of this rank.
         out: what receives the result; not touched before all calls are known to be equal.
         reduction: the arithmetic.
-        scatters: whether every rank keeps its block.
+        scatters: whether every rank keeps its one of `size` equal blocks.
+        is_shared: whether `out` is what `allocate` returned on all ranks.
     """
 
     contributions: Contributions
     out: np.ndarray
     reduction: Reduction
-    scatters: bool
+    scatters: bool = False
+    is_shared: bool = False
 
 
 class Transport(ABC):
@@ -69,7 +71,7 @@ class Transport(ABC):
     opens_reductions: bool = False
     """Whether `announce` saves time."""
     scatters_reductions: bool = True
-    """Whether `reduce_scatter` costs less than `reduce`, with the same bits."""
+    """Whether to scatter costs less than to give all ranks everything, with the same bits."""
 
     @abstractmethod
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
@@ -92,33 +94,22 @@ class Transport(ABC):
         """
 
     def announce(self, reducing: Reducing) -> None:  # noqa: B027
-        """Say what is reduced if the next exchange finds all calls equal and brings no arrays.
+        """Announce what is reduced if the next exchange finds all calls equal and brings no arrays.
 
-        `reduce` or `reduce_scatter` of the same follows then, or nothing.
+        `reduce` of the same follows then, or nothing.
         """
 
     @abstractmethod
-    def reduce(
-        self,
-        contributions: Contributions,
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
         """Combine all contributions of all ranks, in the order of the tree, into `out` on every rank.
 
-        `out` may be the first of the contributions. `is_shared` says that it is what `allocate` returned on all ranks.
+        `out` may be the first of the contributions.
         """
 
-    def reduce_group(self, group: Sequence[tuple[Contributions, np.ndarray, Reduction]], parts: Parts) -> None:
-        """`reduce` for several (contributions, out, reduction) that all ranks have agreed on together."""
-        for contributions, out, reduction in group:
-            self.reduce(contributions, out, reduction, parts)
-
-    @abstractmethod
-    def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        """Combine all contributions in the order of the tree; `out` receives this rank's one of `size` equal blocks."""
+    def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
+        """`reduce` for several reductions that all ranks have agreed on together."""
+        for reducing in group:
+            self.reduce(reducing, parts)
 
     @abstractmethod
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
@@ -134,7 +125,7 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Memory for results, as bytes; all ranks call it with the same size.
+        """Return memory for results, as bytes; all ranks call it with the same size.
 
         Where ranks share memory this is one array for all of them, which `reduce` then writes only once.
         """

@@ -37,7 +37,7 @@ class TreeNode(NamedTuple):
         return self.stop - self.first == 1
 
     def covers(self, other: TreeNode) -> bool:
-        """Whether the other one is part of it, or the same."""
+        """Return whether the other one is part of it, or the same."""
         return self.first <= other.first and other.stop <= self.stop
 
 
@@ -56,18 +56,18 @@ class TreeSum(NamedTuple):
 
 
 def root_of(replicas: int) -> TreeNode:
-    """The sum of all replicas."""
+    """Return the sum of all replicas."""
     return TreeNode(0, replicas)
 
 
 def halves(node: TreeNode) -> tuple[TreeNode, TreeNode]:
-    """The two nodes that are added to this one, which is no leaf."""
+    """Return the two nodes that are added to this one, which is no leaf."""
     middle = node.first + (1 << ((node.stop - node.first - 1).bit_length() - 1))
     return TreeNode(node.first, middle), TreeNode(middle, node.stop)
 
 
 def parent_of(node: TreeNode, replicas: int) -> TreeNode:
-    """The node to which this one is added, together with its neighbour; the root itself for the root."""
+    """Return the node to which this one is added, together with its neighbour; the root itself for the root."""
     size = 1 << (node.stop - node.first - 1).bit_length()
     while True:
         first = node.first & -(size + size)
@@ -79,7 +79,7 @@ def parent_of(node: TreeNode, replicas: int) -> TreeNode:
 
 @lru_cache(_CACHED)
 def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
-    """The largest nodes inside of a block of replicas, in order: one where blocks are aligned to powers of two.
+    """Return the largest nodes inside of a block of replicas, in order: one where blocks are aligned to powers of two.
 
     Args:
         first: where the block begins.
@@ -90,7 +90,7 @@ def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
 
 
 def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
-    """What is left of nodes after all have been added that can be: the largest nodes inside of them, in order."""
+    """Return the nodes that are left after all possible additions: the largest nodes inside of them, in order."""
     left: list[TreeNode] = []
     for node in sorted(nodes):
         left.append(node)
@@ -105,7 +105,7 @@ def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
 
 @lru_cache(_CACHED)
 def steps(nodes: tuple[TreeNode, ...]) -> tuple[TreeSum, ...]:
-    """The additions that make one node of some nodes, in the order of the tree; none for one.
+    """Return the additions that make one node of some nodes, in the order of the tree; none for one.
 
     Args:
         nodes: in order; together they are all of a node.
@@ -134,7 +134,7 @@ def steps(nodes: tuple[TreeNode, ...]) -> tuple[TreeSum, ...]:
 
 
 def registers(order: Sequence[TreeSum]) -> int:
-    """How many accumulators some steps take."""
+    """Return how many accumulators some steps take."""
     return max((step.register for step in order), default=-1) + 1
 
 

@@ -24,7 +24,7 @@ _NOTE_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank waits for the others.
+    """The limits on the time that a rank waits for the others.
 
     Attributes:
         stall_warning_s: after this long, and then again and again, a warning says who is waited for.
@@ -163,7 +163,7 @@ class Watch:
         self.instruments.waiting_for(self.instances_of(missing))
 
     def instances_of(self, ranks: Sequence[int]) -> list[int]:
-        """The instances behind ranks."""
+        """Return the instances behind ranks."""
         return [self._instances[rank] for rank in ranks]
 
     def _facts(self, waited_s: float, missing: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Who am I, and how do the instances of a job act together: the PopDist interface.
+"""The PopDist interface: the identity of an instance, and what the instances of a job do together.
 
 Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
 """

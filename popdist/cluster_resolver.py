@@ -1,4 +1,4 @@
-"""Who the other workers are, with the names of TensorFlow's cluster resolvers.
+"""The other workers, with the names of TensorFlow's cluster resolvers.
 
 Semantics: `tf.distribute.cluster_resolver.TFConfigClusterResolver` and `tf.train.ClusterSpec`, as far as they make
 sense without sessions and servers.
@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from popdist.environments import Cluster, read_cluster
+from popdist.environments import read_cluster
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ClusterSpec:
     worker: tuple[str, ...]
 
     def as_dict(self) -> dict[str, list[str]]:
-        """The addresses of each job that has tasks, as in TF_CONFIG."""
+        """Return the addresses of each job that has tasks, as in TF_CONFIG."""
         return {job: list(tasks) for job, tasks in (("chief", self.chief), ("worker", self.worker)) if tasks}
 
     @property
@@ -35,22 +35,22 @@ class ClusterSpec:
         return list(self.as_dict())
 
     def job_tasks(self, job_name: str) -> list[str]:
-        """The addresses of a job; ValueError if there is no such job."""
+        """Return the addresses of a job; ValueError if there is no such job."""
         jobs = self.as_dict()
         if job_name not in jobs:
             raise ValueError(f"the cluster has no job {job_name!r}; use one of {', '.join(jobs)}")
         return jobs[job_name]
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has; ValueError if there is no such job."""
+        """Return how many tasks a job has; ValueError if there is no such job."""
         return len(self.job_tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of a job's tasks; ValueError if there is no such job."""
+        """Return the indices of a job's tasks; ValueError if there is no such job."""
         return list(range(self.num_tasks(job_name)))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of one task; ValueError if there is no such task."""
+        """Return the address of one task; ValueError if there is no such task."""
         tasks = self.job_tasks(job_name)
         if task_index not in range(len(tasks)):
             raise ValueError(f"the job {job_name!r} has no task {task_index!r}; use one of 0 to {len(tasks) - 1}")
@@ -63,10 +63,17 @@ class TFConfigClusterResolver:
     TF_CONFIG is read and checked once, here; TensorFlow reads it at every question and lets the task be set later.
 
     Args:
-        task_type: takes the place of what TF_CONFIG says.
-        task_id: takes the place of what TF_CONFIG says.
-        rpc_layer: takes the place of what TF_CONFIG says; only `"grpc"` is spoken.
+        task_type: takes the place of what TF_CONFIG says, as do the next two.
+        task_id: see `task_type`.
+        rpc_layer: only `"grpc"` is spoken.
         environ: the variables of the process; None: `os.environ`.
+
+    Attributes:
+        cluster: all of this as one value, with the addresses in the order of the ranks.
+        task_type: the job of this process, `chief` or `worker`.
+        task_id: the position of this process in its job.
+        rpc_layer: the protocol that was asked for; None where nobody did, and workers then speak gRPC.
+        environment: always empty, as TensorFlow's is everywhere outside Google.
 
     Raises:
         EnvironmentMismatchError: TF_CONFIG is unset or faulty; the faulty part is quoted.
@@ -81,39 +88,16 @@ class TFConfigClusterResolver:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         variables = os.environ if environ is None else environ
-        self._cluster = read_cluster(variables, task_type, task_id, rpc_layer)
-
-    @property
-    def cluster(self) -> Cluster:
-        """All of this as one value, with the addresses in the order of the ranks."""
-        return self._cluster
-
-    @property
-    def task_type(self) -> str:
-        """The job of this process, `chief` or `worker`."""
-        return self._cluster.task_type
-
-    @property
-    def task_id(self) -> int:
-        """The position of this process in its job."""
-        return self._cluster.task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol that was asked for; None where nobody did, and workers then speak gRPC."""
-        return self._cluster.rpc_layer
-
-    @property
-    def environment(self) -> str:
-        """Always empty, as TensorFlow's is everywhere outside Google."""
-        return ""
+        self.cluster = cluster = read_cluster(variables, task_type, task_id, rpc_layer)
+        self.task_type, self.task_id, self.rpc_layer = cluster.task_type, cluster.task_id, cluster.rpc_layer
+        self.environment = ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of all tasks."""
-        return ClusterSpec(chief=self._cluster.chief, worker=self._cluster.worker)
+        """Return the addresses of all tasks."""
+        return ClusterSpec(chief=self.cluster.chief, worker=self.cluster.worker)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, by default this one, as `grpc://host:port` where an rpc_layer was asked for.
+        """Return the address of a task, by default this one, as `grpc://host:port` where an rpc_layer was asked for.
 
         As in TensorFlow it is empty where the cluster has only one task.
 
@@ -121,13 +105,13 @@ class TFConfigClusterResolver:
             ValueError: the cluster has no such task.
         """
         address = self._address_of(task_type, task_id)
-        if len(self._cluster.addresses) == 1:
+        if len(self.cluster.addresses) == 1:
             return ""
         protocol = self.rpc_layer if rpc_layer is None else rpc_layer
         return f"{protocol}://{address}" if protocol else address
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """How many devices of each kind a task has, by default this one.
+        """Return how many devices of each kind a task has, by default this one.
 
         TensorFlow asks the machine, and finds nothing where there are only CPUs. Here the devices are simulated, one
         IPU for each task: TF_CONFIG does not say how many there are, only a strategy's `num_local_replicas` does.

@@ -72,7 +72,7 @@ def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> 
 
 
 def backend_of(path: str | os.PathLike[str]) -> ConnectBackend:
-    """What connects the instances in a file of the user's own; see `registerBackend`."""
+    """Return what connects the instances in a file of the user's own; see `registerBackend`."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("popdist_user_backend", os.fspath(path))

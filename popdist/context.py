@@ -137,17 +137,17 @@ def finalizeBackend() -> None:
 
 
 def isBackendInitialized() -> bool:
-    """Whether the instances are connected."""
+    """Return whether the instances are connected."""
     return process.communicator is not None
 
 
 def instance() -> Instance:
-    """This instance; before `init`, what the environment says."""
+    """Return this instance; before `init`, what the environment says."""
     return process.instance or process.detect()
 
 
 def communicator() -> Communicator:
-    """The communicator of all instances, or inside `execute_on_instances` that of the named ones.
+    """Return the communicator of all instances, or inside `execute_on_instances` that of the named ones.
 
     Raises:
         LifeCycleError: before `init`.
@@ -159,7 +159,7 @@ def communicator() -> Communicator:
 
 
 def is_chief() -> bool:
-    """Whether this instance prints and writes for all: instance 0, as they are numbered now.
+    """Return whether this instance prints and writes for all: instance 0, as they are numbered now.
 
     Where instances are lost it may be another one later, so ask when it matters. Where some carry on after the chief
     has come to its end, it is none of them.
@@ -182,7 +182,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
 
 
 def progress() -> Progress:
-    """The line to the supervisor of this instance."""
+    """Return the line to the supervisor of this instance."""
     return process.progress
 
 

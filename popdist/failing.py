@@ -42,7 +42,7 @@ def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Whether the reason is that another instance has come to its end, which that one's words explain better."""
+    """Return whether the reason is that another instance has come to its end, which that one's words explain better."""
     from collectives import LayoutMismatchError
 
     reason: BaseException | None = error

@@ -33,7 +33,7 @@ at_renumbering(forget)
 
 
 def defaultCommunicatorId() -> str:
-    """The id of the group of all instances."""
+    """Return the id of the group of all instances."""
     return _DEFAULT
 
 
@@ -56,7 +56,7 @@ def registerCommunicator(participants: Iterable[int], communicator_id: str = _DE
 
 
 def communicator_of(communicator_id: str = _DEFAULT) -> Communicator:
-    """The communicator behind an id.
+    """Return the communicator behind an id.
 
     Raises:
         ValueError: if the id is unknown.
@@ -132,7 +132,7 @@ def _check(instances: Iterable[int]) -> tuple[int, ...]:
 
 
 def _subgroup(members: tuple[int, ...]) -> Communicator:
-    """The communicator of some instances, made when it is first needed and then kept."""
+    """Return the communicator of some instances, made when it is first needed and then kept."""
     everybody = _everybody()
     if len(members) == everybody.size:
         return everybody

@@ -28,7 +28,7 @@ def check_packages(says_so: bool) -> None:
 
 
 def describe_hidden(package: str) -> str:
-    """What is wrong where Python imports something else under this name; empty where it does not."""
+    """Return what is wrong where Python imports something else under this name; empty where it does not."""
     origin = _origin_of(package)
     ours = _OURS / package / "__init__.py"
     if origin is None or not ours.exists() or Path(origin).resolve() == ours.resolve():
@@ -40,7 +40,7 @@ def describe_hidden(package: str) -> str:
 
 
 def _origin_of(package: str) -> str | None:
-    """The file of a module that is there already, or that would be imported."""
+    """Return the file of a module that is there already, or that would be imported."""
     if package in sys.modules:
         return getattr(sys.modules[package], "__file__", None)
     found = importlib.util.find_spec(package)

@@ -11,10 +11,10 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from popdist import context
 from popdist.connecting import start_mpi
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class ReduceOp(Enum):
-    """How `allreduce` reduces."""
+    """An operation of `allreduce`."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -121,7 +121,7 @@ def init(comm: object = None) -> None:
 
 
 def _members(ranks: Iterable[int]) -> Any:
-    """An MPI communicator of some of the processes; None for an empty list, as in Horovod."""
+    """Return an MPI communicator of some of the processes; None for an empty list, as in Horovod."""
     from mpi4py import MPI
 
     world, members = MPI.COMM_WORLD, list(ranks)
@@ -162,13 +162,13 @@ def _end_without_horovod() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether Horovod runs in this process."""
+    """Return whether Horovod runs in this process."""
     backend = sys.modules.get("collectives.backends.horovod")
     return backend is not None and bool(backend.hvd.is_initialized())
 
 
 def communicator() -> Communicator:
-    """The instances of `popdist.init`, connected by Horovod; the first call is a collective one.
+    """Return the communicator of the instances of `popdist.init`, over Horovod; the first call is a collective one.
 
     Raises:
         LifeCycleError: before `popdist.init`, or if Horovod was started with other processes.
@@ -189,64 +189,40 @@ def _connect(settings: Settings, instance: Instance) -> Communicator:
 # ---- who is there
 
 
-def size() -> int:
-    """The number of processes."""
-    return int(_running().hvd.size())
+_Answer = TypeVar("_Answer", int, bool)
 
 
-def rank() -> int:
-    """This process, 0 to `size() - 1`."""
-    return int(_running().hvd.rank())
+def _query(answer: type[_Answer], name: str, doc: str, *, needs_init: bool = True) -> Callable[[], _Answer]:
+    """Return a function without arguments that asks Horovod's function of this name.
+
+    Args:
+        answer: the type of what it returns.
+        name: of both functions.
+        doc: its docstring.
+        needs_init: whether it raises `NotInitializedError` before `init`.
+    """
+
+    def ask() -> _Answer:
+        hvd = (_running() if needs_init else _backend()).hvd
+        return answer(getattr(hvd if hasattr(hvd, name) else hvd.mpi_ops, name)())
+
+    ask.__name__ = ask.__qualname__ = name
+    ask.__doc__ = doc
+    return ask
 
 
-def local_size() -> int:
-    """The number of processes on this host."""
-    return int(_running().hvd.local_size())
-
-
-def local_rank() -> int:
-    """This process among those of its host."""
-    return int(_running().hvd.local_rank())
-
-
-def is_homogeneous() -> bool:
-    """Whether all hosts have equally many processes."""
-    return bool(_running().hvd.mpi_ops.is_homogeneous())
-
-
-def mpi_threads_supported() -> bool:
-    """Whether MPI may be called by several threads."""
-    return bool(_running().hvd.mpi_threads_supported())
-
-
-def mpi_enabled() -> bool:
-    """Whether Horovod uses MPI in this process."""
-    return bool(_backend().hvd.mpi_enabled())
-
-
-def mpi_built() -> bool:
-    """Whether Horovod was built with MPI."""
-    return bool(_backend().hvd.mpi_built())
-
-
-def gloo_enabled() -> bool:
-    """Whether Horovod uses Gloo in this process."""
-    return bool(_backend().hvd.gloo_enabled())
-
-
-def gloo_built() -> bool:
-    """Whether Horovod was built with Gloo."""
-    return bool(_backend().hvd.gloo_built())
-
-
-def nccl_built() -> bool:
-    """Whether Horovod was built with NCCL."""
-    return bool(_backend().hvd.nccl_built())
-
-
-def ddl_built() -> bool:
-    """Whether Horovod was built with IBM's DDL."""
-    return bool(_backend().hvd.ddl_built())
+size = _query(int, "size", "Return the number of processes.")
+rank = _query(int, "rank", "Return the number of this process, 0 to `size() - 1`.")
+local_size = _query(int, "local_size", "Return the number of processes on this host.")
+local_rank = _query(int, "local_rank", "Return the number of this process among those of its host.")
+is_homogeneous = _query(bool, "is_homogeneous", "Return whether all hosts have equally many processes.")
+mpi_threads_supported = _query(bool, "mpi_threads_supported", "Return whether several threads may call MPI.")
+mpi_enabled = _query(bool, "mpi_enabled", "Return whether Horovod uses MPI in this process.", needs_init=False)
+mpi_built = _query(bool, "mpi_built", "Return whether Horovod was built with MPI.", needs_init=False)
+gloo_enabled = _query(bool, "gloo_enabled", "Return whether Horovod uses Gloo in this process.", needs_init=False)
+gloo_built = _query(bool, "gloo_built", "Return whether Horovod was built with Gloo.", needs_init=False)
+nccl_built = _query(bool, "nccl_built", "Return whether Horovod was built with NCCL.", needs_init=False)
+ddl_built = _query(bool, "ddl_built", "Return whether Horovod was built with IBM's DDL.", needs_init=False)
 
 
 # ---- operations
@@ -334,7 +310,7 @@ def allgather(tensor: ArrayLike, name: str | None = None) -> np.ndarray:
 
 
 def broadcast(tensor: ArrayLike, root_rank: int, name: str | None = None) -> np.ndarray:
-    """The tensor of process `root_rank`, in all processes.
+    """Return the tensor of process `root_rank`, in all processes.
 
     Args:
         tensor: the same shape and dtype in all processes; bool is allowed.

@@ -1,4 +1,4 @@
-"""What one instance knows about itself: which of how many it is, and which replicas it drives."""
+"""The identity of an instance: which of how many it is, and which replicas it drives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Launcher = Literal["poprun", "mpirun", "slurm", "single", "tf_config"]
 
 
 def this_host() -> str:
-    """The name of this machine, as the kernel knows it."""
+    """Return the name of this machine, as the kernel knows it."""
     return os.uname().nodename
 
 
 def replica_block(index: int, count: int, total_replicas: int) -> range:
-    """The replicas of instance `index` of `count`, which share them as evenly as they can, in order."""
+    """Return the replicas of instance `index` of `count`, which share them as evenly as they can, in order."""
     share, rest = divmod(total_replicas, count)
     start = index * share + min(index, rest)
     return range(start, start + share + (index < rest))
@@ -91,7 +91,7 @@ class Instance:
             raise InstanceError(message)
 
     def renumbered(self, index: int, count: int) -> Instance:
-        """This instance as number `index` of `count`, which share the replicas as evenly as they can, in order."""
+        """Return this instance as number `index` of `count`, which share the replicas as evenly as possible."""
         block = replica_block(index, count, self.total_replicas)
         return replace(
             self,

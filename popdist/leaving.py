@@ -28,12 +28,12 @@ _WITHOUT_CHIEF = (
 
 
 def can_carry_on() -> bool:
-    """Whether the instances that are left when others are lost can go on: poprun --on-failure shrink, over MPI."""
+    """Return whether the other instances can go on when some are lost: poprun --on-failure shrink, over MPI."""
     return process.is_default and is_to_carry_on() and not process.others
 
 
 def is_to_carry_on() -> bool:
-    """Whether the user has started the job to go on without instances that are lost, whether or not it can."""
+    """Return whether the user has started the job to go on without instances that are lost, whether or not it can."""
     return SHRINKS_VARIABLE in os.environ
 
 

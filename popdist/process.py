@@ -1,4 +1,4 @@
-"""What this process has set up so far: which instance it is, and what connects it with the others."""
+"""The state of this process: which instance it is, and what connects it with the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
 
 class Chief(Enum):
-    """What has become of the instance that prints and writes for all of them."""
+    """The state of the instance that prints and writes for all of them."""
 
     AT_WORK = auto()  # instance 0, whoever that is when others are lost
     DONE = auto()  # it has come to its end
@@ -33,7 +33,7 @@ class Chief(Enum):
 
 @dataclass
 class Process:
-    """What this process has set up so far."""
+    """The state of this process."""
 
     connect: ConnectBackend | None = None
     is_default: bool = False  # whether it is the default backend, over MPI
@@ -57,13 +57,13 @@ class Process:
 
     @property
     def every_communicator(self) -> list[Communicator]:
-        """In the order in which they are closed."""
+        """All communicators, in the order in which they are closed."""
         backend = [each for each in (self.communicator, self.with_leavers) if each is not None]
         return [*reversed(self.others), *backend]
 
     @property
     def calls_made(self) -> int:
-        """How many collectives have been called."""
+        """The number of collectives that have been called."""
         return sum(communicator.calls_made for communicator in self.every_communicator)
 
     @property
@@ -72,7 +72,7 @@ class Process:
         return self.communicator is not None and self.failed_at == self.calls_made
 
     def detect(self) -> Instance:
-        """What the program or the environment says that this instance is."""
+        """Return what the program or the environment says that this instance is."""
         if self.cluster is not None:
             return self.cluster.instance(self.num_replicas)
         return detect_instance(os.environ, self.num_replicas)

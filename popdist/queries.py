@@ -11,57 +11,57 @@ from popdist.records.recording import note_question
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether poprun started this process."""
+    """Return whether poprun started this process."""
     return TOTAL in os.environ
 
 
 def getNumTotalReplicas() -> int:
-    """The replicas of all instances."""
+    """Return the replicas of all instances."""
     return instance().total_replicas
 
 
 def getNumLocalReplicas() -> int:
-    """The replicas of this instance."""
+    """Return the replicas of this instance."""
     note_question("popdist.getNumLocalReplicas")
     return instance().local_replicas
 
 
 def getReplicaIndexOffset() -> int:
-    """The global index of this instance's first replica."""
+    """Return the global index of this instance's first replica."""
     note_question("popdist.getReplicaIndexOffset")
     return instance().replica_offset
 
 
 def getNumIpusPerReplica() -> int:
-    """The devices that one replica spans."""
+    """Return the devices that one replica spans."""
     return instance().ipus_per_replica
 
 
 def checkNumIpusPerReplica(num_ipus_per_replica: int) -> bool:
-    """Whether the job was launched with this many devices per replica."""
+    """Return whether the job was launched with this many devices per replica."""
     return getNumIpusPerReplica() == num_ipus_per_replica
 
 
 def getNumInstances() -> int:
-    """The instances of the job."""
+    """Return the instances of the job."""
     note_question("popdist.getNumInstances")
     return instance().count
 
 
 def getInstanceIndex() -> int:
-    """The index of this instance, 0 to `getNumInstances() - 1`."""
+    """Return the index of this instance, 0 to `getNumInstances() - 1`."""
     note_question("popdist.getInstanceIndex")
     return instance().index
 
 
 def getLocalInstanceIndex() -> int:
-    """The index of this instance among those of its host."""
+    """Return the index of this instance among those of its host."""
     note_question("popdist.getLocalInstanceIndex")
     return instance().local_index
 
 
 def getDeviceId(ipusPerReplica: int = 0) -> int:
-    """The id of a device for this instance; the instances of one host get neighbouring ids.
+    """Return the id of a device for this instance; the instances of one host get neighbouring ids.
 
     It is the one in the partition that poprun was given, otherwise the index among the instances of the host.
 

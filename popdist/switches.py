@@ -17,5 +17,5 @@ def require_switches(way_out: str = "", /, **switches: object) -> None:
 
 
 def require_switches_or_none(**switches: object) -> None:
-    """See `require_switches`, of options that may be left open."""
+    """Refuse what is neither True, False nor None; see `require_switches`."""
     require_switches(", or None", **{name: value for name, value in switches.items() if value is not None})

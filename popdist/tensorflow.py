@@ -19,7 +19,7 @@ class _Experimental(Protocol):
 
 
 class _Config(Protocol):
-    """What is needed of an `IPUConfig`."""
+    """The part of an `IPUConfig` that is needed here."""
 
     select_ipus: int | list[int] | tuple[int, ...]
     experimental: _Experimental

@@ -28,12 +28,7 @@ def allgather(
     Raises:
         LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
-    communicator = communicator_of(communicator_id)
-    array = copied(value)
-    if tensor_name is None:
-        return communicator.all_gather(array)
-    gathered: np.ndarray = communicator.start_all_gather(array, name=tensor_name).wait()
-    return gathered
+    return _run("all_gather", communicator_id, tensor_name, value)
 
 
 def allreduce(
@@ -54,12 +49,7 @@ def allreduce(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
-    communicator = communicator_of(communicator_id)
-    array = copied(value)
-    if tensor_name is None:
-        return communicator.all_reduce(array, reduce_op)
-    reduced: np.ndarray = communicator.start_all_reduce(array, reduce_op, name=tensor_name).wait()
-    return reduced
+    return _run("all_reduce", communicator_id, tensor_name, value, reduce_op)
 
 
 def broadcast(
@@ -68,7 +58,7 @@ def broadcast(
     tensor_name: str | None = None,
     communicator_id: str = defaultCommunicatorId(),
 ) -> np.ndarray:
-    """The value of instance `root_rank` of the group, on all instances.
+    """Return the value of instance `root_rank` of the group, on all instances.
 
     Args:
         value: the same shape and dtype on all instances; bool is allowed.
@@ -79,16 +69,25 @@ def broadcast(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
+    return _run("broadcast", communicator_id, tensor_name, value, root_rank)
+
+
+def _run(
+    operation: str, communicator_id: str, tensor_name: str | None, value: ArrayLike, *arguments: str | int
+) -> np.ndarray:
+    """Return the result of a collective of a communicator: of a named one, if there is a name."""
     communicator = communicator_of(communicator_id)
     array = copied(value)
+    result: np.ndarray
     if tensor_name is None:
-        return communicator.broadcast(array, root_rank)
-    sent: np.ndarray = communicator.start_broadcast(array, root_rank, name=tensor_name).wait()
-    return sent
+        result = getattr(communicator, operation)(array, *arguments)
+    else:
+        result = getattr(communicator, f"start_{operation}")(array, *arguments, name=tensor_name).wait()
+    return result
 
 
 def copied(value: ArrayLike) -> np.ndarray:
-    """The value as an array that may be written to.
+    """Return the value as an array that may be written to.
 
     Raises:
         UnsupportedBufferError: it is a masked array.

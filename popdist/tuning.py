@@ -1,4 +1,4 @@
-"""How long instances wait for each other and what their reductions go through, as the environment says."""
+"""Limits of waits and the mechanism of reductions, as the environment says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "POPDIST_"
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
-    """The limits that POPDIST_STALL_WARNING_S, POPDIST_TIMEOUT_S and POPDIST_CONNECT_TIMEOUT_S set.
+    """Return the limits that POPDIST_STALL_WARNING_S, POPDIST_TIMEOUT_S and POPDIST_CONNECT_TIMEOUT_S set.
 
     Raises:
         EnvironmentMismatchError: one is not a positive number of seconds.
@@ -28,7 +28,7 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
 
 
 def read_mechanism(environ: Mapping[str, str]) -> str:
-    """The mechanism of `collectives.Settings` that POPDIST_MECHANISM sets.
+    """Return the mechanism of `collectives.Settings` that POPDIST_MECHANISM sets.
 
     Raises:
         EnvironmentMismatchError: it is none.
@@ -43,7 +43,7 @@ def read_mechanism(environ: Mapping[str, str]) -> str:
 
 
 def read_network(environ: Mapping[str, str]) -> Network | None:
-    """The network of `collectives.Settings`, in the file that POPDIST_NETWORK names.
+    """Return the network of `collectives.Settings`, in the file that POPDIST_NETWORK names.
 
     Raises:
         EnvironmentMismatchError: the file cannot be read, or has no network.

@@ -24,17 +24,17 @@ _PREFIX = "library_fusion_type_"
 
 
 def adds_up_wrongly(jaxlib: str) -> bool:
-    """Whether a version of jaxlib gives wrong sums on CPUs when it is left as it is; not where there is none ("")."""
+    """Return whether a version of jaxlib gives wrong sums on CPUs unless it is set up; False for none ("")."""
     return bool(jaxlib) and _numbers(jaxlib) >= _numbers(FIRST_WRONG)
 
 
 def is_measured(jaxlib: str) -> bool:
-    """Whether what is known of a version of jaxlib was found out by running it."""
+    """Return whether what is known of a version of jaxlib was found out by running it."""
     return _numbers(jaxlib) <= _numbers(LAST_MEASURED)
 
 
 def right_sums_setting(jaxlib: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable to set so that sums are right, with the user's own flags in it; before JAX starts.
+    """Return the variable to set so that sums are right, with the user's own flags in it; before JAX starts.
 
     Nothing where it is not needed, where no program of JAX runs on a CPU, and where the user has decided.
 
@@ -56,7 +56,7 @@ def right_sums_setting(jaxlib: str, environ: Mapping[str, str]) -> dict[str, str
 
 
 def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
-    """Why sums will be wrong on CPUs, and the way out, where JAX has started with these variables; else None.
+    """Return why sums will be wrong on CPUs, and the way out, where JAX has started with these variables; else None.
 
     Args:
         jaxlib: its version; "" where there is none.
@@ -77,12 +77,12 @@ def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
 
 
 def is_overruled(environ: Mapping[str, str]) -> bool:
-    """Whether the user wants jaxlib to be left as it is."""
+    """Return whether the user wants jaxlib to be left as it is."""
     return environ.get(OVERRULE) == "1"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers at the beginning, so that 0.11.1.dev20260901 is 0.11.1."""
+    """Return the numbers at the beginning, so that 0.11.1.dev20260901 is 0.11.1."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()
 
@@ -104,7 +104,7 @@ def _may_use_cpu(environ: Mapping[str, str]) -> bool:
 
 
 def _gives_sums_away(flags: str) -> bool:
-    """Whether sums are still among what XLA gives to YNNPACK; each flag changes or replaces what was so far."""
+    """Return whether sums are still among what XLA gives to YNNPACK; each flag changes or replaces what was so far."""
     gives = True
     for wanted in _choices(flags):
         if f"-{_SUMS}" in wanted:
@@ -117,13 +117,13 @@ def _gives_sums_away(flags: str) -> bool:
 
 
 def _asks_for_it(flags: str) -> bool:
-    """Whether the last word about sums is the user's wish for YNNPACK."""
+    """Return whether the last word about sums is the user's wish for YNNPACK."""
     words = [word for wanted in _choices(flags) for word in wanted if word.lstrip("+-") == _SUMS]
     return bool(words) and not words[-1].startswith("-") and _gives_sums_away(flags)
 
 
 def _choices(flags: str) -> list[list[str]]:
-    """The values of the flag, in order; XLA takes upper and lower case, a long name and quotes."""
+    """Return the values of the flag, in order; XLA takes upper and lower case, a long name and quotes."""
     values = re.findall(rf"(?:^|\s){FUSIONS}=(\S*)", flags)
     return [value.strip("\"'").lower().replace(_PREFIX, "").split(",") for value in values]
 
@@ -133,7 +133,7 @@ SMALLEST_POOL = 8
 
 
 def thread_pool_size(total_replicas: int) -> int:
-    """How many threads XLA's CPU pool has in every instance of a job.
+    """Return how many threads XLA's CPU pool has in every instance of a job.
 
     XLA splits a matrix product by the size of this pool, and how it is split decides the order in which the
     terms are added, hence the last bits of the result. By default the size is max(cores, devices) and so
@@ -148,7 +148,7 @@ def thread_pool_size(total_replicas: int) -> int:
 
 
 def thread_pool_setting(environ: Mapping[str, str], total_replicas: int) -> dict[str, str]:
-    """The variable to set so that the pool has its size; nothing where the user has set it already."""
+    """Return the variable to set so that the pool has its size; nothing where the user has set it already."""
     if POOL_VARIABLE in environ:
         return {}
     return {POOL_VARIABLE: str(thread_pool_size(total_replicas))}

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from strategies.numbers import integer
+# ---- whole numbers
+
+
+def positive(name: str, value: object) -> int:
+    """Return `value` as an int; raise TypeError or ValueError, naming `name`, unless it is an integer above zero."""
+    return at_least(1, name, value)
+
+
+def at_least(minimum: int, name: str, value: object) -> int:
+    """Return `value` as an int; raise TypeError or ValueError, naming `name`, unless it is at least `minimum`."""
+    number = integer(value)
+    if number is None:
+        raise TypeError(f"{name} is {value!r}; an integer of at least {minimum} is needed")
+    if number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    return number
+
+
+def integer(value: Any) -> int | None:
+    """Return an integer of any library as an int; None for anything else, truth values too."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
 
 # ---- axes
 
@@ -17,7 +43,7 @@ Axis = int | tuple[int, ...] | list[int]
 
 
 def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
-    """The axes of an array of that shape, in order and none of them negative.
+    """Return the axes of an array of that shape, in order and none of them negative.
 
     Raises:
         TypeError: if one is no whole number.
@@ -38,14 +64,14 @@ def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_axis(axis: int, shape: Sequence[int]) -> int:
-    """See `checked_axes`, where it has to be one."""
+    """Return one axis; see `checked_axes`."""
     if integer(axis) is None:
         raise TypeError(f"axis is {axis!r}; it must be a whole number")
     return checked_axes(axis, shape)[0]
 
 
 def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
-    """The parts of an array, each without these axes, one after another along them.
+    """Cut an array into parts without these axes, one after another along them.
 
     Raises:
         TypeError, ValueError: see `checked_axes`; or an axis has the length 0.

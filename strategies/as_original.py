@@ -21,7 +21,7 @@ from strategies.multi_worker import ClusterResolver
 from strategies.multi_worker import IPUMultiWorkerStrategy as _Workers
 from strategies.per_replica import PerReplica
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Data, Function, Scalar, Tree
+from strategies.typing import Data, Function, Scalar, Tree
 
 __all__ = [
     "IPUHorovodStrategy",

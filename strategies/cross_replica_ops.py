@@ -18,13 +18,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from strategies.numbers import at_least
+from popdist.switches import require_switches
+from strategies.argument_checks import at_least
 from strategies.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
 from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Leaf, Tree
-from strategies.switches import require_switches
+from strategies.typing import Leaf, Tree
 
 
 def replication_index() -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 @dataclass(frozen=True)

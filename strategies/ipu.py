@@ -8,10 +8,10 @@ from typing import ClassVar, final
 from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
 from popdist.instance import Instance
+from strategies.argument_checks import positive
 from strategies.config.configured import in_force
 from strategies.config.launched import replicas_of_process
 from strategies.config.selection import Selection
-from strategies.numbers import positive
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from strategies.argument_checks import integer
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.iterations import Iteration, differentiable
-from strategies.numbers import integer
 from strategies.programs.captures import Reads
 from strategies.programs.feed_program import (
     FeedProgram,
@@ -28,7 +28,7 @@ from strategies.programs.feed_program import (
     tracing,
 )
 from strategies.programs.xla_pitfalls import refuse_float64
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 PROGRAMS_KEPT = 64
 MOST_ITERATIONS = 2**31 - 1

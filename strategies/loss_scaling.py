@@ -9,8 +9,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from strategies.numbers import positive
-from strategies.roles import Scalar
+from strategies.argument_checks import positive
+from strategies.typing import Scalar
 
 MOST = 2.0**24
 """No loss is scaled by more."""

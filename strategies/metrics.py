@@ -10,11 +10,11 @@ import os
 from collections.abc import Mapping
 
 import popdist
-from strategies.roles import Number
 from strategies.sinks.opening import asked_sinks, open_sinks, opened
 from strategies.sinks.sink import Row, Sink
 from strategies.sinks.sinks import JobFacts, Sinks
 from strategies.strategy import Strategy, get_strategy
+from strategies.typing import Number
 
 __all__ = ["Row", "Sink", "Sinks", "log", "open"]
 

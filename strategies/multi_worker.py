@@ -9,9 +9,9 @@ from collectives import Communicator
 from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
+from strategies.argument_checks import positive
 from strategies.config.configured import in_force
 from strategies.config.launched import refuse_other_process, replicas_of_instance
-from strategies.numbers import positive
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 

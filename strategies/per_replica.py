@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from popdist.records import Progress
 from popdist.records.recording import note_question
-from strategies.argument_checks import Axis
+from popdist.switches import require_switches
+from strategies.argument_checks import Axis, positive
 from strategies.config.configured import IPUConfig, in_force
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
@@ -29,7 +30,6 @@ from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
 from strategies.keras_in_scope import keras_in_scope
-from strategies.numbers import positive
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
 from strategies.programs.program import NOTHING_HELD, DeviceProgram, HeldState
@@ -46,8 +46,7 @@ from strategies.replicas.variables import (
     make_variable,
     values_of,
 )
-from strategies.roles import Data, Element, Function, Leaf, Tree
-from strategies.switches import require_switches
+from strategies.typing import Data, Element, Function, Leaf, Tree
 
 Same = TypeVar("Same")
 

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from strategies.loss_scaling import LossScale
-from strategies.roles import Leaf, OptimizerState, Tree, Variables
+from strategies.typing import Leaf, OptimizerState, Tree, Variables
 
 
 @partial(

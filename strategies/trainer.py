@@ -15,11 +15,9 @@ from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunc
 from strategies.evaluation.evaluator import JaxEvaluator
 from strategies.evaluation.merging import Evaluation
 from strategies.gradients.arguments import check_loss_function, check_optimizer
-from strategies.gradients.replica_program import LossFunction
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
 from strategies.replicas.replica_context import refuse_in_replica
-from strategies.roles import Batch, Tree, Variables
 from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine
 from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
@@ -29,6 +27,7 @@ from strategies.step.states import TrainStates
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
+from strategies.typing import Batch, LossFunction, Tree, Variables
 from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 

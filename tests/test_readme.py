@@ -37,6 +37,7 @@ def on_one(program):
     return lines_on(1, program)
 
 
+@pytest.mark.complete
 def test_the_program_trains_alone(program):
     [line] = poprun_jobs.run_alone(*program).lines_of(0)
     assert re.fullmatch(r"loss \d\.\d{3}, [0-9a-f]{64}", line)

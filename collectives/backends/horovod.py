@@ -44,7 +44,7 @@ from collectives.factory import RankGroup, Settings
 from collectives.named import NamedQueue
 from collectives.open_mpi import open_mpi_prepared
 from collectives.reduction import Reduction, join, shares
-from collectives.transport import Contributions, Parts, Transport
+from collectives.transport import Contributions, Parts, Reducing, Transport
 from collectives.waiting import Watch
 
 try:
@@ -104,7 +104,7 @@ def start(comm: object = None) -> None:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor; one that cannot be written must only be read."""
+    """Return the same memory as a tensor; one that cannot be written must only be read."""
     if not array.flags.writeable:  # torch would warn
         array = np.asarray(_Unprotected(array))
     return torch.from_numpy(array)
@@ -193,19 +193,16 @@ class HorovodTransport(Transport):
         received = [body[at : at + step].copy().view(dtype) for body in bodies for at in range(0, body.size, step)]
         return True, Parts(counts, received)
 
-    def reduce(
-        self,
-        contributions: Contributions,
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
-        self.reduce_group([(contributions, out, reduction)], parts)
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
+        contributions, out, _, scatters, _ = reducing
+        whole = np.empty_like(contributions[0]) if scatters else out
+        self.reduce_group([reducing._replace(out=whole)], parts)
+        if scatters:
+            np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
-    def reduce_group(self, group: Sequence[tuple[Contributions, np.ndarray, Reduction]], parts: Parts) -> None:
+    def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
         sums = []
-        for contributions, out, reduction in group:
+        for contributions, out, reduction, *_ in group:
             if reduction.op in ("sum", "mean"):
                 sums.append(_Sum(contributions, out, reduction))
             else:
@@ -213,11 +210,6 @@ class HorovodTransport(Transport):
         self._add_up([one.carrier for one in sums])
         for one in sums:
             one.finish(parts.total)
-
-    def reduce_scatter(self, contributions: Contributions, out: np.ndarray, reduction: Reduction, parts: Parts) -> None:
-        whole = np.empty_like(contributions[0])
-        self.reduce(contributions, whole, reduction, parts)
-        np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for piece in _pieces(buffer, _PIECE_BYTES):
@@ -252,8 +244,9 @@ class HorovodTransport(Transport):
             reduction.reduce(list(rows), result, self.size)
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
-        """The messages of all ranks one after another; they may differ in size."""
-        return self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
+        """Return the messages of all ranks one after another; they may differ in size."""
+        messages: np.ndarray = self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
+        return messages  # without PyTorch its type is Any
 
     def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
         """Return the result of an operation of Horovod that `begin(name=...)` starts."""
@@ -277,25 +270,25 @@ class _Sum:
         self.carrier = _carrier(self._total)
 
     def finish(self, count: int) -> None:
-        """The sum, or the mean of `count` contributions, is in `out` afterwards."""
+        """Put the sum, or the mean of `count` contributions, into `out`."""
         _take(self.carrier, self._total)
         self._reduction.finish(self._total, self._out, count)
 
 
 def _carrier(total: np.ndarray) -> np.ndarray:
-    """The array as Horovod can add it: the same memory where the width is the same."""
+    """Return the array as Horovod can add it: the same memory where the width is the same."""
     dtype = _CARRIERS[total.dtype]
     return total.view(dtype) if dtype.itemsize == total.itemsize else total.astype(dtype)
 
 
 def _take(carrier: np.ndarray, total: np.ndarray) -> None:
-    """Have what is in the carrier of `total` in `total`."""
+    """Copy the carrier of `total` into `total`, unless they share memory."""
     if carrier.itemsize != total.itemsize:
         total[...] = carrier.astype(total.dtype)
 
 
 def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
-    """The heads of the ranks' messages, and what follows each of them."""
+    """Return the heads of the ranks' messages, and what follows each of them."""
     heads: list[list[int]] = []
     bodies: list[np.ndarray] = []
     while messages.size:
@@ -308,7 +301,7 @@ def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
 
 
 def _pieces(array: np.ndarray, nbytes: int) -> list[np.ndarray]:
-    """The array in pieces of at most so many bytes."""
+    """Return the array in pieces of at most so many bytes."""
     step = max(1, nbytes // array.itemsize)
     return [array[start : start + step] for start in range(0, array.size, step)]
 
@@ -360,7 +353,7 @@ class Operations:
             self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), name)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks one after another along their first axis, which may differ."""
+        """Return the arrays of all ranks one after another along their first axis, which may differ."""
         if not array.ndim:
             raise ValueError("allgather of a scalar, which has no first dimension; give an array of one element")
         _check_movable(array)
@@ -426,7 +419,7 @@ def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: in
 
 
 def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
-    """The mean of 64-bit integers, whose sum need not fit."""
+    """Return the mean of 64-bit integers, whose sum need not fit."""
     ((quotients,), (remainders,)) = shares([flat], size)
     carriers = [_carrier(quotients), _carrier(remainders)]
 
@@ -439,7 +432,7 @@ def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
 
 
 def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Reducing:
-    """The mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
+    """Return the mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
     before, after = factors
     with np.errstate(all="ignore"):  # what does not fit is noticed by the sum of the absolute values
         scaled = flat if before == 1 else np.trunc(flat.astype(np.float64) * before)
@@ -491,7 +484,7 @@ def _check_movable(array: np.ndarray) -> None:
 
 
 def connect(settings: Settings) -> Communicator:
-    """A communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
+    """Return a communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
     start()
     number = next(_numbers)
     group = _everybody()

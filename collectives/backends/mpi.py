@@ -114,7 +114,7 @@ def connect(
     instances: Sequence[int] | None = None,
     host: str = "",
 ) -> Communicator:
-    """A communicator of the ranks of `comm` (default: all of this MPI job); all of them call this.
+    """Return a communicator of the ranks of `comm` (default: all of this MPI job); all of them call this.
 
     The MPI communicator is duplicated and left alone.
 
@@ -145,7 +145,7 @@ def _connect_over(
     end: Callable[[], None],
     host: str = "",
 ) -> Communicator:
-    """A communicator of the ranks of `comm`.
+    """Return a communicator of the ranks of `comm`.
 
     It creates no MPI communicators: while one comes into being, the news that another of its ranks is lost ends this
     process (Open MPI 5.0.11, in ompi_comm_revoke_local).
@@ -184,7 +184,7 @@ def _nothing() -> None:
 
 
 def connect_survivors(settings: Settings) -> Communicator:
-    """A communicator of the ranks of this MPI job that are left; all of them call this, and again if one is lost then.
+    """Return a communicator of the ranks of this MPI job that are left; all call this, and again if one is lost then.
 
     What they had connected before is of no use any more. Needs Open MPI's fault tolerance, `mpirun --with-ft ulfm`.
     """
@@ -206,7 +206,7 @@ def connect_survivors(settings: Settings) -> Communicator:
 
 
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
-    """What is best where the ranks of a host send through one wire.
+    """Return what is best where the ranks of a host send through one wire.
 
     Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
     """

@@ -10,8 +10,7 @@ from collectives.arrays import aligned_empty
 from collectives.communicator import Communicator
 from collectives.factory import RankGroup, Settings
 from collectives.named import NamedQueue
-from collectives.reduction import Reduction
-from collectives.transport import Parts, Transport
+from collectives.transport import Parts, Reducing, Transport
 
 
 class SingleTransport(Transport):
@@ -23,23 +22,11 @@ class SingleTransport(Transport):
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         return True, Parts((count,), arrays)
 
-    def reduce(
-        self,
-        contributions: Sequence[np.ndarray],
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
-        reduction.reduce(contributions, out, len(contributions))
-
-    def reduce_scatter(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
-        reduction.reduce(contributions, out, len(contributions))
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
+        reducing.reduction.reduce(reducing.contributions, reducing.out, len(reducing.contributions))
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is no other rank."""
 
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[0], block)
@@ -52,11 +39,11 @@ class SingleTransport(Transport):
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:
-    """A communicator of this process alone."""
+    """Return a communicator of this process alone."""
     group = RankGroup(0, ["rank 0"], instances)
     queue = NamedQueue(SingleTransport(), group.watch(settings))
     return Communicator(

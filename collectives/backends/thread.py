@@ -30,7 +30,7 @@ def _nothing(source: int, to: int) -> None:
 
 
 class ThreadHub:
-    """Where the threads of one group meet.
+    """The meeting point of the threads of one group.
 
     A rank may be lost, as a process may. It then goes as between processes over MPI with ULFM: those who wait for the
     lost rank get `PeerLostError`; the first of them who wants to go on without it revokes the hub, which ends the waits
@@ -64,12 +64,12 @@ class ThreadHub:
         self._smaller: tuple[ThreadHub, list[int]] | None = None  # and which ranks of this hub are its ranks
 
     def queue_for(self, channel: int, source: int, to: int, lane: int) -> queue.SimpleQueue[np.ndarray]:
-        """The messages of one lane from one rank to another."""
+        """Return the messages of one lane from one rank to another."""
         with self._changed:
             return self._queues[channel, source, to, lane]
 
     def subgroup(self, ranks: tuple[int, ...], rank: int) -> ThreadHub:
-        """The hub of some of the ranks; each call of a rank with the same ranks gets the next such group."""
+        """Return the hub of some of the ranks; each call of a rank with the same ranks gets the next such group."""
         with self._changed:
             turn = self._joined[ranks, rank]
             self._joined[ranks, rank] += 1
@@ -107,18 +107,18 @@ class ThreadHub:
             self._tell_subgroups()
 
     def why_lost(self, rank: int) -> str:
-        """What was said when a rank was lost; empty while it is not."""
+        """Return what was said when a rank was lost; empty while it is not."""
         return self._lost.get(rank, "")
 
     def why_not_wait(self, rank: int, awaited: Sequence[int]) -> str:
-        """Why it is useless for a rank to wait for some others; empty while it is not."""
+        """Return why it is useless for a rank to wait for some others; empty while it is not."""
         reasons = [self._lost[each] for each in (rank, *awaited) if each in self._lost]
         if not reasons and self._is_revoked:
             reasons = [*self._lost.values()] or ["the others go on without this group"]
         return "; ".join(reasons)
 
     def newest(self, rank: int) -> tuple[ThreadHub, int]:
-        """Where a rank of this hub is now: in the smallest hub in which it has met the others, and its number there."""
+        """Return the smallest hub in which a rank of this hub has met the others, and the number of the rank there."""
         hub = self
         while hub._smaller is not None and rank in hub._smaller[1]:
             hub, left = hub._smaller
@@ -126,7 +126,7 @@ class ThreadHub:
         return hub, rank
 
     def survivors(self) -> list[int]:
-        """The ranks of this hub that have met in the smallest one, in its order."""
+        """Return the ranks of this hub that have met in the smallest one, in its order."""
         ranks, hub = list(range(self.size)), self
         while hub._smaller is not None:
             hub, left = hub._smaller

@@ -57,7 +57,7 @@ class HostsLink(Link):
         return self._watched(self._far.fetch(room, source, lane))
 
     def pausing(self) -> Pause | None:
-        """A wait sleeps until a rank of this host rings, unless the network may end it, or has to be driven on."""
+        """Return a pause until a rank of this host rings; None where the network may end the wait or is polled."""
         return None if self._is_under_way() else self._near.pause
 
     def _watched(self, transfer: Some) -> Some:
@@ -68,7 +68,7 @@ class HostsLink(Link):
         return transfer
 
     def _is_under_way(self) -> bool:
-        """Whether anything is, over the network; what is done is forgotten."""
+        """Return whether anything is, over the network; what is done is forgotten."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         return bool(self._under_way)
@@ -78,5 +78,5 @@ class HostsLink(Link):
 
 
 def ranks_beside(link: Link) -> list[int]:
-    """The ranks of this rank's host, with this one."""
+    """Return the ranks of this rank's host, with this one."""
     return [rank for rank, host in enumerate(link.hosts) if host == link.hosts[link.rank]]

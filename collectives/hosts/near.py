@@ -61,12 +61,12 @@ class NearLink(Link):
             del self._expected[inbox]
 
     def channel(self, source: int, to: int, lane: int) -> memoryview:
-        """The words of a lane from one rank to another one."""
+        """Return the words of a lane from one rank to another one."""
         start = queue_start(self.size, source, to, lane)
         return self._words[start : start + QUEUE_WORDS]
 
     def pool(self, source: int, lane: int) -> np.ndarray:
-        """The pool of a rank."""
+        """Return the pool of a rank."""
         return np.frombuffer(self._memory, np.uint8, POOL_BYTES[lane], pool_start(self.size, source, lane))
 
 
@@ -115,7 +115,7 @@ class _Received:
 
 
 class _Outbox:
-    """What this rank sends in one lane: fragments lie in a pool, one behind the other, until all have taken them."""
+    """The messages that this rank sends in one lane: fragments lie in a pool until all receivers have taken them."""
 
     def __init__(self, link: NearLink, lane: int) -> None:
         self._bells = link.bells
@@ -145,7 +145,7 @@ class _Outbox:
             self._waiting.popleft()
 
     def _copy(self, sent: _Outgoing, part: slice, is_last: bool) -> bool:
-        """Whether there was room for a fragment."""
+        """Return whether there was room for a fragment."""
         nbytes = part.stop - part.start
         if any(self._announced[to] - self._channels[to][TAKEN] >= QUEUED for to in sent.to):
             return False
@@ -171,7 +171,7 @@ class _Outbox:
                 self._bells.ring(rank)
 
     def _announce(self, to: int, facts: tuple[int, int, bool]) -> int:
-        """The number of a receiver's fragments with this one."""
+        """Return the number of a receiver's fragments with this one."""
         channel, number = self._channels[to], self._announced[to]
         first = FRAGMENTS + number % QUEUED * FRAGMENT_WORDS
         channel[first], channel[first + 1], channel[first + 2] = facts
@@ -181,18 +181,18 @@ class _Outbox:
         return number + 1
 
     def _forget(self) -> None:
-        """Fragments that all have taken leave their room to others."""
+        """Free the room of fragments that all have taken."""
         while self._lying and all(self._channels[to][TAKEN] >= number for to, number in self._lying[0][1]):
             self._begins = self._lying.popleft()[0]
 
     def _room(self, nbytes: int) -> int:
-        """Where so many bytes lie in one part behind all others, counted as `_ends` is."""
+        """Return where so many bytes lie in one part behind all others, counted as `_ends` is."""
         size = self._pool.size
         return self._ends if self._ends % size + nbytes <= size else -(-self._ends // size) * size
 
 
 class _Inbox:
-    """What one rank sends to this one in one lane."""
+    """The messages that one rank sends to this one in one lane."""
 
     def __init__(self, link: NearLink, source: int, lane: int) -> None:
         self._source = source
@@ -293,32 +293,32 @@ _WORD_BYTES = 8
 
 
 def memory_bytes(size: int) -> int:
-    """The memory that one channel between `size` ranks takes."""
+    """Return the memory that one channel between `size` ranks takes."""
     return pool_start(size, size, EXCHANGE)
 
 
 def words_of(size: int) -> int:
-    """How many words come before the pools."""
+    """Return how many words come before the pools."""
     return LANES * size * size * QUEUE_WORDS
 
 
 def queue_start(size: int, source: int, to: int, lane: int) -> int:
-    """Where the words of a lane from one rank to another one begin."""
+    """Return where the words of a lane from one rank to another one begin."""
     return ((lane * size + source) * size + to) * QUEUE_WORDS
 
 
 def bells_start(size: int) -> int:
-    """Where the bells of all ranks begin, in bytes: behind the words."""
+    """Return where the bells of all ranks begin, in bytes: behind the words."""
     return words_of(size) * _WORD_BYTES
 
 
 def pool_start(size: int, source: int, lane: int) -> int:
-    """Where the pool of a rank for a lane begins, in bytes."""
+    """Return where the pool of a rank for a lane begins, in bytes."""
     before = sum(POOL_BYTES[each] for each in range(lane))
     return bells_start(size) + size * LINE_BYTES + source * sum(POOL_BYTES.values()) + before
 
 
 def fragments(nbytes: int) -> Iterator[slice]:
-    """The parts in which so many bytes pass; one even where there are none."""
+    """Yield the parts in which so many bytes pass; one even where there are none."""
     for start in range(0, max(1, nbytes), FRAGMENT_BYTES):
         yield slice(start, min(nbytes, start + FRAGMENT_BYTES))

@@ -36,21 +36,21 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """What a gRPC channel connects to, without any further look-up."""
+        """The target of a gRPC channel, without any further look-up."""
         if self.family == socket.AF_UNIX:
             return self.place
         return f"{'ipv6' if self.family == socket.AF_INET6 else 'ipv4'}:{self.place}"
 
     @property
     def place(self) -> str:
-        """Where a gRPC server listens."""
+        """The address for a gRPC server."""
         if isinstance(self.location, str):
             return f"{UNIX}{self.location}"
         host, port = self.location
         return f"[{host}]:{port}" if self.family == socket.AF_INET6 else f"{host}:{port}"
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A new connection; a process that is stopped accepts it too: its kernel does.
+        """Return a new connection; a process that is stopped accepts it too: its kernel does.
 
         Raises:
             OSError: it is not accepted in time.
@@ -147,7 +147,7 @@ class _Talk:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker listens.
+    """The address at which a worker listens.
 
     Attributes:
         text: as the cluster names it.
@@ -191,14 +191,14 @@ class Address:
         return self.host or "localhost"
 
     def looked_up(self) -> Address:
-        """The same address, which stands from now on for what it stands for now; unchanged if its name is unknown."""
+        """Return this address with what its name stands for now, which stays so; unchanged if its name is unknown."""
         try:
             return replace(self, found=tuple(self.endpoints()))
         except OSError:
             return self
 
     def endpoints(self) -> list[Endpoint]:
-        """What the address stands for, looked up now unless it was found before.
+        """Return what the address stands for, looked up now unless it was found before.
 
         Raises:
             OSError: if the name is unknown.
@@ -212,7 +212,7 @@ class Address:
         return [Endpoint(family, location) for family, location in unique]
 
     def is_loopback(self) -> bool:
-        """Whether only this machine can be behind it."""
+        """Return whether only this machine can be behind it."""
         if self.path:
             return True
         try:
@@ -222,7 +222,7 @@ class Address:
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     def reach(self, timeout_s: float) -> Endpoint:
-        """The first endpoint that accepts a connection; nothing is sent to it.
+        """Return the first endpoint that accepts a connection; nothing is sent to it.
 
         Raises:
             OSError: if none accepts.
@@ -237,7 +237,7 @@ class Address:
         raise refusal
 
     def check_free(self) -> list[Endpoint]:
-        """The endpoints where this machine can listen.
+        """Return the endpoints where this machine can listen.
 
         Raises:
             OSError: if there is none, or another process listens at one of them.
@@ -271,7 +271,7 @@ class Address:
 
 
 def describe_os_error(error: OSError) -> str:
-    """An error of the operating system in words, without numbers and brackets."""
+    """Return an error of the operating system in words, without numbers and brackets."""
     if isinstance(error, ssl.SSLError):
         reason = getattr(error, "reason", None) or str(error.args[-1])
         return getattr(error, "verify_message", "") or reason.replace("_", " ").lower()

@@ -1,4 +1,4 @@
-"""Which streams a worker lets in: those of the other workers, each at its place and once."""
+"""The admission of streams: those of the other workers, each at its place and once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFUSALS_LOGGED = 100
 
 
 def channel_of(lane: str) -> str:
-    """The channel that a lane belongs to."""
+    """Return the channel that a lane belongs to."""
     return lane.rpartition("/")[0]
 
 
@@ -49,7 +49,7 @@ class Admission:
         return is_open and all(address.is_loopback() for address in addresses)
 
     def admit(self, context: grpc.ServicerContext) -> Hello:
-        """Who begins this stream; ends it where that is nobody who may."""
+        """Return the hello of the worker that begins this stream; end the stream of anybody else."""
         try:
             return self._identify(context)
         except Refusal as refusal:
@@ -98,7 +98,7 @@ class Admission:
             )
 
     def _check_user(self, hello: Hello) -> None:
-        """Where nothing else tells two jobs at the same addresses apart, they are those of different users."""
+        """Refuse a process of another user, where nothing else tells two jobs at the same addresses apart."""
         ours = self._node.runner
         if self.rests_on_words and hello.user_id != ours.user_id:
             raise Refusal(
@@ -133,7 +133,7 @@ class Admission:
             )
 
     def _check_lane(self, peer: Peer, lane: str) -> None:
-        """A channel has few lanes, and a worker may be ahead of this one by some channels."""
+        """Refuse lanes beyond the few of each channel, and channels too far ahead of this worker's."""
         channel, _, number = lane.rpartition("/")
         if number not in _LANES_OF_CHANNEL:
             raise Refusal("there is no such lane")

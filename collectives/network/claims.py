@@ -1,4 +1,4 @@
-"""Who another worker is: the process that says hello in its name has to be the one that listens at its address."""
+"""The claim to be another worker: the process that says hello in its name has to listen at its address."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collectives.network.hello import Refusal
 
 
 def digest_incarnation(incarnation: str) -> str:
-    """What a worker shows of the number that it has drawn for another one, to whoever calls it in that one's name."""
+    """Return the digest of a peer's nonce, which is safe to show to unverified callers."""
     return hashlib.sha256(incarnation.encode()).hexdigest()[:32]
 
 
 def taken(name: str, holder: str) -> Refusal:
-    """Of somebody who is not the process that holds a rank."""
+    """Return the refusal of a process other than the one that holds a rank."""
     return Refusal(f"{name} is taken by another process{holder and ', '}{holder}; give each worker an index of its own")
 
 
 class Claim:
-    """What is known of one other worker; whoever holds one guards it with a lock.
+    """The knowledge of one other worker; the holder guards it with a lock.
 
     Anybody may say hello in the name of a worker, but only who listens at its address can give the answer in whose
     place it is. The two are known to be one process by a number that it has drawn: the hello tells it, the answer shows
@@ -42,7 +42,7 @@ class Claim:
         return bool(self.incarnation) and digest_incarnation(self.incarnation) == self.answered
 
     def is_held_by(self, incarnation: str) -> bool:
-        """Whether this is the number of who has said hello."""
+        """Return whether this is the number of who has said hello."""
         return bool(self.incarnation) and hmac.compare_digest(self.incarnation.encode(), incarnation.encode())
 
     def greet(self, incarnation: str, name: str, holder: str = "") -> None:
@@ -62,7 +62,7 @@ class Claim:
         self.incarnation = incarnation
 
     def answer(self, digest: str) -> bool:
-        """The worker's address has answered; returns whether who said hello is somebody else, and has to go."""
+        """Note the answer at the worker's address; return whether another process has said hello, and has to go."""
         self.answered = digest
         is_wrong = bool(self.incarnation) and not self.is_settled
         if is_wrong:
@@ -70,10 +70,10 @@ class Claim:
         return is_wrong
 
     def hang_up(self) -> None:
-        """What has answered at the address is gone."""
+        """Note that the process that answered at the address is gone."""
         self.answered = ""
 
     def leave(self, incarnation: str) -> None:
-        """Who has said hello with this number is gone."""
+        """Note that the process that said hello with this number is gone."""
         if self.is_held_by(incarnation):
             self.incarnation = ""

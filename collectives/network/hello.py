@@ -1,4 +1,4 @@
-"""What a worker says of itself at the beginning of every stream, and why another one may refuse it."""
+"""The hello of a worker at the beginning of every stream, and the reasons to refuse it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Hello:
 
     @property
     def runner(self) -> Runner:
-        """Who says it."""
+        """The runner that says it."""
         texts = [foreign(text) for text in (self.program, self.user, self.host)]
         return Runner(texts[0], texts[1], self.user_id, self.process, texts[2])
 
     def encode(self) -> str:
-        """One line of text."""
+        """Return one line of text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -92,7 +92,7 @@ def _check_text(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class Refusal(Exception):
-    """Why a stream is not accepted.
+    """The reason why a stream is not accepted.
 
     Attributes:
         reason: in words, for both sides.
@@ -104,5 +104,5 @@ class Refusal(Exception):
 
 
 def digest_cluster(addresses: Sequence[str], description: str) -> str:
-    """The same for workers that were given the same addresses in the same order, and the same description."""
+    """Return the same for workers that were given the same addresses in the same order, and the same description."""
     return hashlib.sha256(json.dumps([list(addresses), description]).encode()).hexdigest()[:16]

@@ -43,7 +43,7 @@ class Runner:
 
 
 def this_runner() -> Runner:
-    """This process."""
+    """Return the runner of this process."""
     arguments = getattr(sys, "argv", None) or [""]
     program, user_id = Path(arguments[0]).name or "python", os.getuid()
     return Runner(program[:_MOST], _name_of(user_id)[:_MOST], user_id, os.getpid(), platform.node()[:_MOST])
@@ -62,7 +62,7 @@ def other_users() -> list[str]:
 
 
 def people(accounts: Sequence[pwd.struct_passwd], owners: Iterable[int], own: int) -> list[str]:
-    """The names of all people but one.
+    """Return the names of all people but one.
 
     Args:
         accounts: as in passwd(5); those without a login are of services.
@@ -90,7 +90,7 @@ _DNS, _IP, _ANY, _COMMON = "peer_dns", "peer_ip", "x509_subject_alternative_name
 
 @dataclass(frozen=True)
 class Bearer:
-    """Who shows a certificate that an authority of ours has signed.
+    """The bearer of a certificate that an authority of ours has signed.
 
     Attributes:
         names: the names of hosts that it carries; the first label may be `*`.
@@ -102,7 +102,7 @@ class Bearer:
 
     @classmethod
     def of(cls, context: Mapping[str, Sequence[bytes]]) -> Bearer:
-        """What gRPC knows of a caller; a certificate without alternative names may have a common name instead.
+        """Return what gRPC knows of a caller; a certificate without alternative names may have a common name instead.
 
         So the side that calls reads the one of the side that is called.
         """
@@ -115,7 +115,7 @@ class Bearer:
         return ", ".join((*self.names, *self.numbers)) or "no host"
 
     def is_for(self, host: str) -> bool:
-        """Whether a worker at this host, a name or an address, may show it (RFC 9525, section 6)."""
+        """Return whether a worker at this host, a name or an address, may show it (RFC 9525, section 6)."""
         number = _number(host)
         if number is not None:
             return number in map(_number, self.numbers)

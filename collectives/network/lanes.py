@@ -33,7 +33,7 @@ class Bell:
 
 
 class Inbox:
-    """What has come on one lane from one worker and was not taken yet.
+    """Messages that have come on one lane from one worker and were not taken yet.
 
     Args:
         bell: rung for every message.
@@ -55,7 +55,7 @@ class Inbox:
         self._bell.ring()
 
     def take(self) -> bytes | None:
-        """The next message, if it has come."""
+        """Return the next message, if it has come."""
         try:
             message = self._messages.popleft()
         except IndexError:
@@ -89,7 +89,7 @@ class Received:
         self._is_done = False
 
     def done(self) -> bool:
-        """Whether the message is in its place."""
+        """Return whether the message is in its place."""
         if self._is_done:
             return True
         message = self._inbox.take()
@@ -123,7 +123,7 @@ class Fetched:
         self.message = np.empty(0, np.uint8)
 
     def done(self) -> bool:
-        """Whether it has come."""
+        """Return whether it has come."""
         if self.message.size:
             return True
         message = self._inbox.take()
@@ -147,11 +147,11 @@ class Sent:
         self._data: np.ndarray | bytes = data.tobytes() if self._is_done else data
 
     def done(self) -> bool:
-        """Whether the array may be used again."""
+        """Return whether the array may be used again."""
         return self._is_done
 
     def take(self) -> bytes:
-        """The message as gRPC wants it."""
+        """Return the message as gRPC wants it."""
         data = self._data
         if isinstance(data, bytes):
             return data
@@ -162,7 +162,7 @@ class Sent:
 
 
 class Outbox:
-    """What is to be sent on one lane to one worker; iterating over it waits for the next message.
+    """Messages to send on one lane to one worker; iterating over it waits for the next one.
 
     gRPC asks for a message when it has taken the one before, so those that the network cannot take yet stay here.
 
@@ -179,7 +179,7 @@ class Outbox:
         self._queue.put(sent)
 
     def end(self) -> None:
-        """Nothing more will follow."""
+        """Note that nothing more will follow."""
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[bytes]:

@@ -60,7 +60,7 @@ class PeerWatch:
 
 
 class Silence:
-    """What attempts to reach a silent worker have come to.
+    """The results of attempts to reach a silent worker.
 
     Args:
         since: when it was last heard, in seconds of any clock, which all times are of.
@@ -72,12 +72,12 @@ class Silence:
         self._failures = 0
 
     def was_answered(self, now: float) -> None:
-        """The kernel of its machine has taken a connection, so the worker may be stopped, but is not lost."""
+        """Note that the kernel of its machine has taken a connection, so the worker may be stopped, but is not lost."""
         self._seen_at = max(self._seen_at, now)
         self._failures = 0
 
     def was_not_answered(self, now: float) -> float | None:
-        """An attempt has failed; for how long there is no sign of the worker, if that is why it must be lost."""
+        """Note that an attempt has failed; return the seconds without a sign of the worker, if it is lost by that."""
         self._failures += 1
         silent_s = now - self._seen_at
         return silent_s if silent_s > LOST_AFTER_S and self._failures >= FAILURES else None

@@ -1,4 +1,4 @@
-"""How workers find each other, in whatever order they start."""
+"""The meeting of workers, in whatever order they start."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Meeting:
         node.watch_control(peer)
 
     def _refused(self, peer: Peer, reason: str, is_worker: bool = True) -> None:
-        """What listens at the address of `peer` and this worker do not want each other."""
+        """Handle a refusal between this worker and what listens at the address of `peer`."""
         peer.trouble = reason
         facts = f"{self._node.names[self._node.rank]} was refused by {peer.name}: {reason}"
         if peer.was_there_first and is_worker:
@@ -151,7 +151,7 @@ class Meeting:
 
 
 def _answer_of(call: Any) -> dict[str, Any]:
-    """What the other side says first; the call is cancelled where nothing comes, as from a host that has vanished."""
+    """Return what the other side says first; cancel the call where nothing comes, as from a host that has vanished."""
     limit = threading.Timer(_ANSWER_LIMIT_S, call.cancel)
     limit.daemon = True
     limit.start()
@@ -162,7 +162,7 @@ def _answer_of(call: Any) -> dict[str, Any]:
 
 
 def _describe(missing: list[Peer]) -> str:
-    """Who has not come, and why: `worker 1 at localhost:3738 (connection refused)`."""
+    """Return who has not come, and why: `worker 1 at localhost:3738 (connection refused)`."""
     return ", ".join(f"{peer.name} ({_state(peer)})" for peer in missing)
 
 

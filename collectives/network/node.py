@@ -118,19 +118,19 @@ class Node(Worker):
     # ---- lanes
 
     def bell(self, channel: str) -> Bell:
-        """What is rung when something happens on any lane of a channel, which this worker uses from now on."""
+        """Return what is rung when something happens on any lane of a channel, which this worker uses from now on."""
         with self.changed:
             self.channels.add(channel)
             return self._bells.setdefault(channel, Bell())
 
     def inbox(self, rank: int, lane: str) -> Inbox:
-        """What comes from another worker on one lane."""
+        """Return what comes from another worker on one lane."""
         with self.changed:
             bell = self._bells.setdefault(channel_of(lane), Bell())
             return self._inboxes.setdefault((rank, lane), Inbox(bell))
 
     def outbox(self, rank: int, lane: str) -> Outbox:
-        """What goes to another worker on one lane; its stream begins now."""
+        """Return what goes to another worker on one lane; its stream begins now."""
         peer = self.peers[rank]
         outbox = Outbox(self.bell(channel_of(lane)))
         call = self._begin(peer, wire.LANE_METHOD, outbox, lane)
@@ -227,7 +227,7 @@ class Node(Worker):
             closing.join(max(0.0, give_up - self.clock.now_s()))
 
     def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
-        """Why it is useless to wait, or "".
+        """Return why it is useless to wait, or "".
 
         Args:
             awaited: the ranks that are waited for.
@@ -242,7 +242,7 @@ class Node(Worker):
         return ""
 
     def lose(self, peer: Peer, why: str) -> None:
-        """A worker is gone, or does what no worker does."""
+        """Note that a worker is gone, or does what no worker does."""
         with self.changed:
             if peer.is_lost or peer.has_left or self.is_leaving.is_set():
                 return
@@ -255,7 +255,7 @@ class Node(Worker):
     # ---- what comes in
 
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
-        """The worker at the address of `peer` has welcomed this one; who has said hello in its name may be another."""
+        """Note that the worker at the address of `peer` has welcomed this one; another one may have used its name."""
         with self.changed:
             peer.control = control
             is_wrong = peer.claim.answer(digest)
@@ -292,7 +292,7 @@ class Node(Worker):
             self.lose(peer, "its connection broke")
 
     def _is_over(self, peer: Peer, incarnation: str) -> bool:
-        """Whether the worker itself has gone; who goes before all have met leaves a free place."""
+        """Return whether the worker itself has gone; who goes before all have met leaves a free place."""
         with self.changed:
             is_worker = peer.claim.is_held_by(incarnation)
             if is_worker and self.is_met:
@@ -337,7 +337,7 @@ class Node(Worker):
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
-    """What the server does with a stream."""
+    """The handlers of the server's streams."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

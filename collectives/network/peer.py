@@ -1,4 +1,4 @@
-"""What one worker knows of another one."""
+"""The knowledge that one worker has of another one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Peer:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come."""
+        """The seconds since something has come."""
         return self.clock.now_s() - self.heard_at
 
     @property

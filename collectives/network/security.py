@@ -1,4 +1,4 @@
-"""Who may join: certificates for the connections and a token for the job, as the environment gives them."""
+"""The right to join: certificates for the connections and a token for the job, as the environment gives them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Security:
-    """How workers know each other.
+    """The certificates and the token by which workers know each other.
 
     Attributes:
         certificates: for mutual TLS; None for plaintext.
@@ -77,7 +77,7 @@ class Security:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Security:
-        """What POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE say.
+        """Read POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE.
 
         Raises:
             SecurityError: only some of the files are named, the token is empty or no UTF-8, or the last one is neither
@@ -131,11 +131,11 @@ class Security:
         return used
 
     def prove(self, statement: str) -> str:
-        """What shows that the writer of `statement` knows the token, without showing the token; "" without one."""
+        """Return a proof that the writer of `statement` knows the token, without showing the token; "" without one."""
         return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""
 
     def is_proof(self, proof: str | bytes, statement: str) -> bool:
-        """Whether `proof`, which is anything that somebody sends, was made of `statement` with the same token.
+        """Return whether `proof`, which is anything that somebody sends, was made of `statement` with the same token.
 
         Always true without one.
         """
@@ -143,7 +143,7 @@ class Security:
 
 
 def is_same(known: str, given: str | bytes) -> bool:
-    """Whether somebody has given what we know, in a time that does not tell how much of it was right.
+    """Return whether somebody has given what we know, in a time that does not tell how much of it was right.
 
     What is given may have any characters; gRPC makes bytes above 0x7f some of them.
     """

@@ -1,4 +1,4 @@
-"""How gRPC is set up here: channels and servers for streams of bytes, with limits on both sides."""
+"""Channels and servers of gRPC for streams of bytes, with limits on both sides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True)
 class Room:
-    """How much a server takes in.
+    """The room that a server has for callers.
 
     Attributes:
         streams: at once.
@@ -79,7 +79,7 @@ class DaemonThreads(Executor):
 
 
 def open_channel(endpoint: Endpoint, address: Address, certificates: Certificates | None) -> grpc.Channel:
-    """A connection of its own to one worker; it is made when the first stream needs it."""
+    """Return a connection of its own to one worker; it is made when the first stream needs it."""
     options = [
         *_OPTIONS,
         ("grpc.enable_http_proxy", 0),
@@ -100,7 +100,7 @@ def open_channel(endpoint: Endpoint, address: Address, certificates: Certificate
 def open_server(
     address: Address, certificates: Certificates | None, handlers: grpc.GenericRpcHandler, room: Room
 ) -> grpc.Server:
-    """A server that listens at `address` only; not started yet.
+    """Return a server that listens at `address` only; not started yet.
 
     Raises:
         OSError: if it cannot listen there.

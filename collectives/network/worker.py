@@ -1,4 +1,4 @@
-"""What the parts of a worker know of it, and ask it to do."""
+"""The interface between a worker and its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.waiting import Limits
 
 
 class Worker(ABC):
-    """Who it is, who the others are, and how far they have got; `Node` is the whole of it.
+    """The identity of a worker, the others, and how far they have got; `Node` is the whole of it.
 
     Args: see `Node`.
 
@@ -64,7 +64,7 @@ class Worker(ABC):
 
     @abstractmethod
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
-        """The worker at the address of `peer` has welcomed this one; who has said hello in its name may be another."""
+        """Note that the worker at the address of `peer` has welcomed this one; another one may have used its name."""
 
     @abstractmethod
     def watch_control(self, peer: Peer) -> None:
@@ -72,4 +72,4 @@ class Worker(ABC):
 
     @abstractmethod
     def lose(self, peer: Peer, why: str) -> None:
-        """A worker is gone, or does what no worker does."""
+        """Note that a worker is gone, or does what no worker does."""

@@ -101,7 +101,7 @@ def doubling(held: Held, replicas: int) -> Column:
 
 
 def pairs_up(held: Held, replicas: int) -> bool:
-    """Whether hosts own equal nodes of a power of two replicas, the last one what is left: then pairs own nodes too."""
+    """Return whether hosts, but for the last one, own equal nodes of a power of two replicas: so pairs own nodes."""
     size = sum(node.stop - node.first for node in held[0])
     return size & (size - 1) == 0 and all(
         merged(nodes, replicas) == (TreeNode(host * size, min(replicas, (host + 1) * size)),)
@@ -128,26 +128,26 @@ class Groups:
         self.owners = tuple(sorted(range(self._count), key=self._reversed_bits))
 
     def paired(self, level: int) -> Iterator[int]:
-        """The hosts whose groups of 2^level are joined with another one."""
+        """Yield the hosts whose groups of 2^level are joined with another one."""
         return (host for host in range(self._count) if self.sibling(host, level) < self._count)
 
     def sibling(self, host: int, level: int) -> int:
-        """The first host of the group with which that of a host is joined; that may be behind all hosts."""
+        """Return the first host of the group with which that of a host is joined; that may be behind all hosts."""
         return ((host >> level) ^ 1) << level
 
     def counterpart(self, host: int, level: int) -> int:
-        """The one of that group from which a host has its sum, where all of a group have it."""
+        """Return the one of that group from which a host has its sum, where all of a group have it."""
         first, size = self._group(self.sibling(host, level), level)
         return first + _place(host, level, size)
 
     def node(self, host: int, level: int) -> TreeNode:
-        """What a host's group of 2^level owns."""
+        """Return what a host's group of 2^level owns."""
         first = host >> level << level
         last = min(self._count, first + (1 << level)) - 1
         return TreeNode(self._held[first][0].first, self._held[last][-1].stop)
 
     def parts(self, host: int, level: int) -> tuple[TreeNode, ...]:
-        """What a host has of its group's sum before the group is joined: until then it has added nothing."""
+        """Return what a host has of its group's sum before the group is joined: until then it has added nothing."""
         own = self.node(host, level)
         return self._held[host] if own == self.node(host, 0) else (own,)
 
@@ -165,7 +165,7 @@ class Groups:
                 yield max(start, begun), min(stop, ended), joined + to
 
     def _responsible(self, level: int, size: int) -> tuple[list[Run], dict[int, list[Run]]]:
-        """Who is responsible in a group of 2^level, of which so many are there: all runs, and those of each place."""
+        """Return the responsible hosts in a group of 2^level: all runs, and those of each place."""
         if (level, size) not in self._runs:
             places = groupby(range(self._count), lambda number: _place(self.owners[number], level, size))
             every, of_places = [], defaultdict(list)
@@ -177,7 +177,7 @@ class Groups:
         return self._runs[level, size]
 
     def _group(self, host: int, level: int) -> tuple[int, int]:
-        """The first host of a host's group of 2^level, and how many there are."""
+        """Return the first host of a host's group of 2^level, and how many there are."""
         first = host >> level << level
         return first, min(self._count - first, 1 << level)
 
@@ -186,7 +186,7 @@ class Groups:
 
 
 def _place(owner: int, level: int, size: int) -> int:
-    """The place with the low bits of an owner in a group of 2^level, of which so many are there."""
+    """Return the place with the low bits of an owner in a group of 2^level, of which so many are there."""
     place = owner & ((1 << level) - 1)
     while place >= size:
         place ^= 1 << (place.bit_length() - 1)
@@ -194,7 +194,7 @@ def _place(owner: int, level: int, size: int) -> int:
 
 
 def inside(nodes: Iterable[TreeNode], whole: TreeNode) -> tuple[TreeNode, ...]:
-    """Those of some nodes that are parts of another one."""
+    """Return those of some nodes that are parts of another one."""
     return tuple(node for node in nodes if whole.covers(node))
 
 

@@ -1,4 +1,4 @@
-"""Which plan is the quickest, by what messages cost."""
+"""The choice of the quickest plan, by the costs of messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CACHED = 1024
 
 @dataclass(frozen=True)
 class Width:
-    """How many bytes an element has on its way.
+    """The number of bytes of an element on its way.
 
     Attributes:
         leaf: as the contribution of one replica, and as the result.
@@ -29,13 +29,13 @@ class Width:
     partial: int
 
     def of(self, node: TreeNode, replicas: int) -> int:
-        """Of a node of so many replicas."""
+        """Return the bytes for a node of so many replicas."""
         return self.leaf if node.is_leaf or node == root_of(replicas) else self.partial
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a round asks of the one who has most to do.
+    """The work of the busiest rank in a round.
 
     Attributes:
         messages: sent and received by a rank, to and from other hosts.
@@ -54,13 +54,13 @@ class Load:
 
 @lru_cache(_CACHED)
 def loads_of(plan: Plan, width: Width) -> tuple[Load, ...]:
-    """The loads of all rounds."""
+    """Return the loads of all rounds."""
     return tuple(_load_of(plan, width, each.additions, each.messages) for each in plan.rounds)
 
 
 @lru_cache(_CACHED)
 def whole_load_of(plan: Plan, width: Width) -> Load:
-    """The load of all rounds together: of the one who has most to do in all of them."""
+    """Return the load of all rounds together: of the one who has most to do in all of them."""
     additions = [addition for each in plan.rounds for addition in each.additions]
     return _load_of(plan, width, additions, list(plan.messages()))
 
@@ -86,7 +86,7 @@ def _load_of(plan: Plan, width: Width, additions: Sequence[Addition], messages: 
 
 
 def estimated_s(plan: Plan, elements: int, width: Width, network: Network, pieces: int = 1) -> float:
-    """How long a plan takes, one round after another, with every round as slow as its busiest rank and link.
+    """Return how long a plan takes, one round after another, with every round as slow as its busiest rank and link.
 
     Further pieces come behind the first one as soon as the busiest rank and the busiest link have done with the one
     before, but no more than `UNDER_WAY` of them go their way at once.
@@ -106,7 +106,7 @@ def estimated_s(plan: Plan, elements: int, width: Width, network: Network, piece
 
 
 def _rank_s(load: Load, elements: float, width: Width, network: Network) -> float:
-    """What a rank spends on sums and messages."""
+    """Return what a rank spends on sums and messages."""
     return (
         elements * load.added * width.partial / network.memory_bytes_per_s
         + load.messages * network.message_s
@@ -116,7 +116,7 @@ def _rank_s(load: Load, elements: float, width: Width, network: Network) -> floa
 
 
 def _link_s(load: Load, elements: float, network: Network) -> float:
-    """How long the link of a host is busy."""
+    """Return how long the link of a host is busy."""
     return elements * load.link_bytes / network.bytes_per_s
 
 
@@ -129,7 +129,7 @@ def quickest(
     ways: Sequence[str] = (),
     columns: int = 0,
 ) -> Plan:
-    """The plan that is estimated to be the quickest; of equals the first of `ways`.
+    """Return the plan that is estimated to be the quickest; of equals the first of `ways`.
 
     Args:
         spread: who owns what.

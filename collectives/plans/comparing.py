@@ -1,4 +1,4 @@
-"""Who tells whom what before data move: at the end every rank knows what each of the others calls.
+"""The comparison of calls before data move: at the end every rank knows what each of the others calls.
 
 First the ranks of a host tell each other. Then one rank of each host tells one of each other host what all of its ranks
 have said: in one round where hosts are few, else in as many as their number has bits (Bruck et al., Efficient
@@ -34,7 +34,7 @@ class Relay(NamedTuple):
 
 @lru_cache(_CACHED)
 def relays(hosts: tuple[int, ...], at_once: int = MOST_AT_ONCE) -> tuple[tuple[Relay, ...], ...]:
-    """The messages of each round.
+    """Return the messages of each round.
 
     Args:
         hosts: the number of the host of each rank.

@@ -1,4 +1,4 @@
-"""Where the slices of a plan lie in an array, and into which pieces a long array is cut before."""
+"""The places of a plan's slices in an array, and the pieces into which a long array is cut before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNDER_WAY = 4
 
 @dataclass(frozen=True)
 class Table:
-    """Where the slices of one piece lie.
+    """The places of the slices of one piece.
 
     Attributes:
         starts: for each slice its first element, from the piece's on.
@@ -34,7 +34,7 @@ class Table:
                 begun = number
 
     def elements(self, first: int, stop: int) -> int:
-        """How many elements some slices have."""
+        """Return how many elements some slices have."""
         return sum(self.lengths[first:stop])
 
 
@@ -52,7 +52,7 @@ class Piece:
 
 
 def pieces_of(plan: Plan, size: int, longest: int) -> list[Piece]:
-    """The pieces of an array of which everybody gets everything.
+    """Return the pieces of an array of which everybody gets everything.
 
     Args:
         plan: in whose order slices lie.
@@ -69,7 +69,7 @@ def pieces_of(plan: Plan, size: int, longest: int) -> list[Piece]:
 
 
 def pieces_of_blocks(plan: Plan, block: int, longest: int) -> list[Piece]:
-    """The pieces of an array of which every rank gets its block, one of equal ones in rank order.
+    """Return the pieces of an array of which every rank gets its block, one of equal ones in rank order.
 
     Args:
         plan: which scatters.

@@ -1,4 +1,4 @@
-"""What messages and sums cost on a network: a file of numbers, measured or written by hand."""
+"""The costs of messages and sums on a network: a file of numbers, measured or written by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Network:
-    """What things cost; all ranks and hosts are alike.
+    """The costs on a network; all ranks and hosts are alike.
 
     Attributes:
         latency_s: from host to host.
@@ -41,7 +41,7 @@ class Network:
 
     @classmethod
     def read(cls, path: Path) -> Network:
-        """The network of a file.
+        """Return the network of a file.
 
         Raises:
             ValueError: it is no JSON object of these numbers.

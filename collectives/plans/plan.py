@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does at once: it adds, then sends, then has what others sent it. The next round is its next one.
+    """The work of a rank at once: it adds, then sends, then has what others sent it. The next round is its next one.
 
     Attributes:
         additions: of all ranks.
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def slices(self) -> int:
-        """Into how many slices arrays are cut."""
+        """The number of slices into which arrays are cut."""
         return len(self.owners)
 
     @property
@@ -105,12 +105,12 @@ class Plan:
 
     @property
     def most_slices_leaving(self) -> int:
-        """How many slices the longest message from host to host has; 1 where there is none."""
+        """The number of slices of the longest message from host to host; 1 where there is none."""
         hosts = self.spread.hosts
         leaving = (each for each in self.messages() if hosts[each.source] != hosts[each.to])
         return max((each.stop - each.first for each in leaving), default=1)
 
     def messages(self) -> Iterator[Message]:
-        """All messages, round by round."""
+        """Yield all messages, round by round."""
         for each in self.rounds:
             yield from each.messages

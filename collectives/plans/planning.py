@@ -22,7 +22,7 @@ _CACHED = 256
 
 @lru_cache(_CACHED)
 def plan_for(spread: Spread, way: str, columns: int = 0) -> Plan:
-    """The plan of a reduction.
+    """Return the plan of a reduction.
 
     Args:
         spread: who owns which replicas, on which host.
@@ -45,7 +45,7 @@ def plan_for(spread: Spread, way: str, columns: int = 0) -> Plan:
 
 
 def possible_ways(spread: Spread) -> tuple[str, ...]:
-    """The names of the ways that there are for a spread."""
+    """Return the names of the ways that there are for a spread."""
     workers = tuple(ranks[0] for ranks in spread.ranks_of)
     if len(workers) > 1 and pairs_up(_held(spread, workers), spread.replicas):
         return tuple(WAYS)
@@ -53,7 +53,7 @@ def possible_ways(spread: Spread) -> tuple[str, ...]:
 
 
 def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]]:
-    """What each worker begins with: its own contributions, and the sums of the others of its host."""
+    """Return what each worker begins with: its own contributions, and the sums of the others of its host."""
     held = []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):
         nodes = [*spread.leaves(worker), *(node for rank in ranks if rank != worker for node in spread.sums[rank])]
@@ -62,7 +62,7 @@ def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]
 
 
 def _gathering(spread: Spread, workers: tuple[int, ...], first: int, stop: int) -> Round:
-    """The other ranks of each host add up what they own of the column, and send it to the worker."""
+    """Return the round in which the other ranks of each host add up what they own of the column, and send it."""
     additions, messages = [], []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):
         for rank in ranks:
@@ -86,7 +86,7 @@ def _spreading(spread: Spread, workers: tuple[int, ...], first: int, stop: int) 
 
 
 def _moved(each: Round, workers: tuple[int, ...], start: int) -> Round:
-    """A round of a column with its ranks instead of hosts, and its slices behind those of other columns."""
+    """Return a round of a column with its ranks instead of hosts, and its slices behind those of other columns."""
     additions = [
         Addition(workers[host], start + first, start + stop, nodes, into)
         for host, first, stop, nodes, into in each.additions

@@ -1,4 +1,4 @@
-"""Who owns which replicas, and on which host."""
+"""The spread of replicas over ranks and hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collectives.tree import TreeNode, subtrees
 
 @dataclass(frozen=True)
 class Spread:
-    """How replicas are spread over ranks: each has those behind the ones of the rank before.
+    """The spread of replicas over ranks: each has those behind the ones of the rank before.
 
     Attributes:
         counts: the replicas of each rank.
@@ -73,7 +73,7 @@ class Spread:
         return tuple(map(tuple, ranks))
 
     def leaves(self, rank: int) -> tuple[TreeNode, ...]:
-        """The contributions of a rank."""
+        """Return the contributions of a rank."""
         first, stop = self.blocks[rank]
         return tuple(TreeNode(replica, replica + 1) for replica in range(first, stop))
 

@@ -29,7 +29,7 @@ Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
 
 
 class LinkExchange:
-    """What the ranks of a link say, each in a block of its own: a header, and arrays.
+    """The exchange between the ranks of a link, each with a block of its own: a header, and arrays.
 
     Args:
         link: how messages travel.
@@ -152,7 +152,7 @@ class LinkExchange:
         return opened
 
     def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
-        """Whether all ranks of this host say the same."""
+        """Return whether all ranks of this host say the same."""
         own = headers[self._rank][:_WORDS].tolist()
         return all(headers[rank][:_WORDS].tolist() == own for rank in self._beside)
 
@@ -171,7 +171,7 @@ class LinkExchange:
         return start
 
     def _bytes_of(self, header: memoryview) -> int:
-        """The length of a block; of what no rank of ours would say, the header alone."""
+        """Return the length of a block; of what no rank of ours would say, the header alone."""
         nbytes = header[_NBYTES]
         return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
 
@@ -217,7 +217,7 @@ class LinkExchange:
 
 
 class _Round:
-    """What one rank sends and receives in a round.
+    """The messages that one rank sends and receives in a round.
 
     Attributes:
         leaves: whether messages leave their hosts.
@@ -245,7 +245,7 @@ class _Round:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """One message; of one part no copy."""
+    """Return one message; of one part no copy."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part.view(np.uint8) for part in parts])

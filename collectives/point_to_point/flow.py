@@ -15,7 +15,7 @@ from collectives.reduction import Reduction
 
 @dataclass(frozen=True)
 class Arrays:
-    """What a reduction is made of.
+    """The arrays of a reduction.
 
     Attributes:
         contributions: of this rank.
@@ -39,14 +39,14 @@ class PartialSums:
         self._bytes = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def rows(self, number: int, rows: int, nbytes: int) -> list[np.ndarray]:
-        """So many rows of so many bytes, until somebody asks for the same number again."""
+        """Return so many rows of so many bytes, valid until the next call with the same number."""
         if self._bytes[number].size < rows * nbytes:
             self._bytes[number] = np.empty(rows * nbytes, np.uint8)
         return [self._bytes[number][row * nbytes : (row + 1) * nbytes] for row in range(rows)]
 
 
 class PieceFlow:
-    """What one rank does for a piece: turn by turn it adds, sends, and waits for what comes.
+    """The work of one rank for a piece: turn by turn it adds, sends, and waits for what comes.
 
     Pieces begin one after another, and none overtakes the one before it: so messages of two ranks keep their order.
 
@@ -88,11 +88,11 @@ class PieceFlow:
         return self._next == len(self._program.turns) and not (self._coming or self._parts or self._results)
 
     def has_sent(self) -> bool:
-        """Whether the partial sums that it has sent so far are on their way."""
+        """Return whether the partial sums that it has sent so far are on their way."""
         return drain(self._parts)
 
     def waits_for(self) -> list[int]:
-        """The ranks without which this piece cannot go on."""
+        """Return the ranks without which this piece cannot go on."""
         return [rank for _, rank in self._coming or (*self._parts, *self._results)]
 
     def advance(self, turns: int | None = None) -> bool:
@@ -107,7 +107,7 @@ class PieceFlow:
         return moved
 
     def _has_all_come(self) -> bool:
-        """Whether all of the last turn has come. A link has to be asked for the first message first."""
+        """Return whether all of the last turn has come. A link has to be asked for the first message first."""
         if self._before is not None:
             if self._before.is_over:
                 self._before = None
@@ -123,11 +123,11 @@ class PieceFlow:
         return not self._program.turns[self._next].overwrites or drain(self._parts)
 
     def has_entered(self, turn: int) -> bool:
-        """Whether it has come to the turn with this number."""
+        """Return whether it has come to the turn with this number."""
         return self._next > turn
 
     def has_ended(self, turn: int) -> bool:
-        """Whether it has all that comes in the turn with this number."""
+        """Return whether it has all that comes in the turn with this number."""
         return self._next > turn + 1 or (self._next == turn + 1 and not self._coming)
 
     def _enter(self, turn: RankRound) -> None:

@@ -29,7 +29,7 @@ USUAL_COSTS = Network(
 
 @dataclass(frozen=True)
 class Sizes:
-    """How arrays are best cut for a link; the same on all ranks.
+    """The sizes into which arrays are best cut for a link; the same on all ranks.
 
     Attributes:
         inline_bytes: how much each rank may send to every other one along with an exchange.
@@ -51,11 +51,11 @@ class Sizes:
 
     @property
     def longest_message_bytes(self) -> int:
-        """What surely travels at once, as it does where an array in one piece is exchanged by two ranks."""
+        """The bytes that surely travel at once, as where two ranks exchange an array in one piece."""
         return max(self.chunk_bytes, self.whole_bytes // 2)
 
     def chunk_of(self, nbytes: int) -> int:
-        """The size of the messages in which so many bytes travel."""
+        """Return the size of the messages in which so many bytes travel."""
         return min(self.chunk_bytes, max(self.smallest_chunk_bytes, nbytes // self.pieces_at_least))
 
 
@@ -68,10 +68,10 @@ class Transfer(Protocol):
 
     @property
     def received(self) -> int | None:
-        """See above."""
+        """The number of bytes that came, or None."""
 
     def done(self) -> bool:
-        """Whether it has arrived, or its buffer may be used again; asking also drives the transfer on.
+        """Return whether it has arrived, or its buffer may be used again; asking also drives the transfer on.
 
         Raises:
             PeerLostError: where the other rank is gone.
@@ -144,7 +144,7 @@ class Link(ABC):
         return FetchedInto(self.receive(room, source, lane), room)
 
     def pausing(self) -> Pause | None:
-        """How a wait that begins now pauses: `pause`, where the link can tell of all that is under way."""
+        """Return how a wait that begins now pauses: `pause`, where the link can tell of all that is under way."""
         return self.pause
 
     def close(self) -> None:  # noqa: B027 - most links hold nothing

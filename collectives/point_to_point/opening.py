@@ -16,7 +16,7 @@ from collectives.tree import root_of
 
 
 def opening_round(plan: Plan) -> int:
-    """The first round in which messages leave hosts; -1 where there is none, or it has results."""
+    """Return the first round in which messages leave hosts; -1 where there is none, or it has results."""
     hosts, root = plan.spread.hosts, root_of(plan.spread.replicas)
     for number, each in enumerate(plan.rounds):
         leaving = [message for message in each.messages if hosts[message.source] != hosts[message.to]]
@@ -88,11 +88,11 @@ class OpeningLink(Link):
         return awaited
 
     def held_for(self, rank: int) -> list[np.ndarray]:
-        """What is to be delivered to a rank."""
+        """Return what is to be delivered to a rank."""
         return self._held.get(rank, [])
 
     def nbytes_from(self, rank: int) -> int:
-        """How many bytes a rank is to deliver."""
+        """Return how many bytes a rank is to deliver."""
         return sum(each.nbytes for each in self._awaited.get(rank, ()))
 
     def deliver(self, source: int, payload: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Which plan an array goes through, in which pieces, and what one rank does for each of them."""
+"""The plan and the pieces in which an array goes, and the work of one rank for each of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Sought:
 
     @property
     def nbytes(self) -> int:
-        """Of a sum of all."""
+        """The bytes of a sum of all replicas."""
         return self.elements * self.width.partial
 
     @property
@@ -50,7 +50,7 @@ class _Sought:
 
 @dataclass(frozen=True)
 class Planned:
-    """What one rank does.
+    """The work of one rank.
 
     Attributes:
         plan: of what all do.
@@ -90,7 +90,7 @@ class Planner:
         self._planned: dict[tuple[object, ...], Planned] = {}
 
     def planned(self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool) -> Planned:
-        """What this rank does.
+        """Return what this rank does.
 
         Args:
             reduction: the arithmetic.
@@ -118,14 +118,14 @@ class Planner:
         return Planned(plan, of_pieces, opens_in)
 
     def _usual(self, sought: _Sought) -> tuple[Plan, int]:
-        """A plan, and the elements of a slice in a piece: what suits networks whose costs nobody has measured."""
+        """Return a plan, and the elements of a slice in a piece, for networks whose costs nobody has measured."""
         ways = self._ways(sought) if self._is_whole(sought) else ("direct",)
         columns = 1 if self._may_have_one_column(sought) else 0
         plan = quickest(sought.spread, sought.elements, sought.width, self._link.costs, ways, columns)
         return plan.scattering if sought.scatters else plan, self._longest(plan, sought)
 
     def _cheapest(self, sought: _Sought) -> tuple[Plan, int]:
-        """The same: what costs least of all ways, and of all columns and pieces in which the array may go."""
+        """Return the same: what costs least of all ways, and of all columns and pieces in which the array may go."""
         columns = (1, 0) if self._may_have_one_column(sought) else (0,)
         pieces = _FEW if self._is_whole(sought) else (1,)
         plans = [plan_for(sought.spread, way, number) for way in self._ways(sought) for number in columns]
@@ -137,20 +137,20 @@ class Planner:
         return min(cuts, key=lambda cut: self._estimated_s(cut[0], cut[1], sought))
 
     def _may_have_one_column(self, sought: _Sought) -> bool:
-        """Whether one rank of each host may send and receive for all."""
+        """Return whether one rank of each host may send and receive for all."""
         return bool(self._link.nearby) and not sought.scatters and sought.nbytes <= self._sizes.one_column_bytes
 
     def _is_whole(self, sought: _Sought) -> bool:
-        """Whether it may go in one piece."""
+        """Return whether it may go in one piece."""
         return sought.nbytes <= self._sizes.whole_bytes
 
     def _ways(self, sought: _Sought) -> tuple[str, ...]:
-        """The names of all ways there are; where everybody sends everything, that is one message."""
+        """Return the names of all ways there are; where everybody sends everything, that is one message."""
         is_long = sought.scatters or sought.nbytes > self._sizes.chunk_bytes
         return tuple(way for way in possible_ways(sought.spread) if way != "doubling" or not is_long)
 
     def _longest(self, plan: Plan, sought: _Sought) -> int:
-        """How many elements of a slice are in a piece, of as few pieces as it may go in."""
+        """Return how many elements of a slice are in a piece, of as few pieces as it may go in."""
         in_slice, widest = -(-sought.elements // plan.slices), sought.widest
         if self._is_whole(sought):
             return in_slice
@@ -159,7 +159,7 @@ class Planner:
         return -(-in_slice // -(-in_slice // longest))  # pieces are equal: a short one costs as much as a long one
 
     def _estimated_s(self, plan: Plan, longest: int, sought: _Sought) -> float:
-        """How long it takes; of a whole array the first round may go with the comparison of calls, which saves one."""
+        """Return the seconds that it takes; the first round of a whole array may go with the comparison of calls."""
         costs, in_slice = self._link.costs, -(-sought.elements // plan.slices)
         pieces = -(-in_slice // longest)
         took = estimated_s(plan, sought.elements, sought.width, costs, pieces)
@@ -169,7 +169,7 @@ class Planner:
         return took - costs.latency_s * self._opens(plan, _cut(plan, size, longest, sought.scatters)[0], sought.width)
 
     def _opens(self, plan: Plan, piece: Piece, width: Width) -> bool:
-        """Whether the first messages that leave hosts are between those who compare their calls, and short enough."""
+        """Return whether the first messages that leave hosts are between ranks that compare calls, and short enough."""
         number = opening_round(plan)
         if number < 0:
             return False
@@ -181,5 +181,5 @@ class Planner:
 
 
 def _cut(plan: Plan, size: int, longest: int, scatters: bool) -> list[Piece]:
-    """The pieces of a result of so many elements, with so many of each slice."""
+    """Return the pieces of a result of so many elements, with so many of each slice."""
     return pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)

@@ -1,4 +1,4 @@
-"""What one rank does of a plan, for arrays of one layout: which memory it adds, sends and receives, in elements."""
+"""The work of one rank in a plan, for arrays of one layout: which memory it adds, sends and receives, in elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # elements
 
 
 class Area(Enum):
-    """Where something lies."""
+    """The memory in which something lies."""
 
     OWN = "in the contribution with this number"
     RESULT = "in the result"
@@ -38,7 +38,7 @@ class BufferPart(NamedTuple):
     start: int
 
     def behind(self, elements: int) -> BufferPart:
-        """The place so many elements further on."""
+        """Return the place so many elements further on."""
         return BufferPart(self.kind, self.number, self.start + elements)
 
 
@@ -90,7 +90,7 @@ class SharedResult(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRound:
-    """What a rank does in one round: it adds, then sends, then needs what comes.
+    """The work of a rank in one round: it adds, then sends, then needs what comes.
 
     Attributes:
         sums: what it adds.
@@ -111,7 +111,7 @@ class RankRound:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank does of a plan.
+    """The work of a rank in a plan.
 
     Attributes:
         turns: in their order.
@@ -127,7 +127,7 @@ class RankProgram:
 
 
 def program_of(plan: Plan, rank: int, table: Table) -> RankProgram:
-    """What a rank does of a plan whose slices lie as the table says."""
+    """Return what a rank does of a plan whose slices lie as the table says."""
     return _Compiler(plan, rank, table).compiled()
 
 

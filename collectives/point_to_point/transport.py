@@ -19,7 +19,6 @@ from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drai
 from collectives.point_to_point.link import RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
-from collectives.reduction import Reduction
 from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
 
@@ -79,7 +78,7 @@ class PointToPointTransport(Transport):
         return link
 
     def _give_up(self) -> None:
-        """What was begun is of no use: wait until it needs its memory no longer."""
+        """Wait until a reduction that is of no use any more needs its memory no longer."""
         flow, self._opened = self._opened, None
         if flow is not None:
             self._watch.wait(flow.has_sent, flow.waits_for)
@@ -96,21 +95,6 @@ class PointToPointTransport(Transport):
 
     # ---- reductions
 
-    def reduce(
-        self,
-        contributions: Sequence[np.ndarray],
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
-        self._flow(Reducing(contributions, out, reduction, False), parts.counts)
-
-    def reduce_scatter(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
-        self._flow(Reducing(contributions, out, reduction, True), parts.counts)
-
     def _planned_for(self, reducing: Reducing, counts: tuple[int, ...]) -> Planned:
         return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
 
@@ -119,14 +103,14 @@ class PointToPointTransport(Transport):
         pending = deque(transfers)
 
         def missing() -> list[int]:
-            """What comes behind the first one may be there: whoever is lost since then is not waited for."""
+            """Return the ranks whose transfers are not done; one lost since then is not waited for."""
             return sorted({rank for transfer, rank in pending if not transfer.done()})
 
         self._watch.wait(lambda: drain(pending), missing)
 
-    def _flow(self, reducing: Reducing, counts: tuple[int, ...]) -> None:
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
         """Go through the pieces, several at the same time, from where it was begun."""
-        planned = self._planned_for(reducing, counts)
+        planned = self._planned_for(reducing, parts.counts)
         flows: deque[PieceFlow] = deque()
         last, self._opened = self._opened, None
         if last is not None:
@@ -146,8 +130,8 @@ class PointToPointTransport(Transport):
     def _new_flow(
         self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
     ) -> PieceFlow:
-        """A piece that begins now."""
-        contributions, out, reduction, scatters = reducing
+        """Return a piece that begins now."""
+        contributions, out, reduction, scatters, _ = reducing
         begins = self.rank * out.size if scatters else 0
         arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
         itemsize, depth = reduction.accumulator.itemsize, min(UNDER_WAY, len(planned.programs))
@@ -205,7 +189,7 @@ def _advance(flows: Sequence[PieceFlow]) -> bool:
 
 
 def _awaited(flows: Iterable[PieceFlow]) -> list[int]:
-    """The ranks without which none of the pieces can go on."""
+    """Return the ranks without which none of the pieces can go on."""
     return sorted({rank for flow in flows for rank in flow.waits_for()})
 
 

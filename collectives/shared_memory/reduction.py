@@ -1,4 +1,4 @@
-"""How a reduction passes through the shared window: in chunks, or staged at once where it is one chunk.
+"""Reductions through the shared window: in chunks, or staged at once where there is one chunk.
 
 Each rank reduces one slice. For that the others pass their sums of it: the largest nodes inside of their blocks of
 replicas, which are one where blocks are aligned (`collectives.tree`).
@@ -76,19 +76,19 @@ class ChunkedReduction:
         window.catch_up()
 
     def _chunk_elements(self) -> int:
-        """The largest chunk of which every rank's contributions fit the pipe, within the given size."""
+        """Return the largest chunk of which every rank's contributions fit the pipe, within the given size."""
         per_element = max(sum(dtype.itemsize for dtype in dtypes) for dtypes in self._dtypes)
         of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
         elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
         return max(1, elements // LINE_BYTES * LINE_BYTES)
 
     def range_of(self, rank: int, step: int) -> tuple[int, int]:
-        """The elements of a rank's slice that are reduced in one step."""
+        """Return the elements of a rank's slice that are reduced in one step."""
         start = self._bounds[rank] + step * self._chunk
         return start, max(start, min(self._bounds[rank + 1], start + self._chunk))
 
     def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
-        """The places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
+        """Return the places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
         dtypes = self._dtypes[rank]
         steps = [self._chunk * dtype.itemsize for dtype in dtypes]
         place = owner - (owner > rank)
@@ -99,12 +99,12 @@ class ChunkedReduction:
         ]
 
     def places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Where this rank puts what `owner` reduces."""
+        """Return where this rank puts what `owner` reduces."""
         start, stop = self.range_of(owner, step)
         return self._piped(self._window.rank, owner, chunk, stop - start)
 
     def places_of(self, rank: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Where `rank` has put what this rank reduces."""
+        """Return where `rank` has put what this rank reduces."""
         start, stop = self.range_of(self._window.rank, step)
         return self._piped(rank, self._window.rank, chunk, stop - start)
 
@@ -218,7 +218,7 @@ class StagedReduction:
 
 
 def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
-    """The borders of one slice per rank, as equal as whole cache lines allow."""
+    """Return the borders of one slice per rank, as equal as whole cache lines allow."""
     lines = -(-elements // alignment)
     lengths = [lines // size + (rank < lines % size) for rank in range(size)]
     return [min(elements, lines * alignment) for lines in accumulate(lengths, initial=0)]
@@ -232,7 +232,7 @@ def spread_of(counts: tuple[int, ...]) -> Spread:
 
 @lru_cache(1024)
 def nodes_seen_by(spread: Spread, rank: int) -> tuple[TreeNode, ...]:
-    """What a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
+    """Return what a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
     others = [spread.sums[other] for other in range(spread.size)]
     others[rank] = spread.leaves(rank)
     return tuple(node for nodes in others for node in nodes)

@@ -38,7 +38,7 @@ from collectives.shared_memory.words import (
     inline_start,
     pipe_start,
 )
-from collectives.transport import Parts, Transport
+from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
 
 _TO_COUNT, _TO_NBYTES = COUNT - FINGERPRINT, NBYTES - FINGERPRINT
@@ -147,7 +147,7 @@ class SharedMemoryTransport(Transport):
         return [np.ndarray(like.size, like.dtype, memory, start + replica * step) for replica in range(count)]
 
     def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
-        """What the ranks contributed where they did not all contribute as many arrays as this one."""
+        """Return what the ranks contributed where they did not all contribute as many arrays as this one."""
         words = self._words
         ranks = range(self.size)
         counts = tuple(words[rank * WORDS + COUNT + parity] for rank in ranks)
@@ -174,14 +174,13 @@ class SharedMemoryTransport(Transport):
                 self._is_pipe_free = True
             plan.put(contributions, self._window.chunks)
 
-    def reduce(
-        self,
-        contributions: Sequence[np.ndarray],
-        out: np.ndarray,
-        reduction: Reduction,
-        parts: Parts,
-        is_shared: bool = False,
-    ) -> None:
+    def reduce(self, reducing: Reducing, parts: Parts) -> None:
+        contributions, out, reduction, scatters, is_shared = reducing
+        if scatters:
+            self._is_pipe_free = False
+            bounds = [rank * out.size for rank in range(self.size + 1)]
+            ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
+            return
         if not is_shared:
             bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
             ChunkedReduction(self._window, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
@@ -196,13 +195,6 @@ class SharedMemoryTransport(Transport):
             lo, hi = bounds[self.rank], bounds[self.rank + 1]
             ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
         self._window.await_all(REDUCED, self._window.chunks)
-
-    def reduce_scatter(
-        self, contributions: Sequence[np.ndarray], out: np.ndarray, reduction: Reduction, parts: Parts
-    ) -> None:
-        self._is_pipe_free = False
-        bounds = [rank * out.size for rank in range(self.size + 1)]
-        ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
 
     # ---- copies
 

@@ -10,7 +10,7 @@ from collectives.waiting import Watch
 
 
 def _make_fence() -> Callable[[], None] | None:
-    """What keeps a processor from reordering stores around a flag; nothing on x86, which does not."""
+    """Return what keeps a processor from reordering stores around a flag; nothing on x86, which does not."""
     if platform.machine() in ("x86_64", "AMD64", "i686"):
         return None
     lock = threading.Lock()
@@ -83,7 +83,7 @@ class Window:
         self._watch.wait_patiently(lambda: words[index] >= value, missing)
 
     def behind(self, word: int, value: int) -> list[int]:
-        """The other ranks whose word has not reached `value`."""
+        """Return the other ranks whose word has not reached `value`."""
         return [other // WORDS for other in self.others if self.words[other + word] < value]
 
     def catch_up(self) -> None:
@@ -115,15 +115,15 @@ WORDS = 16
 
 
 def channel_bytes(size: int) -> int:
-    """The memory that one channel between `size` ranks takes."""
+    """Return the memory that one channel between `size` ranks takes."""
     return pipe_start(size, size)
 
 
 def inline_start(size: int, rank: int, parity: int) -> int:
-    """Where a rank's contributions to an exchange begin."""
+    """Return where a rank's contributions to an exchange begin."""
     return size * WORDS * 8 + (rank * 2 + parity) * INLINE_BYTES
 
 
 def pipe_start(size: int, rank: int) -> int:
-    """Where the pipe of a rank begins; its results follow."""
+    """Return where the pipe of a rank begins; its results follow."""
     return inline_start(size, size, 0) + rank * (PIPE_BYTES + RESULT_BYTES)

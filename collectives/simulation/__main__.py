@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bytes_of(text: str) -> int:
-    """A size: `100M` are 10^8 bytes, `64KiB` or `64Ki` are 65,536.
+    """Return a size: `100M` are 10^8 bytes, `64KiB` or `64Ki` are 65,536.
 
     Raises:
         ValueError: it is none.

@@ -22,7 +22,7 @@ _CHUNKS_PER_RANK = 48
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What is reduced.
+    """The arrays that are reduced.
 
     Attributes:
         hosts: how many there are.
@@ -48,7 +48,7 @@ class SimulatedJob:
 
     @property
     def spread(self) -> Spread:
-        """Who owns what."""
+        """The spread of the replicas."""
         hosts = tuple(self.host_of_ranks.tolist())
         return Spread((self.replicas_per_instance,) * len(hosts), hosts)
 
@@ -61,7 +61,7 @@ class SimulatedJob:
 
 
 def compared(job: SimulatedJob, network: Network, names: str | tuple[str, ...] = "") -> Iterator[tuple[str, Outcome]]:
-    """The chain, the ring, and the plans of the tree, each in the number of pieces that suits it best.
+    """Yield the chain, the ring, and the plans of the tree, each in the number of pieces that suits it best.
 
     Args:
         job: what is reduced.

@@ -28,7 +28,7 @@ _MEMORY_ELEMENTS = 1 << 22
 
 
 def measured(network: Network, over: str, local: bool) -> Network | None:
-    """A network with numbers of this machine in place of some of another one.
+    """Return a network with numbers of this machine in place of some of another one.
 
     Args:
         network: that one.
@@ -54,7 +54,7 @@ def measured(network: Network, over: str, local: bool) -> Network | None:
 
 
 def memory_bytes_per_s() -> float:
-    """How many bytes a rank reads in a second while it adds two arrays in float32 that are in no cache."""
+    """Return how many bytes a rank reads in a second while it adds two arrays in float32 that are in no cache."""
     one, other = (np.ones(_MEMORY_ELEMENTS, np.float32) for _ in range(2))
     out = np.empty_like(one)
     seconds = []

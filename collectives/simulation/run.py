@@ -23,7 +23,7 @@ _STEADY = 6  # waves that take equally long, after which the next ones do
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reduction takes.
+    """The time and the bytes of a reduction.
 
     Attributes:
         seconds: until the last rank has the result.
@@ -44,7 +44,7 @@ def simulate(traffic: Traffic, network: Network) -> Outcome:
 
 
 def steady_s(calls: Sequence[Traffic], network: Network, times: int = 12) -> float:
-    """What calls that follow each other take together, when they have been repeated for a while.
+    """Return what calls that follow each other take together, when they have been repeated for a while.
 
     A rank begins the next one as soon as it has ended the one before.
     """
@@ -182,7 +182,7 @@ class _Run:
 
 
 def _served(places: np.ndarray, comes: np.ndarray, takes: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """When each has been served, where those at one place are served in the order in which they come.
+    """Return the times at which each has been served, where those at one place are served as they come.
 
     Args:
         places: where each comes to.

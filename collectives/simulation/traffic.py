@@ -1,4 +1,4 @@
-"""What flows: waves of messages, each as columns of numbers; those of a plan, of the chain, and of a ring."""
+"""Traffic: waves of messages, each as columns of numbers; those of a plan, of the chain, and of a ring."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Traffic:
 
 
 def of_plan(plan: Plan, elements: int, width: Width, pieces: int = 1) -> Traffic:
-    """What a plan sends.
+    """Return what a plan sends.
 
     Args:
         plan: of one piece.
@@ -79,7 +79,7 @@ def _wave(each: Round, plan: Plan, elements_of_slice: float, width: Width) -> Wa
 
 
 def of_comparison(hosts: np.ndarray, rounds: Sequence[Sequence[Relay]], block_bytes: int) -> Traffic:
-    """What ranks tell each other before data move.
+    """Return what ranks tell each other before data move.
 
     Args:
         hosts: the host of each rank.
@@ -95,7 +95,7 @@ def of_comparison(hosts: np.ndarray, rounds: Sequence[Sequence[Relay]], block_by
 
 
 def ring(hosts: np.ndarray, nbytes: float) -> Traffic:
-    """The usual ring (Patarasuk and Yuan, 2009): 2 (n - 1) steps with 1 / n of the array; its sums begin anywhere."""
+    """Return the traffic of the ring of Patarasuk and Yuan (2009): 2 (n - 1) steps with 1 / n of the array."""
     ranks = hosts.size
     here = np.arange(ranks)
     part = np.full(ranks, nbytes / ranks)

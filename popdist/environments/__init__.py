@@ -1,4 +1,4 @@
-"""Who am I: how a process learns which instance it is, one file per launcher.
+"""The identity of a process: which instance it is, one file per launcher.
 
 Nothing here imports numpy, MPI or JAX.
 """
@@ -43,7 +43,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
 
 
 def detect_instance(environ: Mapping[str, str], num_replicas: int | None = None) -> Instance:
-    """The instance that this process is.
+    """Return the instance that this process is.
 
     Args:
         environ: the variables of the process; programs pass `os.environ`.

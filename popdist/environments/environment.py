@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.instance import Instance
+from popdist.instance import Instance, Launcher
 
 
 class Environment(ABC):
@@ -17,11 +18,11 @@ class Environment(ABC):
 
     @abstractmethod
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether this launcher, or a hand in its place, started the process."""
+        """Return whether this launcher, or a hand in its place, started the process."""
 
     @abstractmethod
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """The instance that the variables describe.
+        """Return the instance that the variables describe.
 
         Args:
             environ: the variables of the process.
@@ -32,13 +33,59 @@ class Environment(ABC):
         """
 
 
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """The place of a process among those that a launcher has started, each of which is one instance."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], rank: str, size: str, local_rank: str) -> LaunchedProcess:
+        """Return the process that the variables of these names describe."""
+        return cls(
+            rank=read_whole_number(environ, rank, 0),
+            size=read_whole_number(environ, size, 1),
+            local_rank=read_whole_number(environ, local_rank, 0),
+        )
+
+    def instance(self, num_replicas: int | None, said: str, launcher: Launcher) -> Instance:
+        """Return the instance with its even share of the replicas: one, unless the program asks.
+
+        Args:
+            num_replicas: the replicas of all instances that the program asks for.
+            said: the variable that holds the number of instances, for messages.
+            launcher: the name of the launcher.
+
+        Raises:
+            EnvironmentMismatchError: the replicas cannot be divided evenly.
+        """
+        total = self.size if num_replicas is None else num_replicas
+        if total < 1 or total % self.size:
+            raise EnvironmentMismatchError(
+                f"asked for {total} replicas on {self.size} instances ({said}); "
+                f"replicas must divide evenly: use {nearest_multiples(max(total, 1), self.size)}"
+            )
+        local = total // self.size
+        return Instance(
+            index=self.rank,
+            count=self.size,
+            local_replicas=local,
+            replica_offset=self.rank * local,
+            total_replicas=total,
+            local_index=self.local_rank,
+            launcher=launcher,
+        )
+
+
 def quote(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    """The variables as `A=1, B unset`, for messages."""
+    """Return the variables as `A=1, B unset`, for messages."""
     return ", ".join(f"{name}={environ[name]}" if name in environ else f"{name} unset" for name in names)
 
 
 def read_whole_number(environ: Mapping[str, str], name: str, at_least: int) -> int:
-    """The value of a variable that must hold a whole number of at least `at_least`."""
+    """Return the value of a variable that must hold a whole number of at least `at_least`."""
     try:
         number = int(environ[name])
     except ValueError:
@@ -62,27 +109,7 @@ def require_all(environ: Mapping[str, str], names: Iterable[str], launcher: str)
         )
 
 
-def replicas_of_each(num_replicas: int | None, instances: int, said: str) -> int:
-    """How many replicas each instance drives when all drive equally many; one unless the program asks.
-
-    Args:
-        num_replicas: the replicas of all instances that the program asks for.
-        instances: how many there are.
-        said: the variable that says so, for messages.
-
-    Raises:
-        EnvironmentMismatchError: the replicas cannot be divided evenly.
-    """
-    total = instances if num_replicas is None else num_replicas
-    if total < 1 or total % instances:
-        raise EnvironmentMismatchError(
-            f"asked for {total} replicas on {instances} instances ({said}); "
-            f"replicas must divide evenly: use {nearest_multiples(max(total, 1), instances)}"
-        )
-    return total // instances
-
-
 def nearest_multiples(number: int, divisor: int) -> str:
-    """The positive multiples of `divisor` on both sides of `number`, for messages: `4 or 8`."""
+    """Return the positive multiples of `divisor` on both sides of `number`, for messages: `4 or 8`."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from popdist.environments.environment import Environment, quote, read_whole_number, require_all
+from popdist.environments.environment import Environment, LaunchedProcess, quote, read_whole_number, require_all
 from popdist.environments.open_mpi import VARIABLES as OPEN_MPI_VARIABLES
-from popdist.environments.open_mpi import MpiProcess, read_process
 from popdist.environments.open_mpi import is_set as is_started_by_open_mpi
+from popdist.environments.open_mpi import read_process
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
@@ -30,7 +30,7 @@ VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 
 @dataclass(frozen=True)
 class _Replicas:
-    """The variables of poprun, read."""
+    """The values of poprun's variables."""
 
     total: int
     ipus: int
@@ -44,11 +44,9 @@ class PopRunEnvironment(Environment):
     """poprun, or POPDIST_* set by hand for a single process that drives all replicas."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether any of poprun's variables is set."""
         return any(name in environ for name in VARIABLES)
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """The instance; poprun's and Open MPI's variables have to agree on its index."""
         require_all(environ, VARIABLES, "poprun")
         replicas = _read(environ)
         if num_replicas is not None and num_replicas != replicas.total:
@@ -72,11 +70,12 @@ def _read(environ: Mapping[str, str]) -> _Replicas:
     )
 
 
-def _one_of_many(replicas: _Replicas, process: MpiProcess, environ: Mapping[str, str]) -> Instance:
+def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping[str, str]) -> Instance:
+    is_block = process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
     agree = (
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
-        and (not replicas.uniform or _is_block(replicas, process))
+        and (not replicas.uniform or is_block)
     )
     if not agree:
         raise EnvironmentMismatchError(
@@ -84,10 +83,6 @@ def _one_of_many(replicas: _Replicas, process: MpiProcess, environ: Mapping[str,
             f"{quote(environ, (*VARIABLES, *OPEN_MPI_VARIABLES))}; start the program with poprun"
         )
     return _instance(replicas, process.rank, process.size)
-
-
-def _is_block(replicas: _Replicas, process: MpiProcess) -> bool:
-    return process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
 
 
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popdist.environments.environment import Environment
+from popdist.environments.environment import Environment, LaunchedProcess
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
@@ -13,35 +13,22 @@ ALONE_VARIABLE = "POPDIST_ALONE"
 
 
 class SingleEnvironment(Environment):
-    """No launcher."""
+    """No launcher: always active, hence the last that is tried. One replica, unless the program asks."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Always true: this is the last resort."""
         return True
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """One instance with `num_replicas` replicas, by default one."""
-        total = 1 if num_replicas is None else num_replicas
-        if total < 1:
-            raise EnvironmentMismatchError(f"asked for {total} replicas; use 1 or more")
-        return Instance(
-            index=0,
-            count=1,
-            local_replicas=total,
-            replica_offset=0,
-            total_replicas=total,
-            local_index=0,
-            launcher="single",
-        )
+        if num_replicas is not None and num_replicas < 1:
+            raise EnvironmentMismatchError(f"asked for {num_replicas} replicas; use 1 or more")
+        return LaunchedProcess(rank=0, size=1, local_rank=0).instance(num_replicas, "", "single")
 
 
 class AloneEnvironment(Environment):
-    """A process that an instance started, and that is to be one instance of its own."""
+    """A process that an instance started with POPDIST_ALONE=1, whatever the variables of the launcher say."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Return whether POPDIST_ALONE is 1."""
         return environ.get(ALONE_VARIABLE) == "1"
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """Return one instance, whatever the variables of the launcher say."""
         return SingleEnvironment().describe(environ, num_replicas)

@@ -7,9 +7,8 @@ was recorded with 22.05; tests/slurm_records.py has the records.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from popdist.environments.environment import Environment, quote, read_whole_number, replicas_of_each, require_all
+from popdist.environments.environment import Environment, LaunchedProcess, quote, read_whole_number, require_all
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
@@ -33,17 +32,8 @@ _SHELL_STEPS = frozenset(("4294967290", "4294967291", "4294967292", "interactive
 _TASKS, _STEP_TASKS = "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"
 
 
-@dataclass(frozen=True)
-class SlurmTask:
-    """What Slurm tells a task about itself."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, rather than sbatch or salloc the shell around it.
+    """Return whether srun started this process, rather than sbatch or salloc the shell around it.
 
     A job that is submitted from within a step inherits the step's variables, and is known by what sbatch replaced.
     """
@@ -53,18 +43,14 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return environ[STEP] not in _SHELL_STEPS and not is_inherited
 
 
-def read_task(environ: Mapping[str, str]) -> SlurmTask:
-    """The task that Slurm's variables describe.
+def read_task(environ: Mapping[str, str]) -> LaunchedProcess:
+    """Return the task that Slurm's variables describe.
 
     Raises:
         EnvironmentMismatchError: they are incomplete, not numbers, or contradict each other.
     """
     require_all(environ, VARIABLES, "Slurm")
-    task = SlurmTask(
-        rank=read_whole_number(environ, RANK, 0),
-        size=read_whole_number(environ, SIZE, 1),
-        local_rank=read_whole_number(environ, LOCAL_RANK, 0),
-    )
+    task = LaunchedProcess.read(environ, RANK, SIZE, LOCAL_RANK)
     agree = (
         task.local_rank <= task.rank < task.size
         and task.size == read_whole_number(environ, STEP_SIZE, 1)
@@ -82,11 +68,9 @@ class SlurmEnvironment(Environment):
     """`srun --mpi=pmix`. The replicas are divided evenly among the tasks; one per task unless the program asks."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether srun started the process and PMIx connects it to others."""
         return is_task(environ) and any(name in environ for name in PMIX_VARIABLES)
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """The instance of this task; Slurm's and PMIx's variables have to agree on its index."""
         task = read_task(environ)
         require_all(environ, PMIX_VARIABLES, "PMIx")
         if read_whole_number(environ, PMIX_RANK, 0) != task.rank:
@@ -94,18 +78,16 @@ class SlurmEnvironment(Environment):
                 "the variables of Slurm and of PMIx contradict each other: "
                 f"{quote(environ, (*VARIABLES, *PMIX_VARIABLES))}; start the program with `srun --mpi=pmix`"
             )
-        return _instance(task, num_replicas)
+        return task.instance(num_replicas, f"{SIZE}={task.size}", "slurm")
 
 
 class SlurmWithoutPMIxEnvironment(Environment):
     """srun without PMIx: a single task is one instance; several cannot find each other and are refused."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether srun started the process."""
         return is_task(environ)
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """The only instance."""
         task = read_task(environ)
         if task.size > 1:
             raise EnvironmentMismatchError(
@@ -113,17 +95,4 @@ class SlurmWithoutPMIxEnvironment(Environment):
                 f"({quote(environ, [PMIX_RANK])}), so each of them would be alone; "
                 "start them with `srun --mpi=pmix`, or use poprun without srun"
             )
-        return _instance(task, num_replicas)
-
-
-def _instance(task: SlurmTask, num_replicas: int | None) -> Instance:
-    local = replicas_of_each(num_replicas, task.size, f"{SIZE}={task.size}")
-    return Instance(
-        index=task.rank,
-        count=task.size,
-        local_replicas=local,
-        replica_offset=task.rank * local,
-        total_replicas=task.size * local,
-        local_index=task.local_rank,
-        launcher="slurm",
-    )
+        return task.instance(num_replicas, f"{SIZE}={task.size}", "slurm")

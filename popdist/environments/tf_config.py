@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from popdist.environments.environment import Environment, nearest_multiples
+from popdist.environments.environment import Environment, LaunchedProcess
 from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
@@ -103,49 +103,32 @@ class Cluster:
 
     @property
     def local_index(self) -> int:
-        """How many tasks of lower rank are on the same machine, as far as the addresses tell."""
+        """The number of tasks of lower rank on the same machine, as far as the addresses tell."""
         machines = [_place_of(address).machine for address in self.addresses]
         return machines[: self.rank].count(machines[self.rank])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each task is called in messages, in the order of the ranks."""
+        """The name of each task in messages, in the order of the ranks."""
         return tuple(f"{job} {number}" for job, tasks in self.jobs.items() for number in range(len(tasks)))
 
     def instance(self, num_replicas: int | None = None) -> Instance:
-        """This task as an instance with its even share of the replicas; by default one per task.
+        """Return this task as an instance with its even share of the replicas; by default one per task.
 
         Raises:
             EnvironmentMismatchError: the replicas cannot be divided evenly.
         """
-        count = len(self.addresses)
-        total = count if num_replicas is None else num_replicas
-        if total < 1 or total % count:
-            _refuse(
-                f"asked for {total} replicas on {count} instances (TF_CONFIG lists {_shown(self.addresses)})",
-                f"replicas must divide evenly: use {nearest_multiples(max(total, 1), count)}",
-            )
-        local = total // count
-        return Instance(
-            index=self.rank,
-            count=count,
-            local_replicas=local,
-            replica_offset=self.rank * local,
-            total_replicas=total,
-            local_index=self.local_index,
-            launcher="tf_config",
-        )
+        task = LaunchedProcess(self.rank, len(self.addresses), self.local_index)
+        return task.instance(num_replicas, f"TF_CONFIG lists {_shown(self.addresses)}", "tf_config")
 
 
 class TFConfigEnvironment(Environment):
     """One task is one instance. The replicas are divided evenly; one per task unless the program asks."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Whether TF_CONFIG is set and not empty."""
         return bool(environ.get(VARIABLE))
 
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
-        """The instance of this task, with its even share of the replicas."""
         cluster, said = read_cluster(environ), _load(environ[VARIABLE]).get(REPLICAS)
         if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < 1):
             _refuse(f'"{REPLICAS}" in TF_CONFIG is {_shown(said)}, not a whole number of at least 1', "correct it")
@@ -163,7 +146,7 @@ def read_cluster(
     task_id: int | None = None,
     rpc_layer: str | None = None,
 ) -> Cluster:
-    """The cluster that TF_CONFIG describes; keys of it that are not named here are ignored.
+    """Return the cluster that TF_CONFIG describes; keys of it that are not named here are ignored.
 
     Args:
         environ: the variables of the process.
@@ -196,7 +179,7 @@ def _refuse(facts: str, way_out: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """A part of TF_CONFIG as it is written there, for messages."""
+    """Return a part of TF_CONFIG as it is written there, for messages."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -222,7 +205,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; without this the last of several equal keys would win in silence."""
+    """Return a JSON object; without this the last of several equal keys would win in silence."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
@@ -274,7 +257,7 @@ def _read_task_type(task: dict[str, object]) -> str:
 
 
 def _whole_number(index: object) -> int:
-    """The index of a task; TensorFlow takes it from a text of digits, too."""
+    """Return the index of a task; TensorFlow takes it from a text of digits, too."""
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         return int(index)
     if not isinstance(index, int) or isinstance(index, bool):
@@ -293,7 +276,7 @@ def _refuse_job(job: str, where: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a task listens, the same for all spellings of an address."""
+    """The place at which a task listens, the same for all spellings of an address."""
 
     host: str
     port: str
@@ -331,7 +314,7 @@ def _place_of(address: str) -> _Place:
 
 
 def _split(address: str) -> tuple[str, str]:
-    """The host, with its brackets, and the port."""
+    """Return the host, with its brackets, and the port."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         _refuse_address(address, "begins with a scheme", "leave it out and write host:port")

@@ -1,4 +1,4 @@
-"""What an instance notes of itself for others, and what they ask of it.
+"""Notes of an instance about itself for others, and what they ask of it.
 
 Nothing here imports numpy, MPI or JAX.
 """

@@ -32,7 +32,7 @@ CUT_LIMIT_S = 10.0
 
 
 class InjectedError(RuntimeError):
-    """What `raise` raises."""
+    """The error that a fault of kind `raise` raises."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _break_connection(descriptor: int) -> None:
 
 
 def parse_fault(text: str) -> Fault:
-    """The fault in `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
+    """Return the fault in `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
 
     Raises:
         ValueError: it is none; the message says what is wrong and what is possible.
@@ -128,7 +128,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def due_faults(environ: Mapping[str, str], instance: int) -> list[Fault]:
-    """The faults that the environment names for an instance, of those that are to happen in this attempt."""
+    """Return the faults that the environment names for an instance, of those that are to happen in this attempt."""
     faults = [parse_fault(text) for text in environ.get(VARIABLE, "").split(";") if text]
     attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
     return [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
@@ -158,30 +158,26 @@ class FaultInjector:
         self._flips_bit = False
 
     def step_begins(self, step: int) -> None:
-        """See `collectives.instruments`, as for the others."""
         self._step = step
         self._strike(FORWARD)
 
     def operation_begins(self, number: int, call: Call) -> None:
-        """See there."""
         self._strike(call.kind)
 
     def waiting_for(self, instances: Sequence[int]) -> None:
-        """See there."""
         self._strike(WAITING)
 
     def phase_begins(self, phase: str) -> None:
-        """See there."""
         if phase != DATA:
             self._strike(phase)
 
     def phase_ends(self, phase: str) -> None:
-        """See there; data are read for the step that comes next."""
+        # data are read for the step that comes next
         if phase == DATA:
             self._strike(phase, step=self._step + 1)
 
     def take_flip(self) -> bool:
-        """Whether a bit of this instance's variables is to be changed before the step that begins; said once."""
+        """Return whether a bit of this instance's variables is to be changed before the step that begins; said once."""
         flips_bit, self._flips_bit = self._flips_bit, False
         return flips_bit
 

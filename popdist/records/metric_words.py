@@ -1,4 +1,4 @@
-"""Where metrics are to go, in the words of `poprun --metrics` and POPDIST_METRICS; loads nothing."""
+"""The destinations of metrics, in the words of `poprun --metrics` and POPDIST_METRICS; loads nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MetricWord:
 
     @classmethod
     def parse(cls, text: str) -> MetricWord:
-        """What a word means.
+        """Return what a word means.
 
         Raises:
             ValueError: it means nothing.
@@ -103,7 +103,7 @@ class MetricWord:
 
 
 def parse_words(texts: Sequence[str]) -> tuple[MetricWord, ...]:
-    """The words in texts, each of which may have several, separated by commas.
+    """Return the words in texts, each of which may have several, separated by commas.
 
     Raises:
         ValueError: one of them means nothing, or two mean the same.
@@ -116,7 +116,7 @@ def parse_words(texts: Sequence[str]) -> tuple[MetricWord, ...]:
 
 
 def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
-    """What the environment asks for; nothing where it does not.
+    """Return what the environment asks for; nothing where it does not.
 
     Raises:
         EnvironmentMismatchError: it cannot be read.
@@ -128,17 +128,17 @@ def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
 
 
 def fault_of(word: MetricWord) -> str:
-    """Why metrics cannot go there from this process, and the way out; empty if nothing is known against it."""
+    """Return why metrics cannot go there from this process, and the way out; empty if nothing is known against it."""
     return fault_of_library(word) or fault_of_place(word)
 
 
 def fault_of_place(word: MetricWord) -> str:
-    """The same of the file, the folder or the address."""
+    """Return the same of the file, the folder or the address."""
     return _fault_of_path(word) if word.is_path else _fault_of_address(word)
 
 
 def fault_of_library(word: MetricWord) -> str:
-    """The same of what has to be installed."""
+    """Return the same of what has to be installed."""
     module, distribution = LIBRARIES.get(word.kind, ("", ""))
     if not module or importlib.util.find_spec(module) is not None:
         return ""
@@ -146,7 +146,7 @@ def fault_of_library(word: MetricWord) -> str:
 
 
 def _fault_of_path(word: MetricWord) -> str:
-    """What keeps a file from being made; special files, as pipes, are taken as they are."""
+    """Return what keeps a file from being made; special files, as pipes, are taken as they are."""
     path = word.path
     is_folder = word.kind == TENSORBOARD
     if path.exists() and path.is_dir() != is_folder:

@@ -37,7 +37,7 @@ def close_to_others(path: Path) -> None:
 
 
 def fault_of(folder: Path) -> str:
-    """Who else can decide what lies in a folder, and what to do about it; empty where only this user and root can.
+    """Return who else can change what lies in a folder, and what to do; empty where only this user and root can.
 
     The rules are those of OpenSSH for keys: the folder and all above it belong to this user or to root, and nobody else
     can write to them. Above it, a sticky bit will do, as that of /tmp, and so will a group that is this user's own.
@@ -58,7 +58,7 @@ def fault_of(folder: Path) -> str:
 
 
 def fault_of_entries(folder: Path) -> str:
-    """The same of what lies in the folder, which may be older than the rights that it has now.
+    """Return the same of the entries of a folder, which may be older than its present rights.
 
     Raises:
         OSError: if it cannot be looked at.
@@ -81,14 +81,14 @@ def _fault_of_owner(path: Path, status: os.stat_result) -> str:
 
 
 def _is_safe_above(status: os.stat_result) -> bool:
-    """Whether others who can write to a folder can still not replace what this user has in it."""
+    """Return whether others who can write to a folder can still not replace what this user has in it."""
     if status.st_mode & stat.S_ISVTX:
         return True
     return not status.st_mode & stat.S_IWOTH and _is_own_group(status.st_gid)
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether nobody but this user is in a group: distributions make one for each user."""
+    """Return whether nobody but this user is in a group: distributions make one for each user."""
     user = os.geteuid()
     try:
         names = {pwd.getpwuid(user).pw_name}
@@ -99,7 +99,7 @@ def _is_own_group(group: int) -> bool:
 
 
 def fault_of_file(descriptor: int) -> str:
-    """Who else can decide what is read from an open file, and what to do; empty where only this user and root can.
+    """Return who else can change an open file, and what to do about it; empty where only this user and root can.
 
     A file belongs to one of them, and nobody else can write to it but a group that is this user's own. Pipes and
     terminals only have to belong to them.
@@ -154,7 +154,7 @@ def _is_own_link(path: Path) -> bool:
 
 
 def open_recording(path: Path) -> BinaryIO:
-    """The file, empty, without a buffer, and this process's own until it ends or closes it.
+    """Return the file, empty, without a buffer, and this process's own until it ends or closes it.
 
     Args:
         path: of the file. Where another process writes to that, its name gets the number of this one.
@@ -174,7 +174,7 @@ def open_recording(path: Path) -> BinaryIO:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether another process, where file systems tell, has opened it by `open_recording`, and lives.
+    """Return whether another process, where file systems tell, has opened it by `open_recording`, and lives.
 
     Raises:
         OSError: it cannot be opened.

@@ -41,7 +41,7 @@ PHASES = ("", "data", "compile", "forward and backward", "exchange", "update", "
 
 
 class State(IntEnum):
-    """What an instance is doing."""
+    """The activity of an instance."""
 
     UNUSED = 0
     """The program keeps no record."""
@@ -68,7 +68,7 @@ _now_ns = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Made:
-    """What has come of the steps of an instance.
+    """The results of the steps of an instance.
 
     What is timed begins with the end of the first step, which has compiled programs and waited for others to do so.
 
@@ -94,13 +94,13 @@ class Made:
 
     @property
     def timed_s(self) -> float:
-        """How long the timed steps have taken, with what was between them."""
+        """The time of the timed steps, with what was between them."""
         return max(self.to_s - self.from_s, 0.0)
 
 
 @dataclass(frozen=True)
 class ProgressRecord:
-    """What an instance noted last.
+    """The latest note of an instance.
 
     Attributes:
         step: the training step, 0 before the first.
@@ -198,38 +198,24 @@ class Progress(ABC):
 
 @final
 class NoProgress(Progress):
-    """Nobody supervises this process: every note is dropped."""
+    """The line of a process that nobody supervises: every note is dropped."""
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether somebody reads the notes, and ends this process when another instance fails."""
-        return False
+    is_supervised = False
+    is_released = False
 
-    def joining(self) -> None:
-        """Do nothing."""
+    def joining(self) -> None: ...
 
-    def joined(self) -> None:
-        """Do nothing."""
+    def joined(self) -> None: ...
 
-    def grace(self, seconds: float) -> None:
-        """Do nothing."""
+    def grace(self, seconds: float) -> None: ...
 
-    def leaving(self) -> None:
-        """Do nothing."""
+    def leaving(self) -> None: ...
 
-    def finished(self) -> None:
-        """Do nothing."""
+    def finished(self) -> None: ...
 
-    @property
-    def is_released(self) -> bool:
-        """Always false: nobody says so."""
-        return False
-
-    def carry_on(self, lost: int) -> None:
-        """Do nothing."""
+    def carry_on(self, lost: int) -> None: ...
 
     def cut_off(self) -> bool:
-        """Whether there is a supervisor, who loses its connection: there is none."""
         return False
 
 
@@ -266,15 +252,14 @@ class ProgressPage(Progress):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
-        """The page that the supervisor handed to this process, or nothing to write to.
+        """Return the page that the supervisor handed to this process, or nothing to write to.
 
         A page belongs to one process: a child of the program, which may inherit both variable and
         descriptor, gets none.
         """
-        descriptor = environ.get(DESCRIPTOR_VARIABLE, "")
-        if _owner_of(descriptor) not in (0, os.getpid()):
+        if page_owner(environ) not in (0, os.getpid()):
             return NoProgress()
-        return cls(int(descriptor))
+        return cls(int(environ[DESCRIPTOR_VARIABLE]))
 
     def operation_begins(self, number: int, call: Call) -> None:
         """Note that the `number`-th collective begins.
@@ -343,44 +328,34 @@ class ProgressPage(Progress):
         self._outer = 0
 
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
         self._words[_GRACE_MS] = int(1000 * seconds)
 
     def joining(self) -> None:
-        """Note that the program has come to `popdist.init` and waits for the others to come too."""
         self._set_state(State.JOINING)
 
     def joined(self) -> None:
-        """Note that it is connected with them; from here on the record says since when it does what it does."""
-        self.operation_ends()
+        self.operation_ends()  # from here on the record has the time since which the instance does what it does
 
     def leaving(self) -> None:
-        """Note that the program is in its exit handlers and waits for the other instances."""
         inside = self._words[_STATE] in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
         self._set_state(State.LEAVING_INSIDE if inside else State.LEAVING)
 
     def finished(self) -> None:
-        """Note that every instance has agreed that the work is done, so that none waits for this one."""
         self._words[_WAITING_COUNT] = 0
         self._set_state(State.FINISHED)
 
     @property
     def is_released(self) -> bool:
-        """Whether the supervisor has said that waiting for the others is of no use any more.
-
-        It has if more instances are lost than those without which the others carry on already.
-        """
+        """Whether more instances are lost than those without which the others carry on already."""
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
         return released > self._lost
 
     def carry_on(self, lost: int) -> None:
-        """Note that so many instances are lost without which the others carry on."""
         self._lost = lost
 
     def cut_off(self) -> bool:
-        """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
         supervisor = self._words[_SUPERVISOR]
         if supervisor:
             os.kill(supervisor, CUT_SIGNAL)
@@ -410,12 +385,12 @@ class ProgressPage(Progress):
 
 
 def new_page() -> bytes:
-    """The content of a page that nobody has written to."""
+    """Return the content of a page that nobody has written to."""
     return MAGIC.to_bytes(8, "little") + bytes(PAGE_BYTES - 8)
 
 
 def parse_progress(page: bytes) -> ProgressRecord:
-    """The record in a copy of a page; an empty record where there is no page."""
+    """Return the record in a copy of a page; an empty record where there is no page."""
     if len(page) < PAGE_BYTES:
         return ProgressRecord()
     words = memoryview(page)[:PAGE_BYTES].cast("Q")
@@ -449,7 +424,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
 
 
 def _printable(text: str) -> str:
-    """The text on one line, with nothing in it that a terminal obeys."""
+    """Return the text on one line, with nothing in it that a terminal obeys."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -457,13 +432,8 @@ def _printable(text: str) -> str:
 
 def page_owner(environ: Mapping[str, str]) -> int:
     """Return the pid of the living process that writes to the page of this instance; 0: none, -1: there is no page."""
-    return _owner_of(environ.get(DESCRIPTOR_VARIABLE, ""))
-
-
-def _owner_of(descriptor: str) -> int:
-    """See `page_owner`."""
     try:
-        head = os.pread(int(descriptor), 16, 0)
+        head = os.pread(int(environ.get(DESCRIPTOR_VARIABLE, "")), 16, 0)
     except (OSError, ValueError):
         return -1
     if len(head) < 16 or int.from_bytes(head[:8], "little") != MAGIC:

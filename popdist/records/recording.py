@@ -1,4 +1,4 @@
-"""What `poprun verify` has the Trainer of each instance record, and how it asks for that.
+"""The recording that `poprun verify` asks of the Trainer of each instance, and how it asks.
 
 An instance writes lines of JSON into a file of its own in the folder that POPDIST_VERIFY_RECORD names: first what
 decides its bits besides the program, then one line for each step, at once, so that an instance that is killed leaves
@@ -46,7 +46,7 @@ _MOST_QUESTIONS = 100
 
 @dataclass(frozen=True)
 class Recording:
-    """What is to be recorded.
+    """The options of a recording.
 
     Attributes:
         folder: where.
@@ -62,7 +62,7 @@ class Recording:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Recording | None:
-        """What the environment asks for; None if nothing.
+        """Return what the environment asks for; None if nothing.
 
         Raises:
             EnvironmentMismatchError: a variable holds no number.
@@ -79,7 +79,7 @@ class Recording:
         )
 
     def as_variables(self) -> dict[str, str]:
-        """The variables that ask for it."""
+        """Return the variables that ask for it."""
         wanted = {
             STEPS_VARIABLE: self.steps,
             VALUES_VARIABLE: None if self.values_at is None else "{}:{}".format(*self.values_at),
@@ -137,5 +137,5 @@ def note_question(what: str) -> None:
 
 
 def questions() -> tuple[Question, ...]:
-    """What this process has been asked, in that order."""
+    """Return what this process has been asked, in that order."""
     return tuple(_questions)

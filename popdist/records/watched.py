@@ -29,11 +29,9 @@ class Waits:
         self._began_s = 0.0
 
     def operation_begins(self, number: int, call: Call) -> None:
-        """See `collectives.instruments`."""
         self._began_s = self._now_s()
 
     def data_moves(self, nbytes: int) -> None:
-        """See there."""
         self.waited_s += self._now_s() - self._began_s
 
 

@@ -24,13 +24,13 @@ _BESIDE = ".parts"
 
 
 def folder_beside(trace: str) -> Path:
-    """Where the files go from which this trace is made."""
+    """Return where the files go from which this trace is made."""
     return Path(f"{trace}{_BESIDE}").absolute()
 
 
 @dataclass(frozen=True)
 class TimelineOptions:
-    """What is to be recorded.
+    """The options of a timeline.
 
     Attributes:
         folder: where the files go.
@@ -44,7 +44,7 @@ class TimelineOptions:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> TimelineOptions | None:
-        """What the environment asks for; None if nothing.
+        """Return what the environment asks for; None if nothing.
 
         Raises:
             EnvironmentMismatchError: the limit is no positive whole number, or the profile none that there is.

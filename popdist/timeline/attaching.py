@@ -1,4 +1,4 @@
-"""TimelineFile one instance from its start to its end."""
+"""The recording of one instance from its start to its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @final
 class Timeline:
-    """What records this instance.
+    """The recording of this instance.
 
     Args:
         asked: where, and how much.
@@ -82,13 +82,13 @@ class Timeline:
 
     @property
     def instruments(self) -> tuple[Instrument, ...]:
-        """What sees what this instance does: the recorder, and what starts a profiler."""
+        """The instruments that see this instance at work: the recorder, and what starts a profiler."""
         profiling = () if self._profiling is None else (self._profiling,)
         return (self._recording.recorder, *profiling)
 
     @property
     def writing_s(self) -> float:
-        """How much time of a core writing has taken so far."""
+        """The time of a core that writing has taken so far."""
         return self._recording.writing_s
 
     def meet(self, communicator: Communicator) -> None:

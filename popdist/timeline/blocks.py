@@ -39,12 +39,12 @@ class EventBlock:
 
 
 def block(kind: bytes, content: bytes) -> bytes:
-    """A block as it lies in the file."""
+    """Return a block as it lies in the file."""
     return _HEAD.pack(kind, len(content), zlib.crc32(content)) + content
 
 
 def json_block(kind: bytes, value: object) -> bytes:
-    """A block of JSON."""
+    """Return a block of JSON."""
     return block(kind, json.dumps(value).encode())
 
 
@@ -132,10 +132,10 @@ def pack_exchanges(exchanges: Sequence[tuple[int, int, int, int]]) -> bytes:
 
 
 def unpack_exchanges(content: bytes) -> np.ndarray:
-    """What `pack_exchanges` has packed: int64, four for each."""
+    """Return what `pack_exchanges` has packed: int64, four for each."""
     return np.frombuffer(content, "<i8").reshape(-1, 4)
 
 
 def names_block(names: Mapping[int, Mapping[str, object]]) -> bytes:
-    """The block that says what names stand for."""
+    """Return the block that says what names stand for."""
     return json_block(NAMES, [[number, dict(said)] for number, said in names.items()])

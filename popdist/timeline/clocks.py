@@ -1,4 +1,4 @@
-"""How far the clock of one host is ahead of another's, with bounds that hold whatever the network does. Pure.
+"""The difference between the clocks of two hosts, with bounds that hold whatever the network does. Pure.
 
 Two messages that cross, one there and one back, bound the difference from both sides, because nothing arrives before
 it was sent; how long each of them took does not matter (Cristian, "Probabilistic clock synchronization", 1989, and
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What exchanges say of another clock.
+    """The knowledge of another clock that exchanges give.
 
     Attributes:
         when_ns: times of this clock in the middle of an exchange, int64, increasing.
@@ -50,7 +50,7 @@ class Alignment:
 
     @classmethod
     def of(cls, exchanges: Sequence[Exchange] | np.ndarray) -> Alignment:
-        """What some exchanges say together; those that contradict clocks are left out.
+        """Return what some exchanges say together; those that contradict clocks are left out.
 
         Args:
             exchanges: in any order.
@@ -73,7 +73,7 @@ class Alignment:
         return len(self.when_ns) > 0
 
     def at(self, times_ns: np.ndarray) -> Difference:
-        """The difference at some times of this clock.
+        """Return the difference at some times of this clock.
 
         Args:
             times_ns: in any order.
@@ -94,7 +94,7 @@ class Alignment:
 
     @property
     def drift(self) -> tuple[float, float]:
-        """How much faster the other clock runs on the average, and how uncertain that is; in parts of one."""
+        """The drift of the other clock on the average, and its uncertainty; in parts of one."""
         if len(self.when_ns) < 2 or self.when_ns[-1] == self.when_ns[0]:
             return 0.0, DRIFT
         ends = self.at(self.when_ns[[0, -1]])
@@ -104,7 +104,7 @@ class Alignment:
 
 
 def _nearest(when_ns: np.ndarray, highest_ns: np.ndarray) -> np.ndarray:
-    """The bounds, each as low as any other one allows that drifts there."""
+    """Return the bounds, each as low as any other one allows that drifts there."""
     if not len(when_ns):
         return highest_ns
     drifted = DRIFT * (when_ns - when_ns[0])

@@ -1,4 +1,4 @@
-"""What the kernel counts of this process's connections to other hosts, whichever library has opened them. Linux only.
+"""The kernel's counts of this process's connections to other hosts, whichever library has opened them. Linux only.
 
 The program counts nothing itself, so this costs a step nothing: TCP_INFO (tcp(7), linux/tcp.h) has the bytes that have
 arrived, how long any were on their way, and how long a message takes there and back. Connections within a host, and
@@ -46,19 +46,19 @@ class Addresses:
     peer: str
 
     def named(self, what: str) -> str:
-        """How what is measured of them is called."""
+        """Return how what is measured of them is called."""
         return f"{what}{_FROM}{self.local}{_TO}{self.peer}"
 
 
 def ends_in(name: str, what: str) -> Addresses | None:
-    """Of which connections a measurement is this, by its name; None if it is another one."""
+    """Return the connections of which a measurement is, by its name; None if it is another measurement."""
     before, is_from, ends = name.partition(_FROM)
     local, is_to, peer = ends.partition(_TO)
     return Addresses(local, peer) if before == what and is_from and is_to else None
 
 
 def read_connections() -> dict[str, float]:
-    """What is counted now, by name; of several connections between two addresses the sums, and the shortest round trip.
+    """Return the counts now, by name: of all connections between two addresses the sums and the shortest round trip.
 
     Seconds in which the receiver had no room are left out: then it is not the network that is slow.
     """
@@ -77,7 +77,7 @@ def summed(infos: Iterable[tuple[_Names, ReadableBuffer]]) -> dict[str, float]:
 
 
 def _infos() -> Iterator[tuple[_Names, ctypes.Array[ctypes.c_char]]]:
-    """The connections to other hosts, each until the next is asked for; whatever is closed meanwhile is left out."""
+    """Yield the connections to other hosts, each until the next is asked for; leave out those closed meanwhile."""
     descriptors: list[str] = []
     with suppress(OSError):
         descriptors = os.listdir(_DESCRIPTORS)
@@ -94,7 +94,7 @@ def _infos() -> Iterator[tuple[_Names, ctypes.Array[ctypes.c_char]]]:
 
 
 def _has_end(ask: Callable[..., int], descriptor: int, room: ctypes.Array[ctypes.c_char]) -> bool:
-    """Whether it is connected there; then the room has the address, with its port."""
+    """Return whether it is connected there; then the room has the address, with its port."""
     return ask(descriptor, room, ctypes.byref(ctypes.c_uint32(_ADDRESS_BYTES))) == 0
 
 
@@ -110,7 +110,7 @@ def _libc() -> ctypes.PyDLL:
 
 @lru_cache(4096)
 def _names(local: bytes, peer: bytes) -> _Names | None:
-    """How what is measured between two addresses of the kernel is called; None if they are of one host."""
+    """Return how what is measured between two addresses of the kernel is called; None if they are of one host."""
     ends = Addresses(_plain(local), _plain(peer))
     return None if ends.local == ends.peer else (ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP))
 

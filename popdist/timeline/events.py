@@ -1,4 +1,4 @@
-"""What an event is: a few numbers, of which one may stand for a name."""
+"""Events: a few numbers each, of which one may stand for a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class EventKind(IntEnum):
-    """What has happened, and what the value of such an event is."""
+    """The kinds of events, and the meaning of their values."""
 
     STEP_BEGINS = 1
     """Value: the number of the step. What else happened in it may have been left out."""
@@ -49,6 +49,6 @@ EVENT = np.dtype([("when_ns", "<i8"), ("kind", "<u2"), ("track", "<u2"), ("name"
 
 
 def bits_of(number: float) -> int:
-    """The value of an event that measures so much."""
+    """Return the value of an event that measures so much."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits

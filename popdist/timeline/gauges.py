@@ -1,6 +1,6 @@
-"""What a process takes of its host: memory, time of cores, and time for which it waited for a core. Linux only.
+"""The use that a process makes of its host: memory, time of cores, and waits for a core. Linux only.
 
-And how often such a thing is read.
+And the interval at which they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_SHARE = 0.001
 
 @final
 class Gauge:
-    """What is read again and again, the more rarely the longer that takes.
+    """A reading that is repeated, the more rarely the longer it takes.
 
     Args:
         read: returns numbers by their names.
@@ -53,7 +53,7 @@ class Gauge:
 
 
 def read_gauges() -> dict[str, float]:
-    """What can be read: bytes that are resident, seconds since the start of the process, and the host's load."""
+    """Return what can be read: bytes that are resident, seconds since the start of the process, and the host's load."""
     found = {CPU_TIME: time.process_time(), HOST_LOAD: os.getloadavg()[0]}
     with suppress(OSError):
         found[MEMORY] = float(_line_of(_STATM).split()[1]) * _PAGE_BYTES
@@ -63,14 +63,14 @@ def read_gauges() -> dict[str, float]:
 
 
 def _core_wait_s() -> float | None:
-    """How long the main thread was ready to run and was not; None where the kernel does not say."""
+    """Return how long the main thread was ready to run and was not; None where the kernel does not say."""
     with suppress(OSError, ValueError, IndexError):
         return int(_line_of(_SCHEDSTAT.format(os.getpid())).split()[1]) / 1e9
     return None
 
 
 def _line_of(path: str) -> bytes:
-    """What such a file says; without the layers of `open`, which cost more than the kernel takes for it."""
+    """Return what such a file says; without the layers of `open`, which cost more than the kernel takes for it."""
     file = os.open(path, os.O_RDONLY)
     try:
         return os.read(file, _LONGEST_LINE)

@@ -36,7 +36,7 @@ _ANSWER_LIMIT_S = 0.1
 
 @dataclass(frozen=True)
 class Card:
-    """What an instance tells the others of itself when they meet.
+    """The facts that an instance tells the others when they meet.
 
     Attributes:
         clock: names the clock that it reads.
@@ -60,7 +60,7 @@ class Card:
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
-        """What `pack` has packed."""
+        """Return what `pack` has packed."""
         clock, host, token, port, *addresses = _CARD.unpack(data)
         known = tuple(socket.inet_ntoa(each) for each in addresses if any(each))
         return cls(clock.rstrip(b"\0").decode(), host.rstrip(b"\0").decode(errors="replace"), token, port, known)
@@ -80,7 +80,7 @@ class HostClock:
 
 
 def this_clock() -> HostClock:
-    """The monotonic clock of this process: processes of one boot and one time namespace share it."""
+    """Return the monotonic clock of this process: processes of one boot and one time namespace share it."""
     name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:20]
     with suppress(OSError):
         name = f"{name}.{os.stat('/proc/self/ns/time').st_ino}"
@@ -88,18 +88,18 @@ def this_clock() -> HostClock:
 
 
 def asks(cards: Sequence[Card], index: int) -> bool:
-    """Whether an instance asks instance 0 for the time: the first of those whose clock is another one."""
+    """Return whether an instance asks instance 0 for the time: the first of those whose clock is another one."""
     clocks = [card.clock for card in cards]
     return clocks[index] != clocks[0] and clocks.index(clocks[index]) == index
 
 
 def answers(cards: Sequence[Card]) -> bool:
-    """Whether instance 0 has anybody to answer."""
+    """Return whether instance 0 has anybody to answer."""
     return any(card.clock != cards[0].clock for card in cards)
 
 
 def own_addresses() -> tuple[str, ...]:
-    """The IPv4 addresses of this host, the loopback's last."""
+    """Return the IPv4 addresses of this host, the loopback's last."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():

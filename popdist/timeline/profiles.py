@@ -47,7 +47,7 @@ class WantedProfile:
 
     @classmethod
     def parse(cls, text: str) -> WantedProfile:
-        """What is written as `FORM` says; the first two steps compile, and are left out unless all are asked for.
+        """Parse what is written as `FORM` says; the first two steps compile, and are left out unless all are asked for.
 
         Raises:
             ValueError: it is not.
@@ -62,11 +62,11 @@ class WantedProfile:
         return cls(found["profiler"], int(first), None if steps == _ALL else int(steps))
 
     def begins_before(self, steps_made: int) -> bool:
-        """Whether the step that begins behind so many is among them, or later."""
+        """Return whether the step that begins behind so many is among them, or later."""
         return steps_made >= self.first
 
     def ends_before(self, steps_made: int) -> bool:
-        """Whether the step that begins behind so many is later."""
+        """Return whether the step that begins behind so many is later."""
         return self.steps is not None and steps_made >= self.first + self.steps
 
 
@@ -86,7 +86,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def marker(self, name: str) -> AbstractContextManager[object]:
-        """What lasts in the profile, under this name, as long as it is entered."""
+        """Return what lasts in the profile, under this name, as long as it is entered."""
 
     @abstractmethod
     def stop(self) -> Path:
@@ -102,7 +102,7 @@ _OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"
 
 @final
 class JaxProfiler(Profiler):
-    """See https://docs.jax.dev/en/latest/profiling.html; calls of Python functions, which cost much, are not recorded.
+    """JAX's profiler (https://docs.jax.dev/en/latest/profiling.html), without the costly calls of Python.
 
     XLA's own file, which TensorBoard and XProf read, lies beside the one that is returned.
     """
@@ -114,17 +114,14 @@ class JaxProfiler(Profiler):
         self._jax = jax.profiler
 
     def start(self) -> None:
-        """See `Profiler`."""
         options = self._jax.ProfileOptions()
         options.python_tracer_level = 0
         self._jax.start_trace(self._folder, profiler_options=options)
 
     def marker(self, name: str) -> AbstractContextManager[object]:
-        """See `Profiler`."""
         return self._jax.TraceAnnotation(name)
 
     def stop(self) -> Path:
-        """See `Profiler`."""
         self._jax.stop_trace()
         for file in self._folder.rglob(f"*{_OF_JAX}"):
             return file
@@ -133,7 +130,7 @@ class JaxProfiler(Profiler):
 
 @final
 class TorchProfiler(Profiler):
-    """See https://docs.pytorch.org/docs/stable/profiler.html; threads of replicas are seen too."""
+    """PyTorch's profiler (https://docs.pytorch.org/docs/stable/profiler.html); it sees threads of replicas too."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -144,16 +141,13 @@ class TorchProfiler(Profiler):
         self._profile = self._torch.profile(experimental_config=of_all_threads)
 
     def start(self) -> None:
-        """See `Profiler`."""
         self._profile.start()
 
     def marker(self, name: str) -> AbstractContextManager[object]:
-        """See `Profiler`."""
         annotation: AbstractContextManager[object] = self._torch.record_function(name)
         return annotation
 
     def stop(self) -> Path:
-        """See `Profiler`."""
         self._profile.stop()
         self._folder.mkdir(parents=True)
         self._profile.export_chrome_trace(str(self._folder / _OF_TORCH))
@@ -195,7 +189,6 @@ class Profiling:
         self._markers: list[tuple[int, int]] = []
 
     def step_begins(self, step: int) -> None:
-        """See `collectives.instruments`."""
         if self._is_over:
             return
         if self._first_step is None:

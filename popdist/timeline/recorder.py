@@ -60,27 +60,25 @@ class Recorder:
         return 0 if self._is_in_step or self._is_busy else self._thread
 
     def take_new_names(self) -> dict[int, Mapping[str, object]]:
-        """What the names stand for that events have had since the last call, and some that none has had yet."""
+        """Return what the names stand for that events have had since the last call, and some that none has had yet."""
         return dict(self._new_names.popleft() for _ in range(len(self._new_names)))
 
     # ---- what happens; see `collectives.instruments`
 
     def step_begins(self, step: int) -> None:
-        """See there."""
         self._is_in_step = True
         self._step = step
         self._skips = self._is_left_out(step)
         self._append(_STEP_BEGINS, MAIN_TRACK, 0, step)
 
     def step_ends(self, rows: int, loss: float) -> None:
-        """See there."""
         self._append(_STEP_ENDS, MAIN_TRACK, 0, rows)
         self._is_in_step, self._thread = False, get_ident()
         if not self._skips:
             self.measured("loss", loss)
 
     def phase_begins(self, phase: str) -> None:
-        """See there; data are read for the step that comes next."""
+        # data are read for the step that comes next
         if phase == DATA:
             self._skips = self._is_left_out(self._step + 1)
         if not self._skips or phase in _ALWAYS:
@@ -88,13 +86,11 @@ class Recorder:
         self._is_busy = True
 
     def phase_ends(self, phase: str) -> None:
-        """See there."""
         if not self._skips or phase in _ALWAYS:
             self._append(_PHASE_ENDS, MAIN_TRACK, self._phases[phase], 0)
         self._is_busy = False
 
     def operation_begins(self, number: int, call: Call) -> None:
-        """See there."""
         self._is_busy = True
         if self._skips:
             return
@@ -105,28 +101,23 @@ class Recorder:
         self._append(_OPERATION_BEGINS, MAIN_TRACK, name, number)
 
     def data_moves(self, nbytes: int) -> None:
-        """See there."""
         if not self._skips:
             self._append(_DATA_MOVES, MAIN_TRACK, 0, nbytes)
 
     def operation_ends(self) -> None:
-        """See there."""
         self._is_busy = False
         if not self._skips:
             self._append(_OPERATION_ENDS, MAIN_TRACK, 0, 0)
 
     def waiting_for(self, instances: Sequence[int]) -> None:
-        """See there."""
         for instance in instances:
             self._append(_WAITS_FOR, MAIN_TRACK, 0, instance)
 
     def replica_begins(self, replica: int, stage: int) -> None:
-        """See there."""
         if not self._skips:
             self._append(_REPLICA_BEGINS, 1 + stage, replica, 0)
 
     def replica_ends(self, replica: int, stage: int, part: int) -> None:
-        """See there."""
         if not self._skips:
             self._append(_REPLICA_ENDS, 1 + stage, replica, part)
 
@@ -151,7 +142,7 @@ class Recorder:
     # ---- names and steps
 
     def _number_of(self, key: object, said: Mapping[str, object]) -> int:
-        """A number for a name, without a lock, which a forked process could inherit; it is told before it is used."""
+        """Return a number for a name, announced before it is used; without a lock, which a fork could inherit."""
         number = self._next_number()
         self._new_names.append((number, said))
         return self._names.setdefault(key, number)

@@ -24,7 +24,7 @@ Append = Callable[[int, int, int, int], None]
 
 @final
 class Ring:
-    """What threads have appended and nobody has taken yet.
+    """A ring buffer of events that threads have appended and nobody has taken yet.
 
     To draw a number, to fill a slot and to copy slots is one call into C each, which no other thread interrupts (a copy
     by NumPy's indexing would let others run): a slot holds a whole record or another one. A thread that has a number
@@ -55,7 +55,7 @@ class Ring:
         return append
 
     def take(self, waits: bool = True) -> tuple[np.ndarray, int]:
-        """The events that have come since the last call, in order, and how many were lost; from one thread.
+        """Return the events that have come since the last call, in order, and how many were lost; from one thread.
 
         Args:
             waits: leave what comes after a record that is still missing to the next call.
@@ -81,7 +81,7 @@ class Ring:
         return self._all_that_is_left(first)
 
     def _all_that_is_left(self, first: int) -> tuple[np.ndarray, int]:
-        """Where the ring was overtaken, or a record never came: what there is, oldest first."""
+        """Return what is left, oldest first, after the ring was overtaken or a record never came."""
         slots, _ = self._following(first, self._size)
         rows = np.frombuffer(slots, "<u8").reshape(self._size, -1)
         rows = rows[rows[:, 0] >= first]
@@ -92,7 +92,7 @@ class Ring:
         return _events(rows.tobytes(), len(rows)), lost
 
     def _following(self, first: int, count: int) -> tuple[bytes | bytearray, list[int]]:
-        """A copy of so many slots, from that of the record with this number on, and the numbers in them.
+        """Return a copy of so many slots, from that of the record with this number on, and the numbers in them.
 
         Numbers are a list, because a spill mostly finds a few records and cold caches, where NumPy's first calls cost
         more than anything that is done to so few.
@@ -106,5 +106,5 @@ class Ring:
 
 
 def _events(slots: bytes | bytearray, count: int) -> np.ndarray:
-    """The first events in a copy of slots, seen there: what follows a number is an event as `EVENT` has it."""
+    """Return the first events in a copy of slots, seen there: what follows a number is an event as `EVENT` has it."""
     return np.ndarray((count,), EVENT, slots, _NUMBER_BYTES, (RECORD.size,))

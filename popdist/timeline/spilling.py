@@ -176,7 +176,7 @@ class TimelineFile:
 
 
 def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:
-    """The event that says so, at the time of those that follow."""
+    """Return the event that says so, at the time of those that follow."""
     when = following["when_ns"][0] if len(following) else when_ns
     return np.array([(when, int(EventKind.EVENTS_LOST), 0, 0, lost)], EVENT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +40,7 @@ TEXT, PATH, HOSTS, ARGUMENTS = OptionKind.TEXT, OptionKind.PATH, OptionKind.HOST
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
+class LaunchOptions(ABC):
     """The options of poprun, each with its value for one launch.
 
     Attributes:
@@ -233,8 +234,13 @@ class LaunchOptions:
     )
     debug: bool = debugging(False, FLAG, "say everything: as -vv, and every setting in force", rare=True)
 
+    @abstractmethod
     def __post_init__(self) -> None:
-        """Check the options against each other; see `LaunchSettings`."""
+        """Check each option, and what they say together.
+
+        Raises:
+            UsageError: options are out of range, or exclude each other.
+        """
 
 
 OPTIONS: tuple[Option, ...] = options_of(LaunchOptions)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from popdist.records.private_files import make_private
+from strategies.argument_checks import positive
 from strategies.checkpoints.sealed_folders import (
     DAMAGED,
     INCOMPLETE,
@@ -47,7 +48,6 @@ from strategies.checkpoints.sealed_folders import (
 from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
 from strategies.data.layout import Position
 from strategies.errors import CheckpointError
-from strategies.numbers import positive
 
 logger = logging.getLogger(__name__)
 

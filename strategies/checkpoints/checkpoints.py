@@ -20,6 +20,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from collectives.instruments import CHECKPOINT
+from popdist.switches import require_switches
+from strategies.argument_checks import positive
 from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, SavedTraining
 from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
@@ -28,14 +30,12 @@ from strategies.comparing.agreement import broadcast_text
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.gradients.arguments import are_used_up, check_state
-from strategies.numbers import positive
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Leaf
 from strategies.step.step_record import checkpoint_folder
-from strategies.switches import require_switches
 from strategies.train_state import TrainState
+from strategies.typing import Leaf
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder
 from strategies.checkpoints.sealed_folders import TRAINING, fault_of, shown
 from strategies.errors import CheckpointError
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 logger = logging.getLogger(__name__)
 

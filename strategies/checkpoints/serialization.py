@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from strategies.roles import Leaf
+from strategies.typing import Leaf
 
 
 @dataclass(frozen=True)

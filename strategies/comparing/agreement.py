@@ -16,7 +16,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError
 from strategies.programs.compilation import shapes_by_name
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, OptimizerState
+from strategies.typing import Batch, OptimizerState
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """What decides the result, by name: a value, or the lines of a program. In several groups: what is in a later one may

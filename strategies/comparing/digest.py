@@ -13,7 +13,7 @@ import numpy as np
 from strategies.errors import DivergenceError
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 logger = logging.getLogger(__name__)
 

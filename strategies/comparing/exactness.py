@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import Communicator
-from strategies.roles import Batch, Leaf, Tree, Variables
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Leaf, Tree, Variables
 
 OfReplicas = Sequence[Sequence[np.ndarray]]
 """Of each local replica, with the loss and the metrics before them, and what it keeps behind."""

@@ -17,7 +17,7 @@ from jax.extend import core
 from strategies.comparing.digest import digest_of
 from strategies.programs.jaxpr import needed
 from strategies.replicas.devices import is_key
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 _FEW = 4  # elements of an array that are shown; of larger ones only a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from strategies.data.sources import Masked
-from strategies.roles import Batch, Function, Numbers, Tree, Variables
+from strategies.typing import Batch, Function, Numbers, Tree, Variables
 
 DTypes: TypeAlias = Any
 """A dtype (or `Cast`) for all leaves, or one for each entry of the batch: a mapping or tuple like the batch.

@@ -11,6 +11,8 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.instruments import DATA, Instruments
+from popdist.switches import require_switches
+from strategies.argument_checks import at_least
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.input_context import InputContext
@@ -22,10 +24,8 @@ from strategies.data.random_access import RandomAccessSource, Steps
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import ArraySource, DataSource, Masked, SourceFactory
 from strategies.errors import StrategyError
-from strategies.numbers import at_least
 from strategies.programs.feed_program import Replication
-from strategies.roles import Batch, Data
-from strategies.switches import require_switches
+from strategies.typing import Batch, Data
 
 __all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
 

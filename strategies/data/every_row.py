@@ -15,7 +15,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.data.lockstep import Lockstep
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.roles import Batch
+from strategies.typing import Batch
 
 _WAY_OUT = "give what strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad') returns"
 

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from popdist.spawned import refuse_while_spawned
+from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Layout
 from strategies.data.random_access import RandomAccess, RandomAccessSource, Steps
 from strategies.data.sources import DataSource
-from strategies.numbers import at_least, positive
-from strategies.roles import Batch, Data, Element
+from strategies.typing import Batch, Data, Element
 
 ENDLESS = 2**60
 """Steps that workers are told of; and more elements than a data set can have."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from strategies.numbers import at_least, positive
+from strategies.argument_checks import at_least, positive
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from strategies.errors import FeedError
 from strategies.programs.feed_program import is_in_program
-from strategies.roles import Data, Element
+from strategies.typing import Data, Element
 
 
 class DataIterator(Iterator[Element]):

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.numbers import positive
+from strategies.argument_checks import positive
 
 Remainder = Literal["drop", "pad", "short"]
 Indices = NDArray[np.int64]

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, stacked
-from strategies.roles import Batch, Element
+from strategies.typing import Batch, Element
 
 
 class RandomAccess(Protocol):

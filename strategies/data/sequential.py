@@ -9,7 +9,7 @@ import numpy as np
 
 from strategies.data.layout import Layout
 from strategies.data.sources import DataSource, Masked, stacked
-from strategies.roles import Batch, Data, Element
+from strategies.typing import Batch, Data, Element
 
 
 class ElementRound(NamedTuple):

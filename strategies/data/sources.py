@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from strategies.data.layout import Layout, epoch_order
 from strategies.per_replica import PerReplica
-from strategies.roles import Batch, Element, Tree
+from strategies.typing import Batch, Element, Tree
 
 
 class Masked(NamedTuple):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from collectives.tree import combined
+from popdist.switches import require_switches
 from strategies.data.every_row import EveryRow
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
@@ -18,8 +19,7 @@ from strategies.evaluation.merging import Evaluation, Mergeable
 from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
 from strategies.replicas.membership import SurvivorMeeting, surviving
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree
-from strategies.switches import require_switches
+from strategies.typing import Tree
 
 Told = list[tuple[Tree, np.ndarray]]
 """For each replica what it tells of a batch, and its mask."""

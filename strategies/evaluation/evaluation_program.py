@@ -17,14 +17,13 @@ from strategies.evaluation.data_pass import Told
 from strategies.evaluation.merging import Mean, Mergeable
 from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import LossFunction
 from strategies.programs.captures import Reads
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Function, Key, Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Key, LossFunction, Tree, Variables
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 

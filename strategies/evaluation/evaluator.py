@@ -33,13 +33,12 @@ from strategies.gradients.arguments import (
     check_state,
     check_takes_state,
 )
-from strategies.gradients.replica_program import LossFunction
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
+from strategies.typing import Batch, LossFunction, Tree
 
 
 class JaxEvaluator:

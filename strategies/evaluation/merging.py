@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.roles import Metric, Numbers
+from strategies.typing import Metric, Numbers
 
 
 class Mergeable(Protocol):

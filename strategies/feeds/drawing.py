@@ -16,7 +16,7 @@ from strategies.errors import FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.infeed import InfeedQueue
 from strategies.programs.feed_program import current_program, is_in_program
-from strategies.roles import Data, Element, Number, Tree
+from strategies.typing import Data, Element, Number, Tree
 
 _queues: weakref.WeakValueDictionary[int, InfeedQueue] = weakref.WeakValueDictionary()
 

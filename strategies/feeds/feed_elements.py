@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from strategies.roles import Data, Element, Numbers, Tree
+from strategies.typing import Data, Element, Numbers, Tree
 
 DTYPES = tuple(map(np.dtype, ("int8", "uint8", "bool", "int32", "float16", ml_dtypes.bfloat16, "float32")))
 

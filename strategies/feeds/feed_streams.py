@@ -16,7 +16,7 @@ from strategies.feeds.feed_elements import check_declared
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import Replication
 from strategies.replicas.dealing import replication_of
-from strategies.roles import Data, Element
+from strategies.typing import Data, Element
 
 Round = Sequence[tuple[int, Element]]
 """The next element of each local replica, with the number by which messages call it."""

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from strategies.argument_checks import integer
 from strategies.config.configured import in_force
 from strategies.data.iterators import DataIterator
 from strategies.data.prefetch import Prefetcher, reading_ahead
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream
-from strategies.numbers import integer
 from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program
-from strategies.roles import Data, Element
+from strategies.typing import Data, Element
 
 DELETE_TIMEOUT_S = 10.0
 

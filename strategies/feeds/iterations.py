@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from strategies.feeds.infeed import InfeedQueue
 from strategies.programs.feed_program import CHUNK, Enqueued, FeedProgram
 from strategies.programs.host_calls import calls_host
-from strategies.roles import Number, Tree
+from strategies.typing import Number, Tree
 
 HOLD_S = 0.05
 """For about so long a value that was enqueued may be held back, to leave together with others."""

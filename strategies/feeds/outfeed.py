@@ -18,7 +18,7 @@ from strategies.programs.feed_program import Put, Replication, current_program, 
 from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.replicas.devices import is_key
 from strategies.replicas.variables import MirroredVariable
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 class OutfeedMode(Enum):

@@ -11,18 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.feed_program import current_program
-from strategies.roles import Batch, Tree, Variables
+from strategies.typing import AccumulationDtype, Batch, MapGradient, Tree, Variables
 
 UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
 convolutions. (8 micro-batches of a CNN with XLA's convolution against 8 updates: 1.3 times the rows per second, in a
 loop 0.81 to 0.91.)"""
-
-AccumulationDtype = Any
-"""None for the variable's, a dtype, or a function of the variable (its shape and dtype) that returns either."""
-
-MapGradient = Callable[[Any, Any], Any]
-"""`(gradient, variable) -> gradient` of one variable, traceable."""
 
 
 class GradientAccumulationReductionMethod(Enum):

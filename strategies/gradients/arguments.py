@@ -16,8 +16,8 @@ from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from strategies.gradients.trainable import Filter, Trainable
-from strategies.roles import Batch, Function, Leaf, Tree, Variables
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Leaf, Tree, Variables
 
 MODEL_STATE = "model_state"
 _NUMBERS = (bool, int, float, complex, np.generic)

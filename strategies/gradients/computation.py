@@ -13,7 +13,7 @@ from jax.extend import core
 from strategies.exchange.means import Bucket
 from strategies.gradients.leaving import Allocate, Leaving, MeansMemory
 from strategies.replicas.devices import DeviceGrid
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 
 class ReplicaGradients(ABC):

@@ -23,7 +23,7 @@ from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment, carry_out
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
 from strategies.replicas.shards import Shards
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 logger = logging.getLogger(__name__)
 

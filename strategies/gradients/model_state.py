@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from strategies.replicas.devices import is_key
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
 """The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,7 @@ import numpy as np
 
 from strategies.exchange.transfer import GradientTransfer, Int8Layout
 from strategies.gradients.accumulation import (
-    AccumulationDtype,
     GradientAccumulationReductionMethod,
-    MapGradient,
     accumulate,
     accumulator_dtypes,
     is_float,
@@ -28,9 +26,7 @@ from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Leaf, Tree, Variables
-
-LossFunction = Callable[..., Any]
+from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
 STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of a step

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.tree_util import keystr
 
-from strategies.roles import Leaf, Tree, Variables
+from strategies.typing import Leaf, Tree, Variables
 
 Filter: TypeAlias = Callable[[str, Any], bool] | Tree
 """A function of a variable's name, such as `['dense']['kernel']`, and of the variable; or a pytree of bools that begins

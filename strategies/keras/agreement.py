@@ -15,7 +15,7 @@ from strategies.errors import DisagreementError
 from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
 from strategies.replicas.membership import meet, surviving
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch
+from strategies.typing import Batch
 
 WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import jax
@@ -18,8 +18,8 @@ import numpy as np
 
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, SourceFactory
-from strategies.roles import Batch
 from strategies.strategy import Strategy
+from strategies.typing import Batch
 
 Read = Callable[[int], Batch]
 
@@ -31,12 +31,7 @@ def rows_of(batch: Batch) -> int:
 
 
 def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
-    """Return the rows of the local replicas of a batch for all replicas, placed as a step needs them.
-
-    Args:
-        strategy: whose replicas they are for.
-        batch: arrays of NumPy.
-        accumulated: micro-batches of a step.
+    """Return the rows of the local replicas of a batch for all replicas and micro-batches, placed for a step.
 
     Raises:
         ValueError: if the rows cannot be divided.
@@ -90,15 +85,10 @@ class StreamOfBatches(SourceFactory):
 
 @dataclass
 class _Dealer:
-    """Deals the batches of a step.
-
-    Attributes:
-        layout: of elements.
-        first_row: the number of the first row of the next step.
-    """
+    """A dealer of the batches of a step, with the number of the first row of the next one."""
 
     layout: Layout
-    first_row: int = field(default=0)
+    first_row: int = 0
 
     @property
     def per_step(self) -> int:
@@ -190,10 +180,7 @@ class _Numbered(_Batches):
         self._last_rows = rows_of(given.read(given.count - 1))
 
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        order, per_step = (
-            epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle),
-            dealer.per_step,
-        )
+        order, per_step = (epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step)
         dealer.first_row = start * self._layout.global_batch_size
         for step in range(start, self.steps or 0):
             numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]

@@ -136,10 +136,7 @@ class Running:
         return self.strategy.replicas.communicator.size == 1
 
     def agree(self, hook: str) -> None:
-        """Stop everywhere where a callback stops one instance; a collective call.
-
-        Args:
-            hook: of callbacks, all of which were called.
+        """Stop everywhere where a callback stops one instance, behind a hook of all callbacks; a collective call.
 
         Raises:
             DisagreementError: on all instances, if callbacks have changed something else on some of them.
@@ -174,12 +171,7 @@ class _OfStrategy(keras.callbacks.LambdaCallback):
 
 
 def _first(running: Running, unites_batches: bool) -> _OfStrategy:
-    """Return the callback that comes before all others.
-
-    Args:
-        running: the loop.
-        unites_batches: whether others may write files, or read the state, in the midst of an epoch.
-    """
+    """Return the callback before all others; `unites_batches` if these need the whole state within an epoch."""
 
     def unite(number: int, logs: Logs | None = None) -> None:
         running.unite()
@@ -205,12 +197,7 @@ def _teller(running: Running) -> _OfStrategy:
 
 
 def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
-    """Return the callback that comes behind all others.
-
-    Args:
-        running: the loop.
-        looks_at_batches: whether callbacks of the user's may change something in the midst of an epoch.
-    """
+    """Return the callback behind all others; `looks_at_batches` if these may change something within an epoch."""
 
     def agree(hook: str) -> Callable[..., None]:
         return lambda number, logs=None: running.agree(hook)

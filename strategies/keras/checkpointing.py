@@ -12,9 +12,9 @@ import keras
 import strategies.checkpoints.checkpoints as saved
 from strategies.data.datasets import DistributedDataset
 from strategies.keras.protocols import Callbacks
-from strategies.roles import Batch
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch
 
 
 class FitCheckpoints(keras.callbacks.Callback):
@@ -65,11 +65,7 @@ def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
 
 
 class SavedFit:
-    """The checkpoints of a `fit` that runs.
-
-    Args:
-        opened: where they are.
-        dataset: whose position they have.
+    """The checkpoints of a `fit` that runs, with the position of its data set.
 
     Attributes:
         first_epoch: with which it begins.

@@ -17,12 +17,12 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
+from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
-from strategies.numbers import positive
-from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
+from strategies.typing import Batch, Data, Tree
 
 Hooks: TypeAlias = tuple[Callable[[], object], Callable[[], object]]
 Shuffle: TypeAlias = bool | int | str | None
@@ -154,11 +154,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """Yield what is told of the next batches.
-
-        Args:
-            begin: begins to tell of all batches of an epoch.
-        """
+        """Yield what is told of the next batches; `begin` begins to tell of all batches of an epoch."""
         if self._told is None:
             dataset = self.feed.dataset
             dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))
@@ -235,13 +231,7 @@ def open_feed(
 
 
 def rows_of_replica(strategy: Strategy, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
-    """Return the rows of a replica and micro-batch; None where nobody has said so.
-
-    Args:
-        strategy: whose replicas they are for.
-        batch_size: of a replica and micro-batch.
-        of_all: the rows of all replicas in a step.
-        accumulated: micro-batches of a step.
+    """Return the rows of a replica and micro-batch, given these or those of all replicas; None where nobody says so.
 
     Raises:
         ValueError: if both sizes are given, or that of all replicas cannot be divided.
@@ -282,10 +272,6 @@ def _spread(arrays: Batch) -> Batch:
 
 def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
     """Return arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
-
-    Args:
-        given: see there.
-        per_step: micro-batches of all replicas.
 
     Raises:
         ValueError: if there are no rows.
@@ -330,13 +316,8 @@ def _numbered(
 ) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
     """Return batches that can be read by their numbers, and the first of them.
 
-    Args:
-        read: reads one.
-        count: how many there are; None where they have no end.
-        given: whose they are.
-
     Raises:
-        ValueError: if they have no end, and nobody says where an epoch ends.
+        ValueError: if they have no end (`count` is None), and nobody says where an epoch ends.
     """
     if count is not None:
         return NumberedBatches(read, count), read(0)

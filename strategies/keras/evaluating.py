@@ -25,10 +25,10 @@ from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import VARIABLES, Seeds, seeds_of
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Batch, Key, Tree, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch, Key, Tree, Variables
 
 
 class _OfRows(EvaluationTask):

@@ -12,17 +12,17 @@ from typing import Any, TypeAlias
 import keras
 from keras import tree
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import positive
 from strategies.feeds.infeed import checked_depth
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.keras.protocols import ModelLike
 from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
-from strategies.numbers import positive
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.recomputation import recomputation_checkpoint
-from strategies.roles import Tree
 from strategies.step.options import StepOptions
-from strategies.switches import require_switches, require_switches_or_none
+from strategies.typing import Tree
 
 _FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")

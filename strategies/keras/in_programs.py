@@ -75,14 +75,7 @@ class KerasState:
 
     @contextmanager
     def inside(self, values: Values) -> Iterator[Callable[[], Changes]]:
-        """Give the variables these values while the function is traced, and note what is assigned to them.
-
-        Args:
-            values: of all variables.
-
-        Yields:
-            A function that returns what has been assigned.
-        """
+        """Give the variables these values while a function is traced; yield a function that tells what is assigned."""
         begun = self._seeds.of_replica(values, get_replica_context().replica_id_in_sync_group)
         with ExitStack() as stack:
             scope = stack.enter_context(_scope(zip(self._variables, begun, strict=True)))

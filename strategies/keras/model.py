@@ -42,8 +42,8 @@ from strategies.keras.refusals import (
 )
 from strategies.keras.state import seeds_of
 from strategies.keras.training import TrainFunction
-from strategies.roles import Batch, Data, Tree
 from strategies.strategy import Strategy
+from strategies.typing import Batch, Data, Tree
 
 logger = logging.getLogger("strategies.keras")
 
@@ -167,15 +167,7 @@ class ReplicatedModel:
             if checkpoints is not None:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
-        running = Running(
-            self._model,
-            self.strategy,
-            feed.begin_with,
-            self.unite,
-            resume,
-            self._made,
-            self._watch,
-        )
+        running = Running(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), stack:
             return self.stock.fit(

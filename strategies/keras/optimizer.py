@@ -13,7 +13,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from strategies.keras.protocols import Array, OptimizerLike, Values, VariableLike
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.roles import Number, OptimizerState, Variables
+from strategies.typing import Number, OptimizerState, Variables
 from strategies.updates.optimizers import Arithmetic, Known, StepOptimizer
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]

@@ -27,10 +27,10 @@ from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of
 from strategies.programs.dataflow import depends_on, looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
-from strategies.roles import Batch, Data, Key, Number, Tree, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch, Data, Key, Number, Tree, Variables
 
 TRAINED, OPTIMIZER = "trained", "optimizer"
 _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
@@ -45,13 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class OwnStep:
-    """The step of a model, as a function of its state.
-
-    Attributes:
-        model: of Keras.
-        step: its `train_step`.
-        seeds: which of its variables that are not trained are states of seed generators.
-    """
+    """The `train_step` of a model, as a function of its state."""
 
     model: ModelLike
     step: Callable[[State, Data], tuple[Logs, State]]

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from strategies.keras.protocols import Array, Logs, ModelLike, Values
 from strategies.keras.state import Seeds, words_of_metrics
 from strategies.programs.dataflow import looks
-from strategies.roles import Batch, Tree, Variables
+from strategies.typing import Batch, Tree, Variables
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import jax
 import numpy as np
 
-from strategies.roles import Batch, Data, Number, Tree
+from strategies.typing import Batch, Data, Number, Tree
 
 Array: TypeAlias = jax.Array | np.ndarray
 """The value of a variable: an array of JAX or NumPy."""

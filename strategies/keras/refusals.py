@@ -1,4 +1,4 @@
-"""Refusals of what replicas cannot do for a model of Keras, before anything is computed."""
+"""Refusals of what replicas cannot do for a model of Keras, before anything is computed; errors name the way out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_functio
 
 def refuse_use(model: ModelLike, strategy: Strategy, called: str) -> None:
     """Refuse a model of a strategy outside of its scope, and models and settings that replicas cannot have.
-
-    Args:
-        model: of the strategy.
-        strategy: in whose scope it was made.
-        called: the name of the method.
 
     Raises:
         StrategyError: outside of the scope, beside a distribution of Keras's own, or if layers keep states of rows.
@@ -56,14 +51,9 @@ def is_own(stock: ModelClass, name: str) -> bool:
 
 
 def refuse_own_steps(stock: ModelClass, step: str) -> None:
-    """Refuse a step or a function of the user's own, which stands for what all replicas do together.
+    """Refuse (RuntimeError) an own step or function of the class, which stands for what all replicas do together.
 
-    Args:
-        stock: the class of the model as the user knows it.
-        step: the name of the step that would be made; a `train_step` is made by each replica.
-
-    Raises:
-        RuntimeError: naming what is overridden.
+    The name of the step that would be made is `step`; a `train_step` of the user's own is made by each replica.
     """
     for name in _FUNCTIONS if step == "train_step" else (step, *_FUNCTIONS):
         if is_own(stock, name):
@@ -74,15 +64,9 @@ def refuse_own_steps(stock: ModelClass, step: str) -> None:
 
 
 def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpoints: bool) -> None:
-    """Refuse what the step of a strategy does, where a model has a `train_step` of its own.
+    """Refuse (RuntimeError) what the step of a strategy does, where a model has a `train_step` of its own.
 
-    Args:
-        stock: see `refuse_own_steps`.
-        options: of the model.
-        has_checkpoints: whether there are `strategies.keras.Checkpoints`.
-
-    Raises:
-        RuntimeError: naming it, or the arguments of a `train_step` that is written for another backend.
+    So is a `train_step` that is written for another backend.
     """
     parameters = list(inspect.signature(stock.train_step).parameters)
     if len(parameters) != 3:
@@ -105,15 +89,7 @@ def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpo
 
 
 def refuse_other_size(found: int, of_all: int | None) -> None:
-    """Refuse a size of batches that a source does not have, which makes its own.
-
-    Args:
-        found: how many rows of all replicas a step has.
-        of_all: how many it was to have; None where nobody has said so.
-
-    Raises:
-        ValueError: saying what it has.
-    """
+    """Refuse (ValueError) that a step has `found` rows of all replicas, where it was to have `of_all`."""
     if of_all is not None and found != of_all:
         raise ValueError(
             f"global_batch_size is {of_all}, and the data come in batches that make {found} rows for all replicas; "
@@ -122,11 +98,7 @@ def refuse_other_size(found: int, of_all: int | None) -> None:
 
 
 def refuse_changed_layers(model: ModelLike) -> None:
-    """Refuse to train other variables than those for which the optimizer was built.
-
-    Raises:
-        ValueError: if layers were frozen or thawed since.
-    """
+    """Refuse (ValueError) to train if layers were frozen or thawed since the optimizer was built."""
     optimizer = model.optimizer
     if optimizer is None or not optimizer.built:
         return
@@ -139,11 +111,7 @@ def refuse_changed_layers(model: ModelLike) -> None:
 
 
 def refuse_compiled(model: ModelLike, hook: str) -> None:
-    """Refuse a model that a callback of `fit` has compiled anew, whose loop would go on with a function that is gone.
-
-    Raises:
-        StrategyError: naming the hook.
-    """
+    """Refuse (StrategyError) a model that a callback of `fit` has compiled: its loop has a function that is gone."""
     if model.train_function is None:
         raise StrategyError(
             f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen behind {hook}), and "
@@ -152,14 +120,9 @@ def refuse_compiled(model: ModelLike, hook: str) -> None:
 
 
 def refuse_optimizer(optimizer: OptimizerLike | None, accumulates: bool) -> None:
-    """Refuse what an optimizer cannot do where the step accumulates.
+    """Refuse (ValueError) to train without an optimizer, or to accumulate with one that cannot.
 
-    Args:
-        optimizer: of Keras.
-        accumulates: whether the model was told to accumulate gradients.
-
-    Raises:
-        ValueError: if there is none, if it accumulates too, or has a `minimize` of its own.
+    One that accumulates itself, or has a `minimize` of its own, cannot.
     """
     if optimizer is None:
         raise ValueError("the model was compiled with optimizer=None, and is to be trained; give compile one")

@@ -14,10 +14,10 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.ops import node as keras_node
 
+from strategies.argument_checks import integer
 from strategies.keras.protocols import FunctionalLike, LayerLike, ModelLike, NodeLike
-from strategies.numbers import integer
 from strategies.pipelines.marks import pipeline_stage
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 Stage: TypeAlias = Any
 """A stage, the stages of a nested model, or None."""

@@ -36,11 +36,7 @@ def random_states(model: ModelLike) -> list[list[int]]:
 
 
 def set_random_states(model: ModelLike, states: Sequence[Sequence[int]]) -> bool:
-    """Have a model's seed generators go on from states that `random_states` returned.
-
-    Returns:
-        Whether there are as many generators as states; otherwise nothing is set.
-    """
+    """Have a model's seed generators go on from states; return False, and set nothing, if their numbers differ."""
     variables = seed_variables(model)
     if len(variables) != len(states):
         return False
@@ -84,10 +80,7 @@ class Seeds:
     def after(self, values: Values, begun: Values, made: Values) -> list[Array]:
         """Return what all replicas have after a step; traceable.
 
-        Args:
-            values: before it.
-            begun: what `of_replica` made of them.
-            made: what the model has made of that.
+        `values` were before the step, `begun` is what `of_replica` made of them, `made` what the model made of that.
         """
         rows = zip(values, begun, made, self.flags, strict=True)
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
@@ -96,10 +89,7 @@ class Seeds:
 def words_of(variables: Sequence[VariableLike], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
     """Return the ways in which replicas agree on variables that are not trained.
 
-    Args:
-        variables: those of Keras, which say how they are aggregated.
-        flags: which are states of seed generators.
-        is_changed: which of them a step changes at all.
+    Flags say which are states of seed generators, and `is_changed` which of them a step changes at all.
     """
     return [
         ALIKE if flag else _word(variable) if changed else CONSTANT
@@ -115,10 +105,7 @@ def _word(variable: VariableLike) -> str:
 def words_of_metrics(variables: Sequence[VariableLike], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
     """Return the ways in which replicas agree on the variables of metrics: exact sums, if Keras says nothing else.
 
-    Args:
-        variables: those of Keras.
-        is_changed: see `words_of`.
-        adds: for which of them a step adds something that does not depend on what there was.
+    A step changes those of `is_changed`, and adds to those of `adds` what does not depend on their values.
 
     Raises:
         StrategyError: if a variable is to be added and a step does something else.

@@ -25,10 +25,10 @@ from strategies.programs.dataflow import looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Batch, Key, Number, Variables
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch, Key, Number, Variables
 
 
 @dataclass(frozen=True, eq=False)

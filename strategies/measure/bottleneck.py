@@ -21,7 +21,7 @@ import jax
 from strategies.data.datasets import DistributedDataset
 from strategies.ipu import IPUStrategy
 from strategies.measure.input_benchmarks import EpochRate, endless, measured
-from strategies.roles import Batch, Data, Function, Tree
+from strategies.typing import Batch, Data, Function, Tree
 
 _T = TypeVar("_T", int, float)
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popdist.switches import require_switches
+from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
 from strategies.data.prefetch import prefetched
 from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
-from strategies.numbers import positive
-from strategies.roles import Data, Element, Numbers, Tree
-from strategies.switches import require_switches
+from strategies.typing import Data, Element, Numbers, Tree
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.leaving import MeansMemory, not_made
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import LossFunction, ReplicaProgram
+from strategies.gradients.replica_program import ReplicaProgram
 from strategies.gradients.trainable import Trainable
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree, Variables
 from strategies.step.jax_engine import JaxEngine, control_of
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, LossFunction, Tree, Variables
 from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, as_optimizer
 from strategies.updates.update import VariableUpdate

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.argument_checks import at_least
 from strategies.errors import FailedPreconditionError
-from strategies.numbers import at_least
 from strategies.pipelines.mapping import timetable_for
 from strategies.pipelines.pictures import said_s
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from strategies.argument_checks import integer, positive
 from strategies.errors import FailedPreconditionError
-from strategies.numbers import integer, positive
 from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named, serialized
 from strategies.pipelines.timetable import Places, Timetable
-from strategies.roles import Function
+from strategies.typing import Function
 
 _ALL_DEVICES = -1
 """In a device mapping: the stage is on all devices of the replica, and may shard what it does over them."""

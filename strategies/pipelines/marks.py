@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import jax
 
-from strategies.numbers import integer
+from strategies.argument_checks import integer
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import (
     Atom,

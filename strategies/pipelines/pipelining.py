@@ -11,9 +11,10 @@ from functools import cached_property
 import jax
 from jax.extend import core
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import positive
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
-from strategies.numbers import positive
 from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
     DeviceMapping,
@@ -38,7 +39,6 @@ from strategies.programs.recomputation import MARK, recomputing
 from strategies.programs.segments import ProgramSegment
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.switches import require_switches, require_switches_or_none
 
 AUTO = "auto"
 """In place of a schedule: the fastest that fits into the memory."""

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import positive
 from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
-from strategies.numbers import positive
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (
     OptimizerFunctionOutput,
@@ -49,9 +50,8 @@ from strategies.pipelines.schedules import PipelineSchedule
 from strategies.pipelines.times import StageTimes
 from strategies.pipelines.trace import Trace
 from strategies.programs.recomputation import recomputation_checkpoint
-from strategies.roles import Number, Tree
 from strategies.strategy import get_strategy
-from strategies.switches import require_switches, require_switches_or_none
+from strategies.typing import AccumulationDtype, Number, Tree
 
 __all__ = [
     "OptimizerFunctionOutput",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from strategies.numbers import positive
+from popdist.switches import require_switches
+from strategies.argument_checks import positive
 from strategies.pipelines.mapping import (
     DeviceMapping,
     Stage,
@@ -20,7 +21,6 @@ from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, unit_of
 from strategies.pipelines.schedules import PipelineSchedule
 from strategies.pipelines.times import StageTimes, equal_times
 from strategies.pipelines.timetable import Timed, Timetable, bubble_share
-from strategies.switches import require_switches
 
 
 @dataclass(frozen=True)

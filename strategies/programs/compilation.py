@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
-from strategies.roles import Function, Tree
+from strategies.typing import Function, Tree
 
 logger = logging.getLogger(__name__)
 

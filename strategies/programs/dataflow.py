@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.programs.jaxpr import Atom, Equation, Graph, body_of_call, every_equation
-from strategies.roles import Function, Leaf
+from strategies.typing import Function, Leaf
 
 # ---- from arrays to the arrays that replace them
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.programs.host_calls import PIECE_BYTES, call_host
-from strategies.roles import Leaf
+from strategies.typing import Leaf
 
 FAILED = -1
 """The token behind a feed that has failed. Nothing is fed or fetched any more, and loops end."""

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut, every_equation
 from strategies.programs.segments import Part, carry_out
 from strategies.programs.xla_pitfalls import use_right_sums
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 _MARK = "capture_upstream_gradients of "
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 PIECE_BYTES = 64 * 1024
 """JAX hands an argument of 100 KiB or more over by a copy in XLA's thread pool. Where as many replicas as the pool has

@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 
 from strategies.programs.segments import Part, ProgramSegment
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn

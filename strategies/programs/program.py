@@ -20,7 +20,7 @@ import jax
 from jax.extend import core
 
 from strategies.programs.compilation import compile_in_turn
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 _PASSES = "xla_disable_hlo_passes"
 _UNSEEN = nullcontext()

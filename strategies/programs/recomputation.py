@@ -19,7 +19,7 @@ from strategies.programs.feed_program import current_program
 from strategies.programs.jaxpr import Equation, EquationGroup, Graph, cut
 from strategies.programs.segments import Part, carry_out
 from strategies.programs.xla_pitfalls import behind, is_true
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 Marked = TypeVar("Marked")
 Policy = Callable[..., Any]

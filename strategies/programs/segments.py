@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from strategies.roles import Leaf
+from strategies.typing import Leaf
 
 
 @dataclass(frozen=True)

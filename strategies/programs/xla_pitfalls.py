@@ -25,7 +25,7 @@ from jax.extend import core
 from popdist.xla import FUSIONS, adds_up_wrongly, complain_of_sums, is_measured, is_overruled, right_sums_setting
 from strategies.errors import DeviceError
 from strategies.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 

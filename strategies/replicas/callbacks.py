@@ -16,7 +16,7 @@ from jax.extend import core
 from strategies.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
 from strategies.programs.xla_pitfalls import behind, is_true
 from strategies.replicas.collective_equations import EQUATION
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 _CALLBACKS = frozenset({"io_callback", EQUATION})
 

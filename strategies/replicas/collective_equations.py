@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from collectives.reduction import Reduction
 from strategies.programs.host_calls import effects_of_calls
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Leaf
+from strategies.typing import Leaf
 
 EQUATION = "cross_replica_collective"
 """The name of the equations' primitive."""

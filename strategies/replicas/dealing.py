@@ -16,8 +16,8 @@ import jax
 from strategies.per_replica import PerReplica, Shared, dealt
 from strategies.programs.feed_program import Replication
 from strategies.replicas.devices import ReplicaDevices
-from strategies.roles import Batch, Leaf, Tree
 from strategies.train_state import is_trained
+from strategies.typing import Batch, Leaf, Tree
 
 Fact = TypeVar("Fact")
 

@@ -28,7 +28,7 @@ from strategies.programs.xla_pitfalls import (
     warn_of_little_address_space,
 )
 from strategies.replicas.callbacks import in_order
-from strategies.roles import Function, Leaf, Tree
+from strategies.typing import Function, Leaf, Tree
 
 T = TypeVar("T")
 

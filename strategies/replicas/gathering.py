@@ -11,7 +11,7 @@ from popdist.instance import replica_block
 from strategies.argument_checks import checked_axis
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:

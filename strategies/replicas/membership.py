@@ -16,8 +16,8 @@ from collectives.instruments import RECOVERY
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
+from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
-from strategies.numbers import positive
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from strategies.replicas.collective_equations import Collective, CollectiveKind,
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replica_groups import ReplicaGroups
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.numbers import at_least
-from strategies.roles import Leaf
+from strategies.argument_checks import at_least
+from strategies.typing import Leaf
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
 from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
-from strategies.roles import Batch, Leaf, Tree
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts
+from strategies.typing import Batch, Leaf, Tree
 
 Same = TypeVar("Same")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import is_in_program, note_constant
 from strategies.replicas.dealing import mirrored
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Leaf, Tree
+from strategies.typing import Leaf, Tree
 
 Synchronization = Literal["on_write", "on_read"]
 AGGREGATIONS = ("sum", "mean", "only_first_replica")

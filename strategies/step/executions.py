@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.argument_checks import positive
 from strategies.comparing.exactness import are_same, batch_like, variables_like
 from strategies.data.datasets import DistributedDataset
 from strategies.gradients.arguments import check_state
 from strategies.gradients.replica_program import ReplicaProgram
-from strategies.numbers import positive
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch
 from strategies.step.fused_steps import FusedSteps
 from strategies.step.jax_engine import JaxEngine, PreparedStep
 from strategies.step.metrics import Metrics, tell_end
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
+from strategies.typing import Batch
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger(__name__)

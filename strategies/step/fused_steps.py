@@ -16,7 +16,7 @@ import numpy as np
 
 from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words, with_loss
 from strategies.programs.program import jit
-from strategies.roles import Batch, OptimizerState, Tree, Variables
+from strategies.typing import Batch, OptimizerState, Tree, Variables
 from strategies.updates.update import VariableUpdate
 
 

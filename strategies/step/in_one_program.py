@@ -23,10 +23,10 @@ from strategies.gradients.replica_program import ReplicaProgram, with_loss
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
-from strategies.roles import Batch, OptimizerState, Tree, Variables
 from strategies.step.jax_engine import PreparedStep
 from strategies.step.metrics import Metrics
 from strategies.train_state import TrainState
+from strategies.typing import Batch, OptimizerState, Tree, Variables
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")

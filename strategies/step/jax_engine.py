@@ -19,7 +19,7 @@ from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.gradients.gradient_programs import JaxGradientPlan
 from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import LossFunction, ReplicaProgram, ReplicaShapes, control_words
+from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.gradients.trainable import Trainable
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
@@ -28,9 +28,9 @@ from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.roles import Batch, Function, Gradients, Tree
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Gradients, LossFunction, Tree
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")

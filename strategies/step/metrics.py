@@ -12,8 +12,8 @@ import numpy as np
 from collectives.instruments import is_seen
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch
 from strategies.sinks.sink import Reading
+from strategies.typing import Batch
 
 EVALUATION = "evaluation/"
 """In front of the names of what evaluations find, in sinks."""

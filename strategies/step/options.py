@@ -10,20 +10,20 @@ from typing import Any, Protocol, TypedDict
 import jax
 from jax.typing import DTypeLike
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import at_least, positive
 from strategies.config.configured import Effects
 from strategies.exchange.transfer import GradientTransfer
-from strategies.gradients.accumulation import AccumulationDtype, GradientAccumulationReductionMethod, MapGradient
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
 from strategies.gradients.trainable import Filter
 from strategies.loss_scaling import LossScaling
-from strategies.numbers import at_least, positive
 from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import Shards
-from strategies.roles import Tree
-from strategies.switches import require_switches, require_switches_or_none
+from strategies.typing import AccumulationDtype, MapGradient, Tree
 from strategies.updates.update import UpdateSettings
 
 

@@ -19,13 +19,13 @@ from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
 from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.jax_engine import JaxEngine, PreparedStep, control_of
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.options import StepOptions
 from strategies.step.step_record import StepWatcher
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree
 from strategies.updates.update import VariableUpdate
 
 

@@ -10,15 +10,14 @@ import numpy as np
 from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.arguments import check_takes_state, check_variables
 from strategies.gradients.model_state import as_arrays, check_model_state
-from strategies.gradients.replica_program import LossFunction
 from strategies.gradients.trainable import Trainable
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Tree, Variables
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
+from strategies.typing import LossFunction, Tree, Variables
 from strategies.updates.update import VariableUpdate
 
 

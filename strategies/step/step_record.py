@@ -34,10 +34,10 @@ from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Batch, Gradients, Leaf
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Gradients, Leaf
 
 _PACKAGES = (
     "jax",

@@ -15,6 +15,16 @@ import torch
 from strategies.programs.remembering import SCALARS, digest
 from strategies.programs.users_code import is_users_module
 
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_MOST_VALUES = 500
+"""Most values that are looked at in one attribute of a module."""
+_SAMPLED = 1 << 16
+"""Elements of a tensor that are compared, all over it; versions do not tell, as a write that is undone counts."""
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
+_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_NAME_SPACES = (argparse.Namespace, SimpleNamespace, torch.nn.Module)
+
 
 class Contents:
     """The contents of containers and objects in the attributes of a module and its submodules, but layers of PyTorch.
@@ -47,35 +57,22 @@ class Contents:
             self._known |= {key: (value, self._marks(value)) for key, value in changed.items()}
 
     def _marks(self, value: object) -> list[object]:
-        return list(marks_of(value, self._parts))
+        return list(_marks_of(value, self._parts))
 
     def _objects_of(self, module: torch.nn.Module) -> Iterator[object]:
         if type(module).__module__.startswith("torch."):
             return
         for name, value in vars(module).items():
-            if name not in _OF_MODULES and id(value) not in self._parts and may_change(value):
+            if name not in _OF_MODULES and id(value) not in self._parts and _may_change(value):
                 yield value
 
 
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-
-
-MOST_VALUES = 500
-"""Most values that are looked at in one attribute of a module."""
-_SAMPLED = 1 << 16
-"""Elements of a tensor that are compared, all over it; versions do not tell, as a write that is undone counts."""
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-_COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
-_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_NAME_SPACES = (argparse.Namespace, SimpleNamespace, torch.nn.Module)
-
-
-def may_change(value: object) -> bool:
+def _may_change(value: object) -> bool:
     """Return whether the contents of an attribute may be changed in place, and can be compared."""
     return isinstance(value, _COMPARED) or _is_open(value)
 
 
-def marks_of(value: object, known: Collection[int]) -> Iterator[object]:
+def _marks_of(value: object, known: Collection[int]) -> Iterator[object]:
     """Yield marks that tell a value and its contents from others.
 
     Args:
@@ -83,7 +80,7 @@ def marks_of(value: object, known: Collection[int]) -> Iterator[object]:
         known: the identities of modules, parameters and buffers that are followed by other means.
     """
     waiting, passed = [value], set[int]()
-    for _ in range(MOST_VALUES):
+    for _ in range(_MOST_VALUES):
         if not waiting:
             return
         one = waiting.pop()
@@ -101,9 +98,9 @@ def marks_of(value: object, known: Collection[int]) -> Iterator[object]:
         elif isinstance(one, (dict, *_CONTAINERS)):
             yield len(one)
             inner = chain(one.values(), one) if isinstance(one, dict) else iter(one)
-            waiting += islice(inner, MOST_VALUES)
+            waiting += islice(inner, _MOST_VALUES)
         elif _is_open(one):
-            waiting += islice(vars(one).values(), MOST_VALUES)
+            waiting += islice(vars(one).values(), _MOST_VALUES)
 
 
 def _is_open(value: object) -> bool:

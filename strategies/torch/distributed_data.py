@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sized
 import jax
 import torch
 
+from popdist.switches import require_switches
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, Remainder, epoch_order
-from strategies.roles import Data
 from strategies.strategy import Strategy
-from strategies.switches import require_switches
 from strategies.torch.tensors import as_array, tensors_of
+from strategies.typing import Data
 
 
 def distribute_dataset(
@@ -55,13 +55,6 @@ def distribute_dataset(
     )
     strategy.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
     return dataset
-
-
-def _of_arrays(source: object) -> object:
-    """Return the source with arrays in place of tensors."""
-    if isinstance(source, torch.utils.data.TensorDataset):
-        source = source.tensors
-    return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
@@ -134,3 +127,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
         for step in range(self._layout.steps(self._length)):
             yield from order[self._layout.positions(step) % self._length].tolist()
+
+
+def _of_arrays(source: object) -> object:
+    """Return the source with arrays in place of tensors."""
+    if isinstance(source, torch.utils.data.TensorDataset):
+        source = source.tensors
+    return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)

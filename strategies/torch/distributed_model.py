@@ -13,7 +13,6 @@ from torch.jit._fuser import optimized_execution
 
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
-from strategies.roles import Tree
 from strategies.strategy import Strategy
 from strategies.torch.compiled_modules import refuse_to_be_compiled
 from strategies.torch.gradient_averaging import GradientAveraging
@@ -23,6 +22,7 @@ from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join
 from strategies.torch.training import refuse_modules
+from strategies.typing import Tree
 
 
 class DistributedModel(torch.nn.Module):

@@ -16,7 +16,6 @@ from strategies.evaluation.data_pass import Begun, DataPass, Passing, Told, eval
 from strategies.evaluation.merging import Evaluation, Mean
 from strategies.replicas.membership import lost_with_an_instance, meet, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Number, Tree
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.options import TorchOptions
 from strategies.torch.program_lines import lines_of_function, lines_of_module
@@ -24,6 +23,7 @@ from strategies.torch.replica_memory import HOST
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
+from strategies.typing import Batch, Number, Tree
 
 Rows = tuple[Batch, int, int]
 """A replica's rows of a batch, how many a replica has at most, and how many of them count."""

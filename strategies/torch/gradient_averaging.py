@@ -17,7 +17,6 @@ from strategies.comparing.agreement import insist_on_agreement
 from strategies.comparing.digest import digest_of, insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, Tail
@@ -31,6 +30,7 @@ from strategies.torch.settings import differ, word_of
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, dtype_of, have_same_bits
 from strategies.torch.training import receive_into, refuse_modules
+from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
 """Flags that travel with gradients: the replica is in its loop; other parameters are to be averaged than before."""

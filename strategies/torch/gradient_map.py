@@ -91,27 +91,6 @@ def multiplied(function: MapGradient, factor: int) -> MapGradient:
     return function if factor == 1 else lambda gradient, parameter: factor * function(gradient, parameter)
 
 
-def _mapped(
-    own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
-    """Map a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of nodes."""
-    found, gradient = own(), gradients[0]
-    if found is None or gradient is None:
-        return tuple(gradients)
-    is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
-    return (found(gradient, original if is_same else mine),)
-
-
-def _refuse_others(new: object, gradient: torch.Tensor) -> None:
-    if not isinstance(new, torch.Tensor):
-        raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
-    if new.shape != gradient.shape:
-        raise ValueError(
-            f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; it must return a "
-            "tensor of the gradient's shape"
-        )
-
-
 class ParameterHooks:
     """The hooks of a parameter of the original module, for a parameter of a replica.
 
@@ -143,3 +122,24 @@ class ParameterHooks:
         hooks = self._original._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             hook(self._mine)
+
+
+def _mapped(
+    own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Map a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of nodes."""
+    found, gradient = own(), gradients[0]
+    if found is None or gradient is None:
+        return tuple(gradients)
+    is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
+    return (found(gradient, original if is_same else mine),)
+
+
+def _refuse_others(new: object, gradient: torch.Tensor) -> None:
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
+    if new.shape != gradient.shape:
+        raise ValueError(
+            f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; it must return a "
+            "tensor of the gradient's shape"
+        )

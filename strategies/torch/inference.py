@@ -11,7 +11,6 @@ from torch.jit._fuser import optimized_execution
 from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
-from strategies.roles import Batch, Tree
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits
@@ -21,6 +20,7 @@ from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.stages import TorchPipeline
 from strategies.torch.sync_batch_norm import Seat
+from strategies.typing import Batch, Tree
 
 
 class InferenceReplicas:

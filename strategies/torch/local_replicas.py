@@ -18,7 +18,6 @@ from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.replicas.devices import THREADS
-from strategies.roles import Batch
 from strategies.torch.compiled_modules import is_compiled
 from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
@@ -29,6 +28,7 @@ from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplica
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
+from strategies.typing import Batch
 
 
 @dataclass

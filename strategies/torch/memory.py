@@ -11,10 +11,10 @@ import jax
 from strategies.exchange.means import Bucket
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch
 from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
 from strategies.torch.training import TorchTraining
+from strategies.typing import Batch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 _NEVER = -1

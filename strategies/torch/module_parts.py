@@ -99,15 +99,6 @@ class ModuleParts:
         return None
 
 
-def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:
-    """Return a function that looks up a key; the mappings of scripted modules have no `get`, and lose no key."""
-    return holder.get if isinstance(holder, dict) else holder.__getitem__
-
-
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
 class ModuleWatch:
     """A watcher of parts of a module that are added, removed or replaced, and of parameters of another kind.
 
@@ -148,3 +139,12 @@ class ModuleWatch:
 
     def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
         return [(one.shape, one.dtype) for one in self._parameters]
+
+
+def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:
+    """Return a function that looks up a key; the mappings of scripted modules have no `get`, and lose no key."""
+    return holder.get if isinstance(holder, dict) else holder.__getitem__
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.roles import Number, Tree
 from strategies.torch.tensors import as_array, as_tensor
+from strategies.typing import Number, Tree
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _NUMBERS = (bool, int, float)

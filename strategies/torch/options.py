@@ -9,11 +9,11 @@ from typing import TypedDict
 
 import torch
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import at_least, positive
 from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.loss_scaling import LossScaling
-from strategies.numbers import at_least, positive
-from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.gradient_map import GradientMap, MapGradient
 from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import TorchPipeline

@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import Node
 
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.roles import Batch
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of
@@ -24,6 +23,7 @@ from strategies.torch.replica_run import LossFunction, outcome_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.undoing import CannotBeUndoneError, undone
+from strategies.typing import Batch
 
 logger = logging.getLogger(__name__)
 

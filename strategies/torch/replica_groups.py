@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strategies.argument_checks import positive
 from strategies.errors import StrategyError
-from strategies.numbers import positive
 
 _MARK = "_replica_groups"
 

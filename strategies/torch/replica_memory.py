@@ -10,10 +10,10 @@ import jax
 import torch
 
 from strategies.errors import StrategyError
-from strategies.roles import Tree
 from strategies.torch.attribute_contents import Contents
 from strategies.torch.module_parts import ModuleParts
 from strategies.torch.parameter_writes import refuse_writes
+from strategies.typing import Tree
 
 HOST = torch.device("cpu")
 

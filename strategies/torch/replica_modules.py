@@ -12,6 +12,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
 from strategies.torch.module_parts import ModuleParts, Slot, differs, resized, slots_of
+from strategies.torch.parametrizations import cache_by_thread
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
 
@@ -70,6 +71,7 @@ class ReplicaModule:
         self._replicas = replicas
         self._shared = shared
         self.parameters = list(shared.values())
+        cache_by_thread(original)
         self.module = _copied(original, {**shared, **buffers, **_recomputed(original), **kept_contexts(original)})
         self._pairs = _pairs(original, self.module)
         self._put_parameters()

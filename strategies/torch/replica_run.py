@@ -18,7 +18,6 @@ from torch.jit._fuser import optimized_execution
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
-from strategies.roles import Batch, Number, Tree
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.gradient_plan import TorchGradientPlan
@@ -32,6 +31,7 @@ from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.sync_batch_norm import Seat
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import ThreadValue
+from strategies.typing import Batch, Number, Tree
 
 LossFunction = Callable[[torch.nn.Module, Batch], Tree]
 """(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from collectives.arrays import ALIGNMENT_BYTES
-from strategies.roles import Batch
+from strategies.typing import Batch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

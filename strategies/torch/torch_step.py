@@ -22,7 +22,6 @@ from strategies.pipelines.timetable import Timed
 from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.step_record import StepWatcher
 from strategies.torch.gradient_exchange import GradientExchange, Tail
@@ -39,6 +38,7 @@ from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.updates import refuse_groups
+from strategies.typing import Batch, Tree
 
 
 class TorchStep:

@@ -12,7 +12,6 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.evaluation.merging import Evaluation
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
-from strategies.roles import Batch, Tree
 from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
@@ -25,6 +24,7 @@ from strategies.torch.torch_step import TorchStep
 from strategies.torch.training import TorchTraining, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree
 
 
 class Trainer:

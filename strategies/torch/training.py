@@ -15,7 +15,6 @@ from strategies.exchange.transfer import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Tree
 from strategies.step.metrics import Metrics
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
@@ -36,6 +35,7 @@ from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
 from strategies.train_state import TrainState
+from strategies.typing import Tree
 
 IS_MADE = "is_made"
 """Of an optimizer's tree: for each parameter whether the optimizer has a state for it; where not, there are zeros."""

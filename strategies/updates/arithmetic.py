@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from strategies.roles import Gradients, OptimizerState, Variables
+from strategies.typing import Gradients, OptimizerState, Variables
 
 # ---- stochastic rounding
 

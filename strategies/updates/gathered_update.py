@@ -15,7 +15,7 @@ from jax.extend import core
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.sharded_update import AcrossElementsError, ShardedStateUpdate
 from strategies.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate

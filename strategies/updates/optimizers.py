@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from strategies.gradients.accumulation import MapGradient
 from strategies.programs.xla_pitfalls import with_rounded_products
-from strategies.roles import Function, Gradients, Leaf, OptimizerState, Variables
+from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerState, Variables
 
 
 @dataclass(frozen=True)

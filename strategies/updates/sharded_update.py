@@ -23,7 +23,7 @@ from strategies.programs.program import jit
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.roles import Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
 from strategies.updates.update import UpdateSettings, VariableUpdate

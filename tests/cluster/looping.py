@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +16,11 @@ from beds import Bed
 OVER_LIMIT_S = 100.0
 """A guard against hanging: how soon jobs end is measured by benchmarks/ends.py."""
 LOOK_S = 0.05
+
+POPRUN = [sys.executable, "-m", "poprun", "--process-placement", "disabled"]
+"""The beginning of a command that starts a job; simulated hosts all believe that they own every core."""
+if os.geteuid() == 0:
+    POPRUN += ["--allow-run-as-root", "yes"]
 
 LOOP = """
 import os, signal, sys, time
@@ -38,6 +45,19 @@ print("count", count)
 """
 
 Found = TypeVar("Found")
+
+
+def words(hosts: Sequence[str], instances: int, *options: str) -> list[str]:
+    """The beginning of a command that starts a job on some hosts, with a replica for each instance."""
+    job = ["--host", ",".join(hosts), "--num-instances", str(instances), "--num-replicas", str(instances)]
+    return [*POPRUN, *job, *options]
+
+
+def run(
+    bed: Bed, hosts: Sequence[str], instances: int, *command: str, options: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end, started on h0."""
+    return bed.on("h0", *words(hosts, instances, *options), *command, limit_s=120.0, **environ)
 
 
 def looping(victim: int = -1, deed: str = "", count: int = -1) -> list[str]:

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from test_launch import run
+from looping import run
 
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import read_recordings

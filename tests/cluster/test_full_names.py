@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 from beds import open_bed
-from looping import own_lines
+from looping import own_lines, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
 
@@ -23,10 +20,7 @@ def bed(tmp_path_factory):
 
 def run(bed, where, hosts, *options):
     """Where instances say that they run, and what poprun says; the tags have the names that it knows."""
-    job = ["--host", ",".join(hosts), "--num-instances", str(len(hosts)), "--num-replicas", str(len(hosts))]
-    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    words = [sys.executable, "-m", "poprun", *job, *root, "--process-placement", "disabled", "--tag-host", *options]
-    return bed.on(where, *words, "hostname", limit_s=120.0)
+    return bed.on(where, *words(hosts, len(hosts), "--tag-host", *options), "hostname", limit_s=120.0)
 
 
 def lines(*hosts):

@@ -169,7 +169,7 @@ def test_without_checks_the_network_follows_from_names_and_ssh_aliases(fresh):
         "import os, sys\nfrom poprun.hosts.inspection import *\nprint(guess_network(sys.argv[1:], None, os.environ))"
     )
     done = fresh.python("h0", program, "h0", "h1", "far", POPRUN_SSH_ARGS=f"-F {config}")
-    assert done.stdout == "Network(cidr='10.77.0.0/24', address='10.77.0.10', interface='eth0')\n", done.stderr
+    assert done.stdout == "HostNetwork(cidr='10.77.0.0/24', address='10.77.0.10', interface='eth0')\n", done.stderr
     done = fresh.python("h0", program, "h1", "nowhere", POPRUN_SSH_ARGS=f"-F {config}")
     assert "PopRunError: host nowhere has no address; check its spelling" in done.stderr
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from beds import ROOT
-from looping import Looping, looping
+from looping import POPRUN, Looping, looping, run, words
 
 pytestmark = [
     pytest.mark.cluster,
@@ -25,17 +25,6 @@ pytestmark = [
 SILENCE_S = 4
 DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
 TRAINING = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "3", "--json", "-", "--replicas", "6"]
-
-
-def words(hosts, instances, *options):
-    """The beginning of a command that starts a job; simulated hosts all believe that they own every core."""
-    job = ["--host", ",".join(hosts), "--num-instances", str(instances), "--num-replicas", str(instances)]
-    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    return [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, *options]
-
-
-def run(bed, hosts, instances, *command, options=(), **environ):
-    return bed.on("h0", *words(hosts, instances, *options), *command, limit_s=120.0, **environ)
 
 
 def looping_job(bed, hosts, instances, *options, **loop):
@@ -86,8 +75,7 @@ def by_slots(bed, slots):
     file = bed.shared / "hostfile"
     file.write_text("".join(f"h{index} slots={number}\n" for index, number in enumerate(slots)))
     job = ["--hostfile", str(file), "--num-instances", str(sum(slots)), "--num-replicas", "6"]
-    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    return [sys.executable, "-m", "poprun", *job, "--process-placement", "disabled", *root, "--tag-host"]
+    return [*POPRUN, *job, "--tag-host"]
 
 
 @pytest.mark.parametrize("slots", [(2, 1), (4, 1, 1)])
@@ -252,10 +240,8 @@ def test_nobody_on_the_network_can_connect_to_a_job_of_one_host(hosts):
 @pytest.mark.parametrize("moment", ["unchecked", "after a good check"])
 def test_nothing_runs_elsewhere_where_the_working_directory_is_missing(hosts, moment):
     folder = "/tmp/only here"
-    root = ["--allow-run-as-root", "yes"] if os.geteuid() == 0 else []
-    job = ["--host", "h0,h1", "--num-instances", "2", "--num-replicas", "2", *root]
     unchecked = ["--skip-checks"] if moment == "unchecked" else []
-    command = shlex.join([sys.executable, "-m", "poprun", *job, *unchecked, "pwd"])
+    command = shlex.join([*words(["h0", "h1"], 2, *unchecked), "pwd"])
     for host in ("h0", "h1"):
         assert hosts.on(host, "mkdir", folder).returncode == 0
     try:

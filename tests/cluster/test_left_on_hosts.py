@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from beds import REQUIRED_VARIABLE, Bed
-from looping import await_value, own_lines
-from test_launch import words
+from looping import await_value, own_lines, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(170)]
 

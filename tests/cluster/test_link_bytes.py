@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from beds import Bed, open_bed
-from test_launch import run
+from looping import run
 
 pytestmark = [
     pytest.mark.cluster,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from beds import Bed, open_bed
+from looping import run
 from sharing_cores import ALL
-from test_launch import run
 
 from poprun.trace.merging import to_be_judged
 from poprun.trace.recordings import read_recordings

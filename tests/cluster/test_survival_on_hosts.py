@@ -7,8 +7,7 @@ import sys
 
 import pytest
 from beds import ROOT
-from looping import Traces
-from test_launch import run, words
+from looping import Traces, run, words
 
 pytestmark = [
     pytest.mark.cluster,

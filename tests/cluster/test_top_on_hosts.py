@@ -7,8 +7,7 @@ import os
 import sys
 
 import pytest
-from looping import await_value
-from test_launch import words
+from looping import await_value, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(170)]
 

@@ -6,9 +6,9 @@ import json
 import sys
 
 import pytest
-from looping import Traces, own_lines
+from looping import Traces, own_lines, run
 from slurm_bed import Slurm
-from test_launch import WHO, run
+from test_launch import WHO
 from test_slurm import POPRUN, said_by
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

@@ -83,42 +83,40 @@ def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size
 def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial_sum_is_seen(
     size: int, victim: int
 ) -> None:
-    """What the others say about their rounds, they say about complete ones only."""
+    """The others notice it in time. What they say about their rounds, they say about complete ones only."""
     addresses = port_addresses(size)
     with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
         for worker in workers:
             worker.wait_for("round 1 was right")
+        started = time.monotonic()
         workers.pop(victim).kill()
         assert_lost(workers, f"{name_of(addresses, victim)} is lost")
+        assert seconds_since(started) < 2 * LOST_LIMIT_S
         assert not any(worker.containing("are wrong") for worker in workers)
 
 
 @job
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.complete)])
-def test_a_worker_that_raises_an_error_is_named(size: int) -> None:
-    with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", "1"]), "away") as workers:
-        failing = workers.pop(1)
-        failing.wait_for("is away")
-        for worker in workers:
-            worker.wait_for("waits")
-        failing.tell("raise")
-        assert_lost(workers, name_of(addresses, 1))
-        assert failing.end() == 1
-        assert last_line(failing) == "RuntimeError: out of data"
-
-
-@job
-@pytest.mark.parametrize("task", [pytest.param("away", marks=pytest.mark.complete), "forget"])
-def test_a_worker_that_ends_without_closing_is_named(task: str) -> None:
-    """By `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
-    with socket_addresses(3) as addresses, running(Job(addresses, ["--absent", "2"]), task) as workers:
-        leaving = workers.pop(2)
+@pytest.mark.parametrize(
+    ("size", "task", "how"),
+    [
+        (2, "away", "raise"),
+        pytest.param(3, "away", "raise", marks=pytest.mark.complete),
+        pytest.param(3, "away", "exit", marks=pytest.mark.complete),
+        (3, "forget", "exit"),
+    ],
+)
+def test_a_worker_that_fails_or_ends_without_closing_is_named(size: int, task: str, how: str) -> None:
+    """By an error, by `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
+    victim = size - 1
+    with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", str(victim)]), task) as workers:
+        leaving = workers.pop(victim)
         leaving.wait_for("is away")
         for worker in workers:
             worker.wait_for("waits")
-        leaving.tell("exit")
-        assert_lost(workers, name_of(addresses, 2))
-        assert leaving.end() == 0, leaving.text
+        leaving.tell(how)
+        assert_lost(workers, name_of(addresses, victim))
+        assert leaving.end() == (how == "raise"), leaving.text
+        assert how == "exit" or last_line(leaving) == "RuntimeError: out of data"
 
 
 # ---- slowness
@@ -235,20 +233,4 @@ def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) ->
         unplug(hosts[0])
         for rank, worker in enumerate(workers):
             assert_lost([worker], f"{name_of(addresses, 1 - rank)} is lost")
-        assert seconds_since(started) < 2 * LOST_LIMIT_S
-
-
-# ---- the promise
-
-
-@job
-@pytest.mark.complete
-def test_a_worker_that_is_killed_is_noticed_in_time() -> None:
-    addresses = port_addresses(3)
-    with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
-        for worker in workers:
-            worker.wait_for("round 1 was right")
-        started = time.monotonic()
-        workers.pop(1).kill()
-        assert_lost(workers, f"{name_of(addresses, 1)} is lost")
         assert seconds_since(started) < 2 * LOST_LIMIT_S

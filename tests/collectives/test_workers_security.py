@@ -362,11 +362,6 @@ def without_token() -> Iterator[Waiting]:
 NO_FIT = "certificates do not fit"
 
 
-def test_a_worker_of_another_authority_is_refused(with_certificates: Waiting, stranger: Authority) -> None:
-    wrong = stranger.issue("stranger", ["localhost", "127.0.0.1"])
-    with_certificates.assert_refuses(wrong.environ, NO_FIT, NO_FIT)
-
-
 @pytest.mark.complete
 @in_a_job
 def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_answer(
@@ -389,36 +384,37 @@ def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_a
         assert_end_well([slow, workers[-1]])
 
 
-def test_a_certificate_of_another_authority_is_refused(
-    with_certificates: Waiting, authority: Authority, stranger: Authority
+HERE = ["localhost", "127.0.0.1"]
+ELSEWHERE_REASON = "its certificate is for elsewhere.example, 192.0.2.7, and rank 1 is at 127.0.0.1"
+WRONG_CERTIFICATES: dict[str, tuple[Callable[[Authority, Authority], Mapping[str, str]], str, str]] = {
+    "another authority": (lambda ours, theirs: theirs.issue("stranger", HERE).environ, NO_FIT, NO_FIT),
+    "another authority, and it trusts ours": (
+        lambda ours, theirs: {**theirs.issue("knows-ours", HERE).environ, AUTHORITY: str(ours.path)},
+        "certificate",
+        "",
+    ),
+    "ours, and it trusts another authority": (
+        lambda ours, theirs: {**ours.issue("trusts-others", HERE).environ, AUTHORITY: str(theirs.path)},
+        "certificate",
+        "",
+    ),
+    "not for clients": (lambda ours, theirs: ours.issue("server-only", HERE, [SERVER]).environ, "certificate", ""),
+    "expired": (lambda ours, theirs: ours.issue("expired", HERE, is_expired=True).environ, "certificate", ""),
+    # Refused by the worker that is called, which hears of it; the one that calls would not have it either.
+    "for another host": (
+        lambda ours, theirs: ours.issue("elsewhere", ["elsewhere.example", "192.0.2.7"]).environ,
+        ELSEWHERE_REASON,
+        ELSEWHERE_REASON,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CERTIFICATES)
+def test_a_worker_with_a_wrong_certificate_is_refused(
+    with_certificates: Waiting, authority: Authority, stranger: Authority, case: str
 ) -> None:
-    wrong = stranger.issue("knows-ours", ["localhost", "127.0.0.1"])
-    knows_ours = {**wrong.environ, AUTHORITY: str(authority.path)}
-    with_certificates.assert_refuses(knows_ours, "certificate")
-
-
-def test_a_worker_that_trusts_another_authority_is_refused(
-    with_certificates: Waiting, right: Files, stranger: Authority
-) -> None:
-    trusts_others = {**right.environ, AUTHORITY: str(stranger.path)}
-    with_certificates.assert_refuses(trusts_others, "certificate")
-
-
-def test_a_certificate_that_is_not_for_clients_is_refused(with_certificates: Waiting, authority: Authority) -> None:
-    wrong = authority.issue("server-only", ["localhost", "127.0.0.1"], [SERVER])
-    with_certificates.assert_refuses(wrong.environ, "certificate")
-
-
-def test_an_expired_certificate_is_refused(with_certificates: Waiting, authority: Authority) -> None:
-    wrong = authority.issue("expired", ["localhost", "127.0.0.1"], is_expired=True)
-    with_certificates.assert_refuses(wrong.environ, "certificate")
-
-
-def test_a_certificate_for_another_host_is_refused(with_certificates: Waiting, authority: Authority) -> None:
-    """By the worker that is called, which hears of it; the one that calls would not have it either."""
-    wrong = authority.issue("elsewhere", ["elsewhere.example", "192.0.2.7"])
-    reason = "its certificate is for elsewhere.example, 192.0.2.7, and rank 1 is at 127.0.0.1"
-    with_certificates.assert_refuses(wrong.environ, reason, reason)
+    environ, here, there = WRONG_CERTIFICATES[case]
+    with_certificates.assert_refuses(environ(authority, stranger), here, there)
 
 
 @pytest.mark.parametrize("method", ["control", "lane"])
@@ -452,20 +448,16 @@ def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waitin
     without_token.assert_refuses({TOKEN: RIGHT_TOKEN}, "does not know our job token", "job token")
 
 
-def test_a_worker_of_another_description_is_refused(with_token: Waiting) -> None:
-    reason = f"its cluster is not ours, which is {', '.join(with_token.group.addresses)}"
-    with_token.assert_refuses_with(reason, description="8 replicas")
-
-
-def test_a_worker_that_chooses_plans_by_other_costs_is_refused(with_token: Waiting) -> None:
-    reason = f"its cluster is not ours, which is {', '.join(with_token.group.addresses)}"
-    with_token.assert_refuses_with(reason, network=Network())
-
-
-def test_a_worker_of_another_cluster_is_refused(with_token: Waiting) -> None:
+@pytest.mark.parametrize("change", ["description", "network", "addresses"])
+def test_a_worker_of_another_cluster_is_refused(with_token: Waiting, change: str) -> None:
+    """Its description differs, or the costs by which it chooses plans, or its addresses."""
     addresses = with_token.group.addresses
-    reason = f"its cluster is not ours, which is {', '.join(addresses)}"
-    with_token.assert_refuses_with(reason, addresses=[*addresses, f"{addresses[0]}.more"])
+    value = {
+        "description": "8 replicas",
+        "network": Network(),
+        "addresses": [*addresses, f"{addresses[0]}.more"],
+    }[change]
+    with_token.assert_refuses_with(f"its cluster is not ours, which is {', '.join(addresses)}", **{change: value})
 
 
 # ---- strangers without a token to keep them away, while a worker waits

@@ -136,11 +136,7 @@ def vae() -> Example:
         return keras.Model(inputs, decoder(encoder(inputs)), name="vae")
 
     return Example(
-        build,
-        flat,
-        flat,
-        lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "binary_crossentropy"},
-        draws=True,
+        build, flat, flat, lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "binary_crossentropy"}, draws=True
     )
 
 

@@ -7,9 +7,9 @@ from fault import Fault
 IN_POPDIST = (
     Fault(
         name="an instance takes the replicas behind those of an earlier one for its own",
-        path="popdist/environments/open_mpi.py",
-        old="replica_offset=process.rank * local,",
-        new="replica_offset=process.rank,",
+        path="popdist/environments/environment.py",
+        old="replica_offset=self.rank * local,",
+        new="replica_offset=self.rank,",
         caught_by="tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more",
     ),
     Fault(
@@ -29,8 +29,8 @@ IN_POPDIST = (
     Fault(
         name="a task of Slurm takes its number on the host for its index",
         path="popdist/environments/slurm.py",
-        old="index=task.rank,",
-        new="index=task.local_rank,",
+        old="LaunchedProcess.read(environ, RANK, SIZE, LOCAL_RANK)",
+        new="LaunchedProcess.read(environ, LOCAL_RANK, SIZE, LOCAL_RANK)",
         caught_by="tests/popdist/test_slurm_environment.py::TestTasksConnectedByPMIx::test_each_task_is_an_instance",
     ),
     Fault(

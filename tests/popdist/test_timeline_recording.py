@@ -1,4 +1,4 @@
-"""TimelineFile an instance: the ring, the file and the instrument."""
+"""The recording of an instance: the ring buffer, the file and the instrument."""
 
 from __future__ import annotations
 

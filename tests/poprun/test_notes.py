@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from poprun.cli.launch_options import OPTIONS, LaunchOptions
+from poprun.cli.launch_options import OPTIONS
 from poprun.cli.notes import note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.settings import LaunchSettings
 
 EVERYTHING = {"vipu_partition": "p", "on_failure": "restart"}
 
 
 def noted(given, elsewhere=False, **options):
-    return note_without_effect(given, LaunchOptions(("p",), **options), elsewhere)
+    return note_without_effect(given, LaunchSettings(("p",), **options), elsewhere)
 
 
 def test_nothing_is_said_about_what_was_not_given():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from strategies.argument_checks import at_least, integer, positive
 from strategies.data.layout import Layout, epoch_order
-from strategies.numbers import at_least, integer, positive
 
 
 def test_a_replica_takes_its_own_part_of_each_global_batch():

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from strategies.gradients.accumulation import AccumulationDtype, accumulator_dtypes
+from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.pipelines.running.micro_batch import get_current_iteration_counter
 from strategies.programs.gradient_capture import with_handles
 from strategies.replicas.shards import PartOfArray
-from strategies.roles import Function, OptimizerState, Tree, Variables
 from strategies.train_state import TrainState
+from strategies.typing import AccumulationDtype, Function, OptimizerState, Tree, Variables
 from strategies.updates.optimizers import AnyOptimizer, OptaxOptimizer
 
 

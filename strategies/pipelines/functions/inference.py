@@ -23,7 +23,7 @@ from strategies.programs.jaxpr import Graph
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 
 class Inference:

@@ -25,11 +25,11 @@ from strategies.pipelines.trace import Trace
 from strategies.programs.captures import Reads
 from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
-from strategies.roles import Batch, Key, Tree, Variables
 from strategies.step.metrics import Metrics
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
+from strategies.typing import Batch, Key, Tree, Variables
 from strategies.updates.optimizers import unwrapped
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]

@@ -11,7 +11,7 @@ import optax
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.pipelines.mapping import wrong_type
 from strategies.programs.gradient_capture import GradientCaptureContext
-from strategies.roles import Tree
+from strategies.typing import Tree
 from strategies.updates.optimizers import MapGradientOptimizer, unwrapped
 
 NO_VARIABLES = (

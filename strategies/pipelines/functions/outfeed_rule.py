@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.gradients.accumulation import AccumulationDtype, asks_for_each
+from strategies.gradients.accumulation import asks_for_each
 from strategies.pipelines.mapping import wrong_type
-from strategies.roles import Tree
+from strategies.typing import AccumulationDtype, Tree
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from strategies.feeds.infeed import InfeedQueue
 from strategies.pipelines.mapping import Stage
 from strategies.pipelines.marks import function_of_stage, pipeline_stage
-from strategies.roles import Function, Tree, Variables
+from strategies.typing import Function, Tree, Variables
 
 _OUTPUT = "pipeline_stage_output"
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from strategies.pipelines.running.replica_run import StepArguments
 from strategies.pipelines.running.staged import Array, Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 LOSS, TOTAL = range(2)
 """The first results of a micro-batch, before the leaves of the model state: the loss; the sum of the values so far."""

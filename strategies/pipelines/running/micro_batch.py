@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from strategies.programs.feed_program import is_in_program
-from strategies.roles import Tree
+from strategies.typing import Tree
 
 
 @dataclass

@@ -14,7 +14,7 @@ from strategies.pipelines.running.stage_programs import StagePrograms
 from strategies.pipelines.running.staged import Array, Staged
 from strategies.pipelines.timetable import ActionKind, Places, StageAction
 from strategies.programs.segments import ProgramSegment
-from strategies.roles import Tree
+from strategies.typing import Tree
 from strategies.updates.update import HOST_MEMORY
 
 

@@ -23,7 +23,7 @@ from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
-from strategies.roles import Tree, Variables
+from strategies.typing import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
 """Gets, after each step, for each local replica what its devices did when."""

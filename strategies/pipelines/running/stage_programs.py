@@ -25,7 +25,7 @@ from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import EquationGroup, Graph, Variable, cut, every_equation, variables
 from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment
-from strategies.roles import Function
+from strategies.typing import Function
 
 Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
 

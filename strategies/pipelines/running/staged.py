@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod, MapGradient
+from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.programs.segments import ProgramSegment
+from strategies.typing import MapGradient
 
 Array: TypeAlias = jax.Array | np.ndarray | np.generic
 """A flat argument or result of a stage: on a device, or of NumPy."""

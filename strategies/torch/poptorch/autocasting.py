@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from strategies.switches import require_switches
+from popdist.switches import require_switches
 from strategies.torch.threads import ThreadValue
 
 P = ParamSpec("P")

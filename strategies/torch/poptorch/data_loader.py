@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import positive
 from strategies.data.layout import epoch_order
 from strategies.data.prefetch import prefetched
 from strategies.errors import StrategyError
-from strategies.numbers import positive
-from strategies.roles import Batch, Data, Element
-from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.errors import SmallDataError
 from strategies.torch.poptorch.options import Options
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.typing import Batch, Data, Element
 
 SAMPLERS = (
     torch.utils.data.RandomSampler,

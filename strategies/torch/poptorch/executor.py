@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import torch
 
+from popdist.switches import require_switches
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod as Method
 from strategies.loss_scaling import LossScaling
 from strategies.pipelines.trace import Trace
-from strategies.roles import Batch, Tree
-from strategies.switches import require_switches
 from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
@@ -44,6 +43,7 @@ from strategies.torch.stages import TorchPipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
+from strategies.typing import Batch, Tree
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from popdist.switches import require_switches
 from strategies.errors import StrategyError
-from strategies.switches import require_switches
 from strategies.torch.poptorch.enums import MatMulSerializationMode, OverlapMode
 from strategies.torch.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
 from strategies.torch.threads import ThreadValue

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from popdist.switches import require_switches, require_switches_or_none
 from strategies.errors import StrategyError
-from strategies.switches import require_switches, require_switches_or_none
 from strategies.torch.poptorch.optimizer_base import (
     Group,
     OneByOne,

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from popdist.switches import require_switches
+from strategies.argument_checks import positive
 from strategies.errors import StrategyError
-from strategies.numbers import positive
-from strategies.switches import require_switches
 from strategies.torch.poptorch.autocasting import Policy
 from strategies.torch.poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from strategies.torch.poptorch.without_effect import (

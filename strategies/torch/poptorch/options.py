@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import popdist
+from strategies.argument_checks import at_least, positive
 from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.job_strategies import PopDistStrategy
-from strategies.numbers import at_least, positive
 from strategies.strategy import Strategy
 from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.roles import Batch, Tree
 from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.enums import OutputMode
 from strategies.torch.poptorch.operations import losses_marked_by
+from strategies.typing import Batch, Tree
 
 LossAndOutputs: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor], Tree]
 """A loss, further metrics, and the outputs of the module."""

@@ -19,8 +19,8 @@ from collectives.instruments import Instrument
 from popdist.instance import Instance
 from popdist.timeline.asked import FOLDER_VARIABLE, TimelineOptions
 from strategies.errors import StrategyError
-from strategies.roles import Tree
 from strategies.torch.poptorch.errors import ConfigFileError
+from strategies.typing import Tree
 
 if TYPE_CHECKING:
     from popdist.timeline.attaching import Timeline

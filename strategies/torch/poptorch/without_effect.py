@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+from popdist.switches import require_switches
 from strategies.errors import StrategyError
-from strategies.switches import require_switches
 
 NO_IPU = "replicas run on the cores of this machine"
 NO_COMPILER = "nothing is compiled"

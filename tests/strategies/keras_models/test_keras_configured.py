@@ -38,11 +38,7 @@ def fitted(strategy: strategies.Strategy, stages: list[int] | None) -> Any:
 
 @pytest.mark.complete
 @pytest.mark.usefixtures("four_ipus")
-@pytest.mark.parametrize(
-    ("stages", "named", "updates"),
-    [(None, (4, 1), 8), ([0, 1], (2, 2), 4)],
-    ids=str,
-)
+@pytest.mark.parametrize(("stages", "named", "updates"), [(None, (4, 1), 8), ([0, 1], (2, 2), 4)], ids=str)
 def test_replicas_are_ipus_by_the_stages_of_the_model(
     stages: list[int] | None, named: tuple[int, int], updates: int
 ) -> None:

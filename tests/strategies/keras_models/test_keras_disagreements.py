@@ -98,10 +98,7 @@ CASES = {
     "a loss": (lambda number: fit(regression(loss=("mse", "mae")[number])), "computes the loss function"),
     "an optimizer": (between(lambda model: model.compile("adam")), "optimizer Adam, instance 0 optimizer SGD"),
     "clipping": (lambda number: fit(regression(SGD(0.05, clipnorm=1 + number))), "clipnorm 2"),
-    "classes": (
-        with_argument("class_weight", lambda number: {0: 1, 1: number}, classifier, LABELS),
-        "class_weight",
-    ),
+    "classes": (with_argument("class_weight", lambda number: {0: 1, 1: number}, classifier, LABELS), "class_weight"),
     "weights of rows": (with_argument("sample_weight", lambda number: LATE**number), "same rows or weights"),
     "rows of validation": (with_argument("validation_data", lambda number: (X * LATE**number, TARGETS)), "same rows"),
     "validation": (

@@ -173,10 +173,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    only(["subclass"], MODELS),
-)
+@pytest.mark.parametrize("kind", only(["subclass"], MODELS))
 def test_files_are_those_of_stock_models_and_keep_options(alone, kind, tmp_path):
     file = tmp_path / "model.keras"
 

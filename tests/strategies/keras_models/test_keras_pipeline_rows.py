@@ -110,11 +110,7 @@ def reused(nodes):
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(
-    ("nodes", "mapping"),
-    [(True, [0, 1, 0]), (True, [0, 0, 0]), (False, [0, 0])],
-    ids=str,
-)
+@pytest.mark.parametrize(("nodes", "mapping"), [(True, [0, 1, 0]), (True, [0, 0, 0]), (False, [0, 0])], ids=str)
 def test_kp_07_a_layer_may_be_in_several_stages_on_one_device(alone, nodes, mapping):
     stock = reused(nodes)
     stock.fit(X[:48], TARGETS[:48], batch_size=48, **SETTINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -356,14 +357,45 @@ class TestWhatIsNotTheCopy:
             new_trainer(nn.Sequential(nn.Flatten(), Single(64, 5))).step(rows())
 
 
-def test_parametrizations_may_be_cached():
-    module = KINDS["with spectral norm"]()
-
-    def loss(module, batch):
+class TestParametrizations:
+    @staticmethod
+    def cached_loss(module, batch):
         with parametrize.cached():
-            return loss_fn(module, batch)
+            return loss_fn(module, batch) + loss_fn(module, batch)
 
-    assert new_trainer(module, loss).step(rows())["loss"] > 0
+    def test_are_cached_by_each_replica_for_itself(self):
+        """All replicas compute their weights before any of them computes another thing."""
+        met = threading.Barrier(2)
+
+        class Meets(nn.Module):
+            def forward(self, weight):
+                met.wait(timeout=20)
+                return 2 * weight
+
+        module = net()
+        parametrize.register_parametrization(module.second, "weight", Meets(), unsafe=True)
+        assert new_trainer(module, self.cached_loss, verify_steps=0).step(rows())["loss"] > 0
+        assert met.n_waiting == 0
+
+    def test_are_computed_as_often_as_by_pytorch(self):
+        computed = []
+
+        class Counts(nn.Module):
+            def forward(self, weight):
+                computed.append(threading.get_ident())
+                return 2 * weight
+
+        module = net()
+        parametrize.register_parametrization(module.second, "weight", Counts())
+        trainer = new_trainer(module, self.cached_loss, replicas=1)
+        computed.clear()
+        trainer.step(rows())
+        assert len(computed) == 2  # for the replica, and for the pass of plain PyTorch with which it is compared
+
+    def test_a_cache_of_all_threads_is_refused(self):
+        module = KINDS["with spectral norm"]()
+        with pytest.raises(StrategyError, match="inside of a parametrize.cached"), parametrize.cached():
+            new_trainer(module).step(rows())
 
 
 def test_private_numbers_of_pytorch_are_not_compared():

@@ -1,4 +1,4 @@
-"""What arguments and results are, by the parts that they play.
+"""Types of arguments and results, named by their roles.
 
 A pytree is an array, or nested tuples, lists, dictionaries and classes that are registered with JAX, with arrays at the
 leaves. Python's types cannot say which structures these are, so type checkers see `Any`; readers see what is meant.
@@ -17,22 +17,22 @@ Leaf: TypeAlias = Any
 """An array of a pytree: of JAX or NumPy, a tracer of one, or its shape and dtype."""
 
 Variables: TypeAlias = Tree
-"""What a loss function is differentiated by: a pytree of floating-point arrays."""
+"""The trained variables, by which a loss function is differentiated: a pytree of floating-point arrays."""
 
 Gradients: TypeAlias = Tree
 """Gradients, means of them, or the changes that an optimizer makes of them: a pytree like the variables."""
 
 OptimizerState: TypeAlias = Tree
-"""What an optimizer of optax keeps for the variables."""
+"""The state that an optimizer of optax keeps for the variables."""
 
 Batch: TypeAlias = Tree
 """A pytree of arrays whose leading axis runs over the local replicas' elements, in replica order."""
 
 Element: TypeAlias = Tree
-"""What a data set yields: of a feed what one iteration of one replica takes, otherwise a row or a batch."""
+"""An element of a data set: for a feed the input of one iteration of one replica, otherwise a row or a batch."""
 
 Data: TypeAlias = Any
-"""What a data set is made of: arrays, an iterable, or an object with a length and `[i]`."""
+"""The source of a data set: arrays, an iterable, or an object with a length and `[i]`."""
 
 Key: TypeAlias = Any
 """A key of JAX's random numbers."""
@@ -47,7 +47,16 @@ Number: TypeAlias = Any
 """A number of Python or NumPy, or an array of one, of whatever framework."""
 
 Metric: TypeAlias = Any
-"""What an evaluation has found under a name: a number, or what else was merged."""
+"""A result of an evaluation: a number, or another object that merges."""
 
 Function: TypeAlias = Callable[..., Tree]
 """A function of arrays that JAX can trace."""
+
+LossFunction: TypeAlias = Function
+"""`(variables, batch, key) -> loss`, or more; see `strategies.Trainer`."""
+
+MapGradient: TypeAlias = Callable[[Leaf, Leaf], Leaf]
+"""`(gradient, variable) -> gradient` of one variable, traceable."""
+
+AccumulationDtype: TypeAlias = Any
+"""None for the variable's dtype, a dtype, or a function of the variable (its shape and dtype) that returns either."""
