@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  # it waits for its threads before those that register later are called
 import logging
 import os
 import sys
@@ -89,6 +88,9 @@ class LastThreads:
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandon: Callable[[], None]) -> None:
+        # It waits for its threads before what registers later is called. Seldom needed: poprun starts without it.
+        import concurrent.futures.thread  # noqa: F401
+
         self._has_failed = has_failed
         self._abandon = abandon
         self._is_waiting = threading.Event()  # Python, for the threads

@@ -179,6 +179,10 @@ class Category(ABC):
                 f"{', '.join(each for each in inside if '.' not in each)}"
             )
         row.check_type(value)
+        self._keep(row, value)
+
+    def _keep(self, row: AttributeMetadata, value: object) -> None:
+        """Set an attribute to a value of its type."""
         if row.deprecated:
             logger.warning("%s has been deprecated: %s", row.name, row.deprecated_msg)
         self._values[row.name] = value
@@ -191,8 +195,9 @@ class Category(ABC):
         return [*super().__dir__(), *(each for each in inside if "." not in each)]
 
     def _row(self, name: str) -> AttributeMetadata:
-        """Return the row of a name, which counts from here."""
-        if row := self._table.get(self._prefix + name):
+        """Return the row of an attribute or category that is directly in this one."""
+        row = self._table.get(self._prefix + name)
+        if row and "." not in name:
             return row
         inside = [each for each in self._table if each.startswith(self._prefix)]
         own = [each for each in inside if "." not in each.removeprefix(self._prefix)]
@@ -211,8 +216,11 @@ class Category(ABC):
         Raises:
             ValueError: if there is none.
         """
+        owner, name = self, attr
         try:
-            return self._row(attr)
+            while "." in name and owner._row(first := name.partition(".")[0]).is_category:
+                owner, name = getattr(owner, first), name.partition(".")[2]
+            return owner._row(name)
         except ValueError as error:
             raise ValueError(f"Could not get attribute metadata for '{attr}': {error}") from error
 
@@ -248,7 +256,7 @@ class Category(ABC):
             logger.warning("%s didn't have a value: the existing value will be retained", name)
         for name, value in found.items():
             if self._values[name] != value or type(self._values[name]) is not type(value):
-                setattr(self, name.removeprefix(self._prefix), copy.deepcopy(value))
+                self._keep(every[name], copy.deepcopy(value))
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""

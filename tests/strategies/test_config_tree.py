@@ -124,6 +124,11 @@ class TestDidYouMean:
         with pytest.raises(ValueError, match="'_own' is not a valid attribute"):
             tree._own = []
 
+    def test_an_attribute_inside_of_a_category_is_none_of_the_tree(self, tree):
+        with pytest.raises(ValueError, match="'branches.length' is not a valid attribute"):
+            setattr(tree, "branches.length", 3)
+        assert not hasattr(tree, "branches.length")
+
     def test_asking_whether_there_is_one_is_no_error(self, tree):
         assert hasattr(tree, "height")
         assert not hasattr(tree, "heightt")
@@ -146,8 +151,12 @@ class TestMetadata:
             tree.get_attribute_metadata(name)
 
     def test_a_name_counts_from_the_category_that_is_asked(self, tree):
-        with pytest.raises(ValueError, match="for 'branches.length': 'branches.length' is not a valid attribute"):
+        with pytest.raises(ValueError, match="for 'branches.length': 'branches' is not a valid attribute"):
             tree.branches.get_attribute_metadata("branches.length")
+
+    def test_what_the_innermost_category_has_is_told(self, tree):
+        with pytest.raises(ValueError, match=r"for 'branches.zzz': 'zzz' is not .* It has length, older, leaves\.$"):
+            tree.get_attribute_metadata("branches.zzz")
 
     def test_checks_values_too(self, tree):
         found = tree.get_attribute_metadata("branches.length")
