@@ -113,16 +113,13 @@ class Communicator:
         *,
         names: Sequence[str],
     ) -> Sequence[np.ndarray]:
-        """`ordered_all_reduce` of several tensors, in one call where that saves negotiations (over Horovod).
+        """`ordered_all_reduce` of several tensors, in one call where that is cheaper (over Horovod); return `outs`.
 
         Args:
             contributions: for each tensor this rank's arrays, equally many for all tensors.
             outs: for each tensor where its result goes.
             op: "sum", "mean", "min" or "max".
             names: of the tensors.
-
-        Returns:
-            `outs`.
         """
         group = self._preparations.grouped_ordered_all_reduce(contributions, outs, op, names)
         if not self._transport.groups_reductions or len(group) < 2:
@@ -189,10 +186,9 @@ class Communicator:
         """`ordered_all_reduce` of which each rank receives its one of `size` equal blocks of the first axis.
 
         Args:
-            contributions: this rank's arrays, one per local replica, of shape (size * k, ...); they are not changed.
-                Ranks may contribute different numbers of arrays.
+            contributions: as for `ordered_all_reduce`, of shape (size * k, ...).
             out: receives the block, of shape (k, ...); default: a new array.
-            op: "sum", "mean" (over all contributions), "min" or "max".
+            op: as for `ordered_all_reduce`.
             name: the tensor's name.
 
         Returns:

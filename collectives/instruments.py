@@ -155,16 +155,10 @@ class Instruments:
 
     Attributes:
         attached: see above.
-        operation_begins: what all instruments see, as all of the following; see the protocols.
-        operation_ends: see there.
-        waiting_for: see there.
-        data_moves: see there.
-        step_begins: see there.
-        step_ends: see there.
-        steps_made: see there.
-        replica_begins: see there; called by several threads, as the next one.
-        replica_ends: see there.
         during: for each of `PHASES` what a `with` statement enters while the phase lasts, any number of times.
+
+    Its other attributes have the names of the protocols' methods, and call those of all instruments; `replica_begins`
+    and `replica_ends` are called by several threads.
     """
 
     __slots__ = (

@@ -148,15 +148,8 @@ def _connect_over(
     """Return a communicator of the ranks of `comm`.
 
     It creates no MPI communicators: while one comes into being, the news that another of its ranks is lost ends this
-    process (Open MPI 5.0.11, in ompi_comm_revoke_local).
-
-    Args:
-        settings: see `connect`.
-        comm: of which subgroups are made.
-        own: of the same ranks, for our messages only.
-        members: the instance behind each rank.
-        end: called when one of the links is closed.
-        host: what the host of this rank is called; default: as MPI calls it.
+    process (Open MPI 5.0.11, in ompi_comm_revoke_local). Subgroups are made of `comm`; our messages go over `own`,
+    which has the same ranks; `end` is called when one of the links is closed.
     """
     of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0), settings.network))
     refuse_other_networks([network for _, _, network in of_ranks])

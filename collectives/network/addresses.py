@@ -90,14 +90,6 @@ class _Talk:
     """TLS over a connection that stays the caller's.
 
     `SSLContext.wrap_socket` takes it over, and leaves it open where the other side has reset it by then (Python 3.11).
-
-    Args:
-        connection: to the server.
-        tls: with our certificates.
-        name: which the server's certificate has to carry.
-
-    Attributes:
-        secured: what is said over it.
     """
 
     def __init__(self, connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:

@@ -14,7 +14,7 @@ import grpc
 from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
 from collectives.network import wire
-from collectives.network.addresses import Address, describe_os_error
+from collectives.network.addresses import describe_os_error
 from collectives.network.admission import Admission, channel_of
 from collectives.network.claims import digest_incarnation
 from collectives.network.hello import CONTROL, PROTOCOL, Hello
@@ -23,9 +23,8 @@ from collectives.network.lanes import Bell, Inbox, Outbox
 from collectives.network.liveness import BEAT_S, PeerWatch
 from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
-from collectives.network.security import TOKEN, Security
+from collectives.network.security import TOKEN
 from collectives.network.worker import Worker
-from collectives.waiting import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -42,33 +41,14 @@ _CONNECTIONS_PER_PEER = 4  # the one that stays, one that tries whether anybody 
 
 
 class Node(Worker):
-    """This worker.
+    """This worker, with all of its parts; call `join` first.
 
-    Args:
-        addresses: of all workers, in rank order.
-        names: what they are called in messages.
-        rank: this one's.
-        description: what else all workers have to agree on.
-        security: how they know each other.
-        limits: how long to wait for them, and by what clock.
+    Attributes:
+        admission: looks at who begins a stream.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[Address],
-        names: Sequence[str],
-        rank: int,
-        description: str,
-        security: Security,
-        limits: Limits,
-    ) -> None:
-        super().__init__(addresses, names, rank, description, security, limits)
-        self.loss = ""
-        self._bells: dict[str, Bell] = {}
-        self._inboxes: dict[tuple[int, str], Inbox] = {}
-        self._server: grpc.Server | None = None
-        self._liveness = PeerWatch(self)
-        self.admission = Admission(self)
+    admission: Admission
+    _server: grpc.Server | None = None
 
     # ---- the beginning
 
@@ -80,6 +60,9 @@ class Node(Worker):
             PeerRefusedError: another worker refuses this one, or this machine refuses the address.
             CollectiveTimeoutError: not all have come within `connect_timeout_s`.
         """
+        self._bells: dict[str, Bell] = {}
+        self._inboxes: dict[tuple[int, str], Inbox] = {}
+        self.admission = Admission(self)
         self.address, *others = self.security.check([self.address, *(peer.address for peer in self.peers.values())])
         for peer, address in zip(self.peers.values(), others, strict=True):
             peer.address = address
@@ -90,7 +73,7 @@ class Node(Worker):
         except BaseException:
             self.leave()
             raise
-        self._liveness.start()
+        PeerWatch(self).start()
 
     def _warn_of_others(self) -> None:
         if self.peers and not self.address.path and self.admission.rests_on_words and (others := other_users()):

@@ -19,7 +19,13 @@ from collectives.waiting import Limits
 class Worker(ABC):
     """The identity of a worker, the others, and how far they have got; `Node` is the whole of it.
 
-    Args: see `Node`.
+    Args:
+        addresses: of all workers, in rank order.
+        names: what they are called in messages.
+        rank: this one's.
+        description: what else all workers have to agree on.
+        security: how they know each other.
+        limits: how long to wait for them, and by what clock.
 
     Attributes:
         clock: what its limits are measured with.
@@ -28,6 +34,7 @@ class Worker(ABC):
         channels: those that this worker uses.
         is_met: whether all have met.
         is_leaving: set when this worker leaves.
+        loss: why the group cannot go on; "" while it can.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Worker(ABC):
         self.channels: set[str] = set()
         self.is_met = False
         self.is_leaving = threading.Event()
+        self.loss = ""
 
     @abstractmethod
     def begin_control(self, peer: Peer) -> grpc.Future:

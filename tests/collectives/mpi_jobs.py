@@ -6,12 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_S = 100.0
+
+
+def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of real processes that compute."""
+    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
+        test = mark(test)
+    return test
 
 
 def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:

@@ -7,12 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi_jobs import HERE, mpirun_command, run_job
+from mpi_jobs import HERE, in_a_job, mpirun_command, run_job
 
 from collectives import Communicator, Settings, run_on_threads
 
@@ -45,30 +44,26 @@ def assert_refused(lines: list[str], directory: Path) -> None:
     assert f"RuntimeError: mechanism 'window' needs ranks that share a host and room in {directory}" in lines[0]
 
 
-def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of a job of three ranks."""
-    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
-        test = mark(test)
-    return test
-
-
-@pytest.mark.complete
 @in_a_job
-def test_ranks_of_one_host_use_the_window(tmp_path: Path) -> None:
-    assert lines_of(job("auto", tmp_path, "plenty")) == ["rank: window"] * RANKS
-    assert list(tmp_path.iterdir()) == []
-
-
-@in_a_job
-def test_ranks_of_each_of_several_hosts_use_a_window_and_nothing_is_left_of_it(tmp_path: Path) -> None:
-    assert lines_of(job("auto", tmp_path, "plenty", "here", "there", "here")) == ["rank: window and ring"] * RANKS
-    assert list(tmp_path.iterdir()) == []
-
-
-@in_a_job
-@pytest.mark.complete
-def test_where_one_of_several_hosts_has_no_room_all_ranks_use_the_ring(tmp_path: Path) -> None:
-    assert lines_of(job("auto", tmp_path, "no file on one rank", "here", "there", "there")) == RING
+@pytest.mark.parametrize(
+    ("hosts", "scarcity", "mechanism"),
+    [
+        (("here", "there", "here"), "plenty", "window and ring"),
+        *(
+            pytest.param(*case, marks=pytest.mark.complete)
+            for case in (
+                ((), "plenty", "window"),
+                ((), "small files", "ring"),
+                ((), "no file on one rank", "ring"),
+                (("here", "there", "there"), "no file on one rank", "ring"),
+            )
+        ),
+    ],
+)
+def test_all_ranks_use_the_window_where_there_is_room_and_leave_nothing(
+    tmp_path: Path, hosts: tuple[str, ...], scarcity: str, mechanism: str
+) -> None:
+    assert lines_of(job("auto", tmp_path, scarcity, *hosts)) == [f"rank: {mechanism}"] * RANKS
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,17 +98,9 @@ def test_a_full_file_system_is_an_error_for_those_who_want_the_window(tmp_path: 
     assert_refused(lines_of(command), tmp_path)
 
 
-@in_a_job
 @pytest.mark.complete
+@in_a_job
 @pytest.mark.parametrize("scarcity", ["small files", "no file on one rank"])
-def test_a_limit_of_the_process_means_the_ring(tmp_path: Path, scarcity: str) -> None:
-    assert lines_of(job("auto", tmp_path, scarcity)) == RING
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.complete
-@in_a_job
-@pytest.mark.parametrize("scarcity", [pytest.param("small files", marks=pytest.mark.complete), "no file on one rank"])
 def test_a_limit_of_the_process_is_an_error_for_those_who_want_the_window(tmp_path: Path, scarcity: str) -> None:
     assert_refused(lines_of(job("window", tmp_path, scarcity)), tmp_path)
     assert list(tmp_path.iterdir()) == []

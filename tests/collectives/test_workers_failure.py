@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from grpc_jobs import socket_addresses
+from mpi_jobs import in_a_job
 from workers import (
     LOST_LIMIT_S,
     Job,
@@ -25,13 +26,6 @@ from workers import (
 
 MEBIBYTES_8 = ["--length", str(2 << 20)]
 TIMEOUT_S = 4  # longer than a busy machine takes for a round, or pauses
-
-
-def job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of real processes that compute."""
-    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
-        test = mark(test)
-    return test
 
 
 def assert_lost(workers: Sequence[Worker], name: str, operation: str = "all_reduce 'weights'") -> None:
@@ -52,7 +46,7 @@ def name_of(addresses: Sequence[str], rank: int) -> str:
 # ---- death
 
 
-@job
+@in_a_job
 @pytest.mark.parametrize(
     ("kind", "size", "victim"),
     [
@@ -75,7 +69,7 @@ def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size
             assert_lost(workers, f"{name_of(addresses, victim)} is lost")
 
 
-@job
+@in_a_job
 @pytest.mark.parametrize(
     ("size", "victim"),
     [(3, 0), pytest.param(2, 1, marks=pytest.mark.complete), pytest.param(4, 2, marks=pytest.mark.complete)],
@@ -95,7 +89,7 @@ def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial
         assert not any(worker.containing("are wrong") for worker in workers)
 
 
-@job
+@in_a_job
 @pytest.mark.parametrize(
     ("size", "task", "how"),
     [
@@ -122,7 +116,7 @@ def test_a_worker_that_fails_or_ends_without_closing_is_named(size: int, task: s
 # ---- slowness
 
 
-@job
+@in_a_job
 def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
     addresses = port_addresses(2)
     with running(Job(addresses, ["--stall-warning-s", "1"]), "rounds") as workers:
@@ -137,7 +131,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
         assert_end_well(workers)
 
 
-@job
+@in_a_job
 @pytest.mark.complete
 def test_a_worker_that_is_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
     addresses = port_addresses(3)
@@ -216,7 +210,7 @@ def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tup
             worker.dispose()
 
 
-@job
+@in_a_job
 @pytest.mark.complete
 def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) -> None:
     """Within ten seconds, twice as many on a busy machine.

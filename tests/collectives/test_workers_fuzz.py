@@ -8,7 +8,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import grpc
@@ -16,6 +16,7 @@ import http2
 import numpy as np
 import pytest
 from grpc_jobs import socket_addresses
+from mpi_jobs import in_a_job
 from strangers import answer_at, answer_to, channel_to, good_hello, proven
 from workers import (
     LIMIT_S,
@@ -55,13 +56,6 @@ ORDINARY_LINE = re.compile(r"(WARNING rank \d at |begins|has met|round 1 was|rep
 REFUSALS = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
 
 ROUNDS = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.complete) for turn in range(1, 4))])
-
-
-def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of real workers."""
-    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
-        test = mark(test)
-    return test
 
 
 def chance_of(seed: int, turn: int) -> random.Random:

@@ -16,7 +16,8 @@ import grpc
 import http2
 import pytest
 from grpc_jobs import socket_addresses
-from grpc_threads import WorkerThreads
+from grpc_threads import WorkerThreads, connect
+from mpi_jobs import in_a_job
 from watching import watched
 from workers import (
     Job,
@@ -42,13 +43,6 @@ from collectives.network.security import Security
 def addresses() -> Iterator[list[str]]:
     with socket_addresses(2) as addresses:
         yield addresses
-
-
-def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of real processes."""
-    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
-        test = mark(test)
-    return test
 
 
 # ---- threads
@@ -316,11 +310,6 @@ def test_one_worker_alone_needs_no_others(tmp_path: Path) -> None:
 def test_waiting_alone_in_this_process_ends_at_the_limit(addresses: Sequence[str]) -> None:
     with pytest.raises(CollectiveTimeoutError, match=f"for rank 1 at {addresses[1]}.* connect_timeout_s = 0.2"):
         connect(addresses, 0)
-
-
-def connect(addresses: Sequence[str], rank: int) -> collectives.Communicator:
-    settings = Settings(limits=Limits(connect_timeout_s=0.2, clock=FakeClock(tick_s=0.01)))
-    return collectives.connect("grpc", settings, addresses=addresses, rank=rank)
 
 
 # ---- what the machine says

@@ -25,7 +25,8 @@ import http2
 import pytest
 from certificates import SERVER, Authority, Files
 from grpc_jobs import socket_addresses
-from grpc_threads import WorkerThreads
+from grpc_threads import WorkerThreads, connect
+from mpi_jobs import in_a_job
 from strangers import LIMIT_S, answer_at, channel_to, good_hello, proven
 from watching import Warnings, watched
 from workers import (
@@ -42,8 +43,7 @@ from workers import (
     until_listening,
 )
 
-import collectives
-from collectives import Communicator, Limits, PeerRefusedError, SecurityError, Settings
+from collectives import Communicator, PeerRefusedError, SecurityError
 from collectives.clock import FakeClock
 from collectives.network.addresses import Address, Endpoint
 from collectives.network.hello import CONTROL
@@ -54,18 +54,6 @@ from collectives.plans.network import Network
 ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
 RIGHT_TOKEN = "the-right-token"
 PATIENCE = ["--connect-timeout-s", "50"]  # of wrong workers that are not refused
-
-
-def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of real processes."""
-    for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
-        test = mark(test)
-    return test
-
-
-def connect(addresses: Sequence[str], rank: int, **options: object) -> collectives.Communicator:
-    settings = Settings(limits=Limits(connect_timeout_s=0.2, clock=FakeClock(tick_s=0.01)))
-    return collectives.connect("grpc", settings, addresses=addresses, rank=rank, **options)
 
 
 # ---- plaintext
