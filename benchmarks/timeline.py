@@ -37,14 +37,11 @@ from collectives.instruments import UPDATE, Instruments, is_seen
 from popdist.records import ProgressPage
 from popdist.records.progress import new_page
 from popdist.timeline.asked import FOLDER_VARIABLE
-from popdist.timeline.blocks import EVENTS, HEADER, MAGIC, block, json_block, names_block, pack_events
 from popdist.timeline.clocks import Alignment
-from popdist.timeline.connections import read_connections
-from popdist.timeline.events import EVENT, EventKind
-from popdist.timeline.gauges import Gauge
+from popdist.timeline.events import EVENT, EVENTS, HEADER, MAGIC, EventKind, block, json_block, names_block, pack_events
+from popdist.timeline.gauges import Gauge, read_connections
 from popdist.timeline.meeting import Answering, Asking, Card
-from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring_buffer import Ring
+from popdist.timeline.recorder import Recorder, Ring
 from poprun.trace.merging import merge
 from poprun.trace.recordings import read_recordings
 from poprun.trace.spans import Sort, spans_of

@@ -17,9 +17,8 @@ from collectives.named import NamedQueue
 from collectives.plans.network import Network
 from collectives.point_to_point.link import Link
 from collectives.point_to_point.transport import PointToPointTransport
-from collectives.shared_memory.segment import SHARED_MEMORY_DIR, share_segment
+from collectives.shared_memory.segment import SHARED_MEMORY_DIR, channel_bytes, share_segment
 from collectives.shared_memory.transport import SharedMemoryTransport
-from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import SPINS, Limits, Watch
 

@@ -11,13 +11,11 @@ from poprun.cli.command_line import CommandLine, read_command_line, settings_fro
 from poprun.cli.config import check_export, export_config, import_config
 from poprun.cli.help import describe_options, describe_version
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
-from poprun.cli.notes import note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.cli.settings import SummaryAsked
+from poprun.cli.settings import SummaryAsked, note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.errors import PopRunError
-from poprun.launch.command import build_command
 from poprun.launch.display import describe_plan, draw_placement, draw_topology
-from poprun.launch.launch import Launch
+from poprun.launch.launch import Launch, build_command
 from poprun.launch.plan import plan_launch
 from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
 

@@ -22,9 +22,8 @@ from strategies.comparing.digest import fingerprint
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
-from strategies.data.input_context import InputContext
 from strategies.data.layout import Position
-from strategies.data.sources import Masked
+from strategies.data.sources import InputContext, Masked
 from strategies.errors import (
     CheckpointError,
     DeviceError,
@@ -36,17 +35,16 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
-from strategies.evaluation.merging import Evaluation, Mean
+from strategies.evaluation.data_pass import Evaluation, Mean
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
-from strategies.job_strategies import IPUHorovodStrategy, PopDistStrategy
+from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
-from strategies.multi_worker import IPUMultiWorkerStrategy
 from strategies.per_replica import PerReplica
 from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import ipu_shard, pipeline_stage

@@ -15,10 +15,10 @@ from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.ipu import IPUStrategy as _Alone
+from strategies.job_strategies import ClusterResolver
 from strategies.job_strategies import IPUHorovodStrategy as _Horovod
+from strategies.job_strategies import IPUMultiWorkerStrategy as _Workers
 from strategies.job_strategies import PopDistStrategy as _Job
-from strategies.multi_worker import ClusterResolver
-from strategies.multi_worker import IPUMultiWorkerStrategy as _Workers
 from strategies.per_replica import PerReplica
 from strategies.replicas.replica_context import get_replica_context
 from strategies.typing import Data, Function, Scalar, Tree

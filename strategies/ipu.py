@@ -9,9 +9,8 @@ from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
 from popdist.instance import Instance
 from strategies.argument_checks import positive
-from strategies.config.configured import in_force
+from strategies.config.configured import Selection, in_force
 from strategies.config.launched import replicas_of_process
-from strategies.config.selection import Selection
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 

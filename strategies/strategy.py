@@ -23,9 +23,9 @@ from strategies.argument_checks import Axis, positive
 from strategies.config.configured import IPUConfig, in_force
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
-from strategies.data.input_context import InputContext
+from strategies.data.iterators import Lockstep
 from strategies.data.layout import Remainder
-from strategies.data.lockstep import Lockstep
+from strategies.data.sources import InputContext
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn

@@ -10,10 +10,9 @@ from optax import GradientTransformation
 from strategies.argument_checks import require_known_options
 from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.data_pass import Told
+from strategies.evaluation.data_pass import Evaluation, Told
 from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
 from strategies.evaluation.evaluator import JaxEvaluator
-from strategies.evaluation.merging import Evaluation
 from strategies.gradients.arguments import check_loss_function, check_optimizer
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Transfer
-from collectives.shared_memory.words import FENCE
+from collectives.shared_memory.segment import FENCE
 
 
 class NearLink(Link):

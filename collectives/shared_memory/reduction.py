@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction, order_of
-from collectives.shared_memory.words import (
+from collectives.shared_memory.segment import (
     CONSUMED,
     DEPTH,
     FETCHED,

@@ -18,8 +18,7 @@ import numpy as np
 from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
 from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
-from collectives.shared_memory.segment import share_segment
-from collectives.shared_memory.words import (
+from collectives.shared_memory.segment import (
     CONSUMED,
     COUNT,
     DEPTH,
@@ -37,6 +36,7 @@ from collectives.shared_memory.words import (
     Window,
     inline_start,
     pipe_start,
+    share_segment,
 )
 from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch

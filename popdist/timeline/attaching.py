@@ -16,10 +16,9 @@ import numpy as np
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
-from popdist.timeline.blocks import JOINED, PROFILE
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.connections import read_connections
-from popdist.timeline.events import MAIN_TRACK, EventKind
+from popdist.timeline.events import JOINED, MAIN_TRACK, PROFILE, EventKind
+from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,
     Answering,

@@ -16,23 +16,23 @@ from typing import BinaryIO, final
 import numpy as np
 
 from popdist.records.private_files import open_recording
-from popdist.timeline.blocks import (
+from popdist.timeline.clocks import Exchange
+from popdist.timeline.events import (
     CLOCKS,
     END,
+    EVENT,
     EVENTS,
     HEADER,
     MAGIC,
+    EventKind,
     block,
     json_block,
     names_block,
     pack_events,
     pack_exchanges,
 )
-from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge, read_gauges
-from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring_buffer import Ring
+from popdist.timeline.recorder import Recorder, Ring
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poprun.cli.wording import count, cut_off
-from poprun.hosts.host_commands import CommandResult, HostCommand
 from poprun.hosts.python_environment import LEFT_OUT, MARKER, TOKEN_PREFIX, PythonEnvironment, Tree
-from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, way_out_of
+from poprun.hosts.ssh import SSH_FAILED, CommandResult, HostCommand, last_line, remote_words, way_out_of
 
 OPTION = "--synchronise-python-venv"
 

@@ -16,8 +16,18 @@ from pathlib import Path
 from poprun.cli.log import Log
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
-from poprun.hosts.host_commands import CommandResult, HostCommand, run_commands, shell_commands
-from poprun.hosts.ssh import SSH_FAILED, last_line, remote_words, ssh_words, user_arguments, way_out_of
+from poprun.hosts.ssh import (
+    SSH_FAILED,
+    CommandResult,
+    HostCommand,
+    last_line,
+    remote_words,
+    run_commands,
+    shell_commands,
+    ssh_words,
+    user_arguments,
+    way_out_of,
+)
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
 PASSWORD_LIMIT_S = 120.0

@@ -16,9 +16,19 @@ from pathlib import Path
 from popdist.records.private_files import fault_of, fault_of_file, make_private
 from poprun.cli.log import Log, level_from
 from poprun.hosts.host_checks import COPY_IT
-from poprun.hosts.host_commands import CommandResult, HostCommand, LateNotice, run_commands
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from
-from poprun.hosts.ssh import SSH_FAILED, by_hand, last_line, program_words, remote_words, way_out_of
+from poprun.hosts.ssh import (
+    SSH_FAILED,
+    CommandResult,
+    HostCommand,
+    LateNotice,
+    by_hand,
+    last_line,
+    program_words,
+    remote_words,
+    run_commands,
+    way_out_of,
+)
 from poprun.hosts.survey_script import CONNECTIONS, MARK, digest_sources
 from poprun.hosts.this_machine import is_this_machine
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from poprun.cli.log import Log
 from poprun.errors import PopRunError
 from poprun.hosts import copying
-from poprun.hosts.host_commands import CommandResult, run_commands, shell_commands
 from poprun.hosts.python_environment import TOKEN_PREFIX, PythonEnvironment, digest_tree
-from poprun.hosts.ssh import ssh_words
+from poprun.hosts.ssh import CommandResult, run_commands, shell_commands, ssh_words
 from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
 COPY_LIMIT_S = 3600.0

@@ -1,15 +1,34 @@
-"""A launch: everything that was decided before anything is started."""
+"""A launch, everything that was decided before anything is started; and its mpirun command, as the original logs it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
+from poprun.cli.mpi_arguments import export_options
 from poprun.cli.settings import LaunchSettings
+from poprun.cli.wording import list_ranges
 from poprun.hosts.hosts import Host
-from poprun.hosts.remote import Remote
+from poprun.hosts.remote import Remote, mpirun_options
+from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE, mark
 from poprun.launch.placement import InstancePlace
 from poprun.launch.variables import InstanceVariables, instance_variables
+
+AGENT = Path(__file__).parents[1] / "agent" / "__main__.py"
+
+_QUIET_AND_INDEPENDENT = {
+    # MPI_Finalize must not wait for the others: an instance that fails could not end, and nobody would know.
+    "async_mpi_finalize": "1",
+    # MPI.Win.Allocate_shared complains about UCX on standard error otherwise (Open MPI 5.0.11).
+    "osc": "^ucx",
+}
+_MANY_TO_A_CORE = {
+    # Busy waiting takes the core from the one waited for: 8-32 ms instead of 0.3 ms for a small all-reduce.
+    "mpi_yield_when_idle": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -72,3 +91,84 @@ class Across:
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
+
+
+def build_command(launch: Launch) -> list[str]:
+    """Return the words of the mpirun command: general options, then one application context per instance."""
+    moved = _moved_exports(launch)
+    words = [launch.mpirun, *_general_options(launch, moved)]
+    program = [mark(word) for word in launch.settings.program]
+    on_host = Counter(place.host for place in launch.places) if launch.leaves_this_machine else {}
+    for place in launch.places:
+        words += [":"] if place.index else []
+        words += ["-np", "1"]
+        words += ["--host", f"{place.host}:{on_host[place.host]}"] if on_host else []
+        words += _exports_and_options(launch, place, moved)
+        words += [launch.python, "-I", "-S", str(AGENT), list_ranges(place.cpus) or "any", *program]
+    return words
+
+
+def _moved_exports(launch: Launch) -> tuple[str, ...]:
+    """Return the exports that contexts have in place of the general options.
+
+    Of two `-x` of a name mpirun (5.0.11) takes the first.
+    """
+    settings = launch.settings
+    again = {*launch.variables[0].own}.union(*(each.exports for each in settings.mpi.instances))
+    return tuple(name for name in settings.mpi.everywhere.exports if name in again)
+
+
+def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
+    settings = launch.settings
+    user = settings.mpi.words
+    words = ["--tag-output"]
+    if not settings.mpi.names_binding:
+        words += ["--bind-to", "none", "--oversubscribe"]
+    parameters = _QUIET_AND_INDEPENDENT | (_MANY_TO_A_CORE if launch.oversubscribes else {})
+    for name, value in parameters.items():
+        if name not in user:
+            words += ["--mca", name, value]
+    if launch.remote is not None:
+        words += mpirun_options(launch.remote, user)
+    if settings.on_failure == "shrink" and "--with-ft" not in user:
+        words += ["--with-ft", "ulfm"]
+    words += settings.mpi.everywhere.without_exports(moved)
+    if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:
+        words.append("--allow-run-as-root")
+    return words
+
+
+def _exports_and_options(launch: Launch, place: InstancePlace, moved: tuple[str, ...]) -> list[str]:
+    """Return the words of one context up to the agent."""
+    arguments, variables = launch.settings.mpi.instances[place.index], launch.variables[place.index]
+    own, every = variables.own, variables.every
+    here = [name for name in (*moved, *arguments.exports) if name not in own]
+    elsewhere = {*here, *launch.settings.mpi.everywhere.exports}
+    alone = _exports_of_first_alone(launch, here) if place.index == 0 else {}
+    words = export_options(
+        {name: value for name, value in every.items() if name in own or name not in elsewhere},
+        {CONTROL_VARIABLE: None, **_host_check(launch, place)},
+        {name: every[name] for name in here if name not in alone},
+    )
+    words += arguments.without_exports(arguments.exports)
+    return [*words, "/usr/bin/env", *(f"{name}={value}" for name, value in alone.items())] if alone else words
+
+
+def _host_check(launch: Launch, place: InstancePlace) -> dict[str, str | None]:
+    """Return the variable that tells the agent its host, because Open MPI may mix up hosts with like names.
+
+    Unless the names of all hosts are known, no agent is told: mpirun (5.0.11) gives all what the first context exports.
+    """
+    names = launch.remote.names if launch.remote is not None else {}
+    is_known = all(other.host in names for other in launch.places)
+    return {HOST_VARIABLE: names[place.host]} if is_known else {}
+
+
+def _exports_of_first_alone(launch: Launch, names: Sequence[str]) -> dict[str, str]:
+    """Return the values that only instance 0 may get: mpirun (5.0.11) gives all what the first context exports."""
+    first, *others = (each.every for each in launch.variables)
+    return {
+        name: value
+        for name in names
+        if (value := first[name]) is not None and not all(name in variables for variables in others)
+    }

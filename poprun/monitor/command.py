@@ -27,10 +27,9 @@ from poprun.cli.wording import (
     wrap,
 )
 from poprun.errors import PopRunError, UsageError
-from poprun.monitor.doors import doors_in, read_address, token_from
+from poprun.monitor.doors import SnapshotSource, call_local, call_remote, doors_in, read_address, token_from
 from poprun.monitor.picture import Pages, Screen
 from poprun.monitor.snapshot import Snapshot
-from poprun.monitor.source import SnapshotSource, call_local, call_remote
 
 SECTION = "Top"
 OPTIONS = (

@@ -1,8 +1,8 @@
-"""Doors through which others look at a job, and the greeting by which both sides prove that they know its token.
+"""Doors through which others look at a job, the greeting there, and the viewer's end of the connection.
 
-poprun sends a CHALLENGE; the viewer answers with random bytes of its own and a proof that it knows the token; poprun
-proves that it knows it too (WELCOME), and from then on sends a SEEN each second. On one machine the kernel says who
-calls: there is nothing but SEEN.
+The greeting proves to both sides that the other one knows the job's token. poprun sends a CHALLENGE; the viewer answers
+with random bytes of its own and a proof that it knows the token; poprun proves that it knows it too (WELCOME), and from
+then on sends a SEEN each second. On one machine the kernel says who calls: there is nothing but SEEN.
 """
 
 from __future__ import annotations
@@ -10,19 +10,43 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import select
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.ipc import wire
-from poprun.ipc.sockets import open_socket
+from poprun.ipc.sockets import connect, open_socket
+from poprun.monitor.snapshot import Snapshot
 
 _PURPOSE = "poprun-top-{user}"
 _BACKLOG = 16
 _ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 _ENTRY = re.compile(r" @(poprun-top-(\d+)-(\d+)-[0-9a-f]{12})$", re.MULTILINE)
+
+TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
+"""The variable with the token, also for workers of TF_CONFIG; forwarded to other hosts by name."""
+
+CHALLENGE = 96
+"""poprun: random bytes; only over a network."""
+ANSWER = 97
+"""viewer: as many random bytes, and a proof; all that a viewer ever sends."""
+WELCOME = 98
+"""poprun: a proof."""
+SEEN = 99
+"""poprun: a snapshot."""
+FULL = 100
+"""poprun: it has as many viewers as it takes; the last message."""
+
+RANDOM_BYTES = 16
+_VIEWER, _POPRUN = b"viewer", b"poprun"
+
+CONNECT_LIMIT_S = 5.0
+"""The time in which poprun has to answer and to prove that it is the one."""
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -118,24 +142,6 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
-"""The variable with the token, also for workers of TF_CONFIG; forwarded to other hosts by name."""
-
-CHALLENGE = 96
-"""poprun: random bytes; only over a network."""
-ANSWER = 97
-"""viewer: as many random bytes, and a proof; all that a viewer ever sends."""
-WELCOME = 98
-"""poprun: a proof."""
-SEEN = 99
-"""poprun: a snapshot."""
-FULL = 100
-"""poprun: it has as many viewers as it takes; the last message."""
-
-RANDOM_BYTES = 16
-_VIEWER, _POPRUN = b"viewer", b"poprun"
-
-
 def answer_to(token: str, challenge: bytes, own: bytes) -> bytes:
     """Return a viewer's ANSWER to a challenge."""
     return wire.pack(ANSWER, own + _prove(token, _VIEWER, challenge + own))
@@ -156,3 +162,114 @@ def is_welcome(token: str, challenge: bytes, own: bytes, proof: bytes) -> bool:
 
 def _prove(token: str, who: bytes, random: bytes) -> bytes:
     return hmac.digest(token.encode(errors="surrogateescape"), who + random, "sha256")
+
+
+class SnapshotSource:
+    """The snapshots of a job as they come; `where` names the job in messages."""
+
+    def __init__(self, connection: socket.socket, where: str) -> None:
+        self._connection = connection
+        self._where = where
+        self._reader = wire.MessageReader()
+        self._came: list[tuple[int, bytes]] = []
+
+    def next(self, limit_s: float) -> Snapshot | None:
+        """Return the next snapshot; None once the job is over.
+
+        Raises:
+            TimeoutError: none has come in time.
+            PopRunError: what comes cannot be understood.
+        """
+        try:
+            message = self.next_message(limit_s)
+            if message is not None and message[0] == FULL:
+                raise PopRunError(f"{self._where} has too many viewers already; close one of them, and try again")
+            if message is not None and message[0] != SEEN:
+                raise ValueError(f"a message of kind {message[0]} has come")
+            return None if message is None else Snapshot.unpack(message[1])
+        except ValueError as error:
+            raise PopRunError(f"{self._where}: {error}; use the version of poprun that runs the job") from None
+
+    def next_message(self, limit_s: float) -> tuple[int, bytes] | None:
+        """Return the next message of any kind; None at the end of the connection.
+
+        Raises:
+            TimeoutError: none has come in time.
+            ValueError: one is too long.
+        """
+        until_s = time.monotonic() + limit_s
+        while not self._came:
+            ready, _, _ = select.select([self._connection], [], [], max(until_s - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError(f"{self._where} has said nothing for {limit_s:g} s")
+            try:
+                data = self._connection.recv(_READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                return None
+            self._came += self._reader.feed(data)
+        return self._came.pop(0)
+
+    def send(self, message: bytes) -> None:
+        """Send an answer."""
+        self._connection.sendall(message)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def call_local(name: str, where: str) -> SnapshotSource:
+    """Connect to the door `name` of a job on this machine.
+
+    Raises:
+        PopRunError: it is over, or another user's.
+    """
+    try:
+        return SnapshotSource(connect(name), where)
+    except OSError:
+        raise PopRunError(f"{where} has ended, or is another user's; poprun top lists those that run") from None
+
+
+def call_remote(host: str, port: int, token: str) -> SnapshotSource:
+    """Connect to a job on another host whose poprun proves that it knows the token.
+
+    Raises:
+        PopRunError: nobody answers there, or somebody who has another token.
+    """
+    where = f"{host}:{port}"
+    try:
+        source = SnapshotSource(socket.create_connection((host, port), timeout=CONNECT_LIMIT_S), where)
+    except OSError as error:
+        fact = error.strerror or str(error)
+        raise PopRunError(
+            f"{where} cannot be reached: {fact}; is the job running, with --top-address, and no firewall between?"
+        ) from None
+    try:
+        _greet(source, token, where)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _greet(source: SnapshotSource, token: str, where: str) -> None:
+    own = os.urandom(RANDOM_BYTES)
+    try:
+        message = source.next_message(CONNECT_LIMIT_S)
+        if message is None or message[0] != CHALLENGE:
+            raise PopRunError(f"{where} is no poprun; check the address")
+        challenge = message[1]
+        source.send(answer_to(token, challenge, own))
+        message = source.next_message(CONNECT_LIMIT_S)
+    except (ValueError, TimeoutError, ConnectionError) as error:
+        raise PopRunError(f"{where} does not answer as a poprun does: {error}; check the address") from None
+    if message is not None and message[0] == FULL:
+        raise PopRunError(f"{where} has too many viewers already; close one of them, and try again")
+    if message is None:
+        raise PopRunError(f"{where} has refused our token; set {TOKEN_VARIABLE} to that of the job")
+    if message[0] != WELCOME or not is_welcome(token, challenge, own, message[1]):
+        raise PopRunError(
+            f"{where} does not know the token of {TOKEN_VARIABLE}, so it is not the job; check the address"
+        )

@@ -11,8 +11,7 @@ from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.log import Log
 from poprun.cli.wording import list_ranges
 from poprun.ipc.facts import JobEnd
-from poprun.launch.command import build_command
-from poprun.launch.launch import Across, Launch
+from poprun.launch.launch import Across, Launch, build_command
 from poprun.launch.program import quote_words
 from poprun.monitor.attempts import Attempt
 from poprun.monitor.viewers import Viewers

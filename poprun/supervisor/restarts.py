@@ -14,9 +14,8 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
-from poprun.hosts.host_commands import HostCommand, run_commands
 from poprun.hosts.hosts import Host
-from poprun.hosts.ssh import remote_words
+from poprun.hosts.ssh import HostCommand, remote_words, run_commands
 from poprun.hosts.survey import limit_from
 from poprun.ipc.facts import JobEnd, Verdict
 from poprun.launch.launch import Launch

@@ -10,10 +10,9 @@ import numpy as np
 
 from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned, align, doubts
-from poprun.trace.matching import MatchedCollectives, match
 from poprun.trace.profiles import Profiled, read_profile
 from poprun.trace.recordings import InstanceRecording, read_recordings, what_is_missing
-from poprun.trace.spans import Spans, spans_of
+from poprun.trace.spans import MatchedCollectives, Spans, match, spans_of
 from poprun.trace.trace_events import Counts, write_trace
 
 

@@ -14,20 +14,21 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from popdist.timeline.asked import SUFFIX
-from popdist.timeline.blocks import (
+from popdist.timeline.events import (
     CLOCKS,
     END,
+    EVENT,
     EVENTS,
     HEADER,
     JOINED,
     MOST_RATIO,
     NAMES,
     PROFILE,
+    EventKind,
     read_blocks,
     unpack_events,
     unpack_exchanges,
 )
-from popdist.timeline.events import EVENT, EventKind
 from poprun.cli.wording import cut_off
 from poprun.errors import PopRunError
 from poprun.trace.profiles import Profile

@@ -19,9 +19,8 @@ import numpy as np
 from popdist.records.private_files import open_unless_linked
 from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned
-from poprun.trace.matching import MatchedCollectives
 from poprun.trace.profiles import Profiled, nested
-from poprun.trace.spans import Sort, Spans
+from poprun.trace.spans import MatchedCollectives, Sort, Spans
 
 STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
 """Threads of the trace."""

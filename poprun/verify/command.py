@@ -33,14 +33,19 @@ from poprun.verify.comparison import earliest, first_difference, first_inside, f
 from poprun.verify.explanation import describe_metrics, explain
 from poprun.verify.options import VerifyRequest, describe_verify, read_words
 from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table, result_of
-from poprun.verify.running import Interrupted, Laboratory, Result, hosts_of, plan_run, take_interrupts
-from poprun.verify.spreads import (
+from poprun.verify.running import (
+    Interrupted,
+    Laboratory,
+    Result,
     Run,
     can_shrink,
     choose_spreads,
+    hosts_of,
     plain_runs,
+    plan_run,
     run_to_resume,
     run_with_failure,
+    take_interrupts,
 )
 
 FEWEST_STEPS_TO_RESUME = 4

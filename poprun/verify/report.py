@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poprun.cli.wording import count, draw_rows
-from poprun.verify.comparison import STEPS, RunDifference
+from poprun.verify.comparison import STEPS, Distance, RunDifference
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, StepPlace
-from poprun.verify.spreads import Run
-from poprun.verify.ulps import Distance
+from poprun.verify.running import Run
 
 SHOWN_DIGITS = 16
 MOST_ROWS = 12

@@ -1,22 +1,32 @@
-"""What all instances have to agree on before they make a step together, and who does not."""
+"""What all instances have to agree on before they make a step together, and who does not.
+
+What a traced program computes is compared as lines of text that are the same wherever the same code was traced. JAX
+prints programs too, but not the values of arrays that they close over, and it prints addresses of functions.
+"""
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import core
 
 from collectives import Communicator
-from strategies.comparing.program_text import scalars_by_name
+from strategies.comparing.digest import digest_of
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError
 from strategies.programs.compilation import shapes_by_name
+from strategies.programs.jaxpr import needed
+from strategies.replicas.devices import is_key
 from strategies.replicas.replicas import Replicas
-from strategies.typing import Batch, OptimizerState
+from strategies.typing import Batch, Leaf, OptimizerState, Tree
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """What decides the result, by name: a value, or the lines of a program. In several groups: what is in a later one may
@@ -24,6 +34,9 @@ differ because something in an earlier one does."""
 _MOST = 4  # differences that are named
 _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
+
+_FEW = 4  # elements of an array that are shown; of larger ones only a digest
+_PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))
 
 
 def terms_of(
@@ -146,3 +159,104 @@ def _named(instances: Sequence[int]) -> str:
     if len(instances) == 1:
         return f"instance {instances[0]}"
     return f"instances {', '.join(map(str, instances[:-1]))} and {instances[-1]}"
+
+
+def lines_of(closed: core.ClosedJaxpr) -> list[str]:
+    """One line for each equation on which results of the program depend, with all numbers in it.
+
+    What decides no result is left out: what only prints, names of variables, places in files, devices, and all of a
+    function that is called later but its name. Programs within the program come before it, each of them once.
+
+    Args:
+        closed: what `jax.make_jaxpr` returns.
+    """
+    writer = _Writer()
+    writer.write(closed.jaxpr, closed.consts)
+    return writer.lines
+
+
+def scalars_by_name(tree: Tree) -> dict[str, str]:
+    """The values of all scalars of a tree, by their paths; without random keys."""
+    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not is_key(leaf)]
+    return {jax.tree_util.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
+
+
+class _Writer:
+    """Writes programs, those that are called by others first.
+
+    Attributes:
+        lines: what is written.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._names: dict[tuple[str, ...], str] = {}  # of the programs that were written
+        self._known: dict[int, tuple[Any, str]] = {}  # by the id of a program without constants, which is kept alive
+
+    def write(self, jaxpr: Any, constants: Sequence[Any]) -> str:
+        """Write a program that has not been written yet; the name by which others call it."""
+        if not constants and id(jaxpr) in self._known:
+            return self._known[id(jaxpr)][1]
+        lines = tuple(self._program(jaxpr, constants))
+        if lines not in self._names:
+            self._names[lines] = f"program{len(self._names)}"
+            self.lines += [f"{self._names[lines]}:", *lines]
+        if not constants:
+            self._known[id(jaxpr)] = jaxpr, self._names[lines]
+        return self._names[lines]
+
+    def _program(self, jaxpr: Any, constants: Sequence[Any]) -> Iterator[str]:
+        numbers = itertools.count()
+        names: dict[Any, str] = {}
+
+        def define(variable: Any) -> str:
+            names[variable] = f"v{next(numbers)}"
+            return f"{names[variable]}:{_type(variable.aval)}"
+
+        def read(atom: Any) -> str:
+            return text_of_array(atom.val) if isinstance(atom, core.Literal) else names[atom]
+
+        for variable, value in itertools.zip_longest(jaxpr.constvars, constants):
+            yield f"{define(variable)} = {'a constant' if value is None else text_of_array(value)}"
+        yield f"takes {', '.join(map(define, jaxpr.invars))}"
+        for equation in needed(jaxpr):
+            given = " ".join(map(read, equation.invars))
+            results = ", ".join(map(define, equation.outvars))
+            yield f"{results} = {equation.primitive}{self._parameters(equation.params)} {given}"
+        yield f"returns {', '.join(map(read, jaxpr.outvars))}"
+
+    def _parameters(self, parameters: Mapping[str, Any]) -> str:
+        shown = [f"{name}={self._value(value)}" for name, value in sorted(parameters.items())]
+        return f"[{' '.join(shown)}]" if shown else ""
+
+    def _value(self, value: object) -> str:
+        if isinstance(value, core.ClosedJaxpr):
+            return self.write(value.jaxpr, value.consts)
+        if isinstance(value, core.Jaxpr):
+            return self.write(value, ())
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(sorted(f'{key}: {self._value(each)}' for key, each in value.items()))}}}"
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(self._value, value))})"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(map(self._value, value)))}}}"
+        if isinstance(value, np.ndarray | jax.Array):
+            return text_of_array(value)
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "shape") else type(aval).__qualname__
+
+
+def text_of_array(value: Leaf) -> str:
+    """The values of a small array, a digest of a larger one."""
+    if is_key(value):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    if not array.ndim:
+        return str(array)
+    shown = array.tolist() if array.size <= _FEW else "digest {:016x}{:016x}".format(*digest_of(array))
+    return f"{array.dtype}{list(array.shape)} {shown}"

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import popdist
 from popdist.instance import Instance
-from strategies.config.configured import Effects
-from strategies.config.selection import Selection, rounded_to_power_of_two
+from strategies.config.configured import Effects, Selection, rounded_to_power_of_two
 
 
 def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple[int, int]:

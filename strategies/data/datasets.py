@@ -15,14 +15,18 @@ from popdist.switches import require_switches
 from strategies.argument_checks import at_least
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
-from strategies.data.input_context import InputContext
-from strategies.data.iterators import DataIterator
+from strategies.data.iterators import DataIterator, in_lockstep, prefetched
 from strategies.data.layout import Layout, Position, Remainder
-from strategies.data.lockstep import in_lockstep
-from strategies.data.prefetch import prefetched
-from strategies.data.random_access import RandomAccessSource, Steps
 from strategies.data.sequential import from_iterable, from_shards, from_values
-from strategies.data.sources import ArraySource, DataSource, Masked, SourceFactory
+from strategies.data.sources import (
+    ArraySource,
+    DataSource,
+    InputContext,
+    Masked,
+    RandomAccessSource,
+    SourceFactory,
+    Steps,
+)
 from strategies.errors import StrategyError
 from strategies.programs.feed_program import Replication
 from strategies.typing import Batch, Data
@@ -56,7 +60,7 @@ class DistributedDataset:
 
     The steps of an epoch over those two are computed, alike on all instances. For any other source the instances
     agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
-    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.lockstep`);
+    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.iterators`);
     or, when padding, at the step at which the last one has none.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.data.datasets import DistributedDataset
-from strategies.data.lockstep import Lockstep
+from strategies.data.iterators import Lockstep
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.typing import Batch

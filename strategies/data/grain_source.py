@@ -20,8 +20,7 @@ import numpy as np
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Layout
-from strategies.data.random_access import RandomAccess, RandomAccessSource, Steps
-from strategies.data.sources import DataSource
+from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, Steps
 from strategies.typing import Batch, Data, Element
 
 ENDLESS = 2**60

@@ -1,12 +1,34 @@
-"""Iterators that know their data set, so that a program may draw from it."""
+"""Iterators of data sets: they know their data set, run ahead in a thread, and end together on all instances."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from itertools import count
+from typing import Any, Generic, TypeVar
 
-from strategies.errors import FeedError
+import numpy as np
+
+from collectives import Communicator
+from strategies.errors import FeedError, StrategyError
 from strategies.programs.feed_program import is_in_program
 from strategies.typing import Data, Element
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_ENDED: Any = object()
+
+SLOW_WARNING_S = 30.0
+JOIN_TIMEOUT_S = 5.0
+
+_is_reading_ahead: ContextVar[bool] = ContextVar("is_reading_ahead", default=False)
 
 
 class DataIterator(Iterator[Element]):
@@ -58,3 +80,220 @@ class DataIterator(Iterator[Element]):
                 "give it an iterator of its own"
             )
         return self._dataset
+
+
+def in_lockstep(
+    batches: Iterator[T],
+    communicator: Communicator,
+    whole: str = "the data set",
+    start: int = 0,
+    fill: Callable[[T], T] | None = None,
+) -> Generator[T, None, None]:
+    """Yield batches for as long as every instance has one.
+
+    Asking for a batch is a collective call, made in the asking thread: the instances tell each other whether they
+    have another one, and all wait for the slowest. Where one has none, all end, and a warning says who it was; or,
+    with `fill`, it goes on with padding until all have none.
+
+    Args:
+        batches: those of this instance.
+        communicator: connects the instances; its ranks are theirs.
+        whole: what the batches are, for messages; the same on all instances.
+        start: how many steps of it are over already; the same on all instances.
+        fill: makes a batch of nothing but padding from the last one; None where nothing is padded.
+
+    Raises:
+        ValueError: on all instances with `fill`, if one of them has no batch at all that could be repeated.
+        LayoutMismatchError: on all instances if they are at different steps, or one of them does something else.
+        StrategyError: in a thread that reads ahead, whose calls would come in another order on each instance.
+    """
+    last: Any = _ENDED
+    for step in count(start):
+        if is_reading_ahead():
+            raise StrategyError(
+                f"batch {step} of {whole} is read ahead in a thread, and taking it is a collective call, which all "
+                "instances make in one order; take batches in the program itself, or give an infeed what "
+                "distribute_datasets_from_function returned as it is"
+            )
+        batch = next(batches, _ENDED)
+        mine = np.array(batch is not _ENDED)
+        all_of_them = communicator.all_gather(mine, name=f"whether there is a batch {step} of {whole}")
+        if fill is None and not all_of_them.all():
+            _warn_of_what_is_left(all_of_them, whole, step)
+            return
+        if not all_of_them.any():
+            return
+        if fill is not None and step == start and not all_of_them.all():
+            raise ValueError(
+                f"{_named(np.flatnonzero(~all_of_them).tolist())} of {communicator.size} can read nothing from step "
+                f"{step} of {whole} on, and padding repeats what was read; give each of them one element at least"
+            )
+        last = fill(last) if fill is not None and batch is _ENDED else batch
+        yield last
+
+
+class Lockstep(Generic[T]):
+    """An iterable of batches that ends for all instances at the same step; see `in_lockstep`.
+
+    Attributes:
+        batches: those of this instance; to go through them is no collective call.
+        is_collective: that taking one of these is.
+    """
+
+    is_collective = True
+
+    def __init__(self, batches: Iterable[T], communicator: Communicator) -> None:
+        self.batches = batches
+        self._communicator = communicator
+
+    def __iter__(self) -> Iterator[T]:
+        return DataIterator(self, in_lockstep(iter(self.batches), self._communicator))
+
+
+def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None:
+    if not has_batch.any():
+        return
+    logger.warning(
+        "%s ran out of data after %d steps of %s: all instances end it there, and what is left on %s is not used; "
+        "give all of them equally many batches",
+        _named(np.flatnonzero(~has_batch).tolist()),
+        steps,
+        whole,
+        _named(np.flatnonzero(has_batch).tolist()),
+    )
+
+
+def _named(instances: Sequence[int]) -> str:
+    return f"{'instance' if len(instances) == 1 else 'instances'} {', '.join(map(str, instances))}"
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """While items are computed before they are asked for, so at other times on other instances."""
+    token = _is_reading_ahead.set(True)
+    try:
+        yield
+    finally:
+        _is_reading_ahead.reset(token)
+
+
+def is_reading_ahead() -> bool:
+    """Whether this thread computes items before they are asked for."""
+    return _is_reading_ahead.get()
+
+
+def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
+    """Yields what `items` yields, computing up to `depth` of them before they are asked for.
+
+    `items` runs in a daemon thread that starts with the first item asked for. An exception in `items` is
+    raised here, after the items that came before it. The thread ends, and `items` is closed, when `items` is
+    exhausted, when this generator is closed or garbage-collected (leaving a `for` loop does that) and before
+    the interpreter exits. With `depth` 0 there is no thread.
+    """
+    if depth == 0:
+        yield from items
+        return
+    yield from _given(_Worker(items, depth))
+
+
+class Prefetcher(Generic[T]):
+    """`prefetched`, of which one can ask whether the next item is there."""
+
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
+        self._worker = _Worker(items, depth)
+        self._items: Generator[T, None, None] = _given(self._worker)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next item can be taken without waiting for it."""
+        return self._worker.has_item
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._items.close()
+
+
+def _given(worker: _Worker[T]) -> Generator[T, None, None]:
+    try:
+        yield from worker.start()
+    finally:
+        worker.stop()
+
+
+class _Worker(Generic[T]):
+    """The thread, and the bounded queue between it and the consumer."""
+
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
+        self._items = items
+        self._depth = depth
+        self._ready: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._is_finished = False
+        self._is_stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
+
+    @property
+    def has_item(self) -> bool:
+        with self._changed:
+            return bool(self._ready)
+
+    def start(self) -> Generator[T, None, None]:
+        # Last registered, first called: the thread ends before JAX, imported earlier, clears its backends.
+        atexit.register(self.stop)
+        self._thread.start()
+        while self._wait_for_item():
+            yield self._take()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        with self._changed:
+            if self._is_stopped:  # at exit: the generator is collected when modules are empty already
+                return
+            self._is_stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+        atexit.unregister(self.stop)
+        # The garbage collector may close an abandoned generator from any thread, this one included.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _produce(self) -> None:
+        try:
+            with reading_ahead(), closing(self._items):
+                while self._wait_for_room():
+                    self._put(next(self._items))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._is_finished = True
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or len(self._ready) < self._depth)
+            return not self._is_stopped
+
+    def _put(self, item: T) -> None:
+        with self._changed:
+            if not self._is_stopped:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def _wait_for_item(self) -> bool:
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._ready or self._is_finished, SLOW_WARNING_S):
+                logger.warning("no batch for %.0f s: the data source is slow or stuck", SLOW_WARNING_S)
+            return bool(self._ready)
+
+    def _take(self) -> T:
+        with self._changed:
+            self._changed.notify_all()
+            return self._ready.popleft()

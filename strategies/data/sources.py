@@ -1,14 +1,21 @@
-"""Data sets as one instance sees them; this file has the interface and the kind that holds arrays."""
+"""Data sets as one instance sees them, and what a function that makes one knows about its reader.
+
+There is the interface, the kind that holds arrays, and the kind whose elements can be read one by one in any order.
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.data.layout import Layout, epoch_order
+from strategies.argument_checks import at_least, positive
+from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.per_replica import PerReplica
 from strategies.typing import Batch, Element, Tree
 
@@ -113,3 +120,111 @@ def common_length(arrays: Tree) -> int:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"arrays differ in the number of elements: {listed}; all must have the same")
     return next(iter(lengths.values()))
+
+
+class RandomAccess(Protocol):
+    """What has a length and can be asked for element i."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Element: ...
+
+
+ReadElement: TypeAlias = Callable[[RandomAccess, int, int], Element]
+"""(elements, epoch, index) -> the element as it is in that epoch; can be pickled."""
+
+
+def same_in_every_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
+    """Read an element of an object with `[i]`."""
+    return source[index]
+
+
+class Steps:
+    """What the local replicas take at every step of all epochs, counted from step 0 of epoch 0.
+
+    It can be pickled; processes that read different steps of one data set need nothing else, and agree.
+
+    Raises:
+        ValueError: if the elements do not fill one step.
+    """
+
+    def __init__(
+        self, source: RandomAccess, layout: Layout, *, seed: int, shuffle: bool, read: ReadElement = same_in_every_epoch
+    ) -> None:
+        self.length = len(source)
+        layout.check_length(self.length)
+        self.per_epoch = layout.steps(self.length)
+        self._source = source
+        self._read = read
+        self._layout = layout
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, Indices] | None = None
+
+    def read(self, number: int) -> Batch:
+        """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
+        epoch, step = divmod(number, self.per_epoch)
+        order = self._order_of(epoch)
+        positions = self._layout.positions(step, self.length)
+        values = stacked([self._read(self._source, epoch, int(i)) for i in order[positions % self.length]])
+        return Masked(values, positions < self.length) if self._layout.pads else values
+
+    def _order_of(self, epoch: int) -> Indices:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
+        return self._order[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_order": None}
+
+
+class RandomAccessSource(DataSource):
+    """Elements that are read in this process, when their batch is asked for."""
+
+    is_random_access = True
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self.length: int = steps.length
+        self.steps: int = steps.per_epoch
+
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """See `DataSource`."""
+        for step in range(start, self.steps):
+            yield self._steps.read(epoch * self.steps + step)
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes a data set knows about its reader (`tf.distribute.InputContext`).
+
+    Attributes:
+        num_input_pipelines: how many times the function is called in the whole job: once per instance.
+        input_pipeline_id: which of these calls this is, from 0.
+        num_replicas_in_sync: replicas of all instances.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        positive("num_input_pipelines", self.num_input_pipelines)
+        positive("num_replicas_in_sync", self.num_replicas_in_sync)
+        if at_least(0, "input_pipeline_id", self.input_pipeline_id) >= self.num_input_pipelines:
+            raise ValueError(
+                f"input_pipeline_id is {self.input_pipeline_id} of {self.num_input_pipelines} pipelines; "
+                f"they are numbered 0 to {self.num_input_pipelines - 1}"
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The batch size of one replica; ValueError when the replicas do not divide `global_batch_size`."""
+        size, rest = divmod(positive("global_batch_size", global_batch_size), self.num_replicas_in_sync)
+        if rest:
+            lower = size * self.num_replicas_in_sync
+            upper = lower + self.num_replicas_in_sync
+            raise ValueError(
+                f"the global batch of {global_batch_size} is not divisible by {self.num_replicas_in_sync} "
+                f"replicas; use {f'{lower} or {upper}' if lower else upper}"
+            )
+        return size

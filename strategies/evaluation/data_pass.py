@@ -1,13 +1,19 @@
-"""Going through a data set once where nothing is trained: what all replicas tell of every batch, in a fixed order."""
+"""Going through a data set once where nothing is trained: what all replicas tell of every batch, in a fixed order.
+
+What is found out about rows in parts is merged in that order.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from collectives.tree import combined
@@ -15,11 +21,10 @@ from popdist.switches import require_switches
 from strategies.data.every_row import EveryRow
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
-from strategies.evaluation.merging import Evaluation, Mergeable
 from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
 from strategies.replicas.membership import SurvivorMeeting, surviving
 from strategies.replicas.replicas import Replicas
-from strategies.typing import Tree
+from strategies.typing import Metric, Numbers, Tree
 
 Told = list[tuple[Tree, np.ndarray]]
 """For each replica what it tells of a batch, and its mask."""
@@ -196,3 +201,79 @@ def in_order(of_replicas: Told, is_interleaved: bool) -> Tree:
 
     counts = ordered(masks)
     return jax.tree.map(lambda *leaves: ordered(leaves)[counts], *trees)
+
+
+class Mergeable(Protocol):
+    """A metric of some rows, as a pytree of arrays; that of more rows is merged from several."""
+
+    def merge(self, other: Self) -> Self:
+        """The metric of the rows of both; neither is changed."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
+@dataclass(frozen=True)
+class Mean:
+    """A mean that is merged exactly, because it is kept as a sum and a count.
+
+    Attributes:
+        total: the sum of what is averaged, of any shape. Once it has left the replica it is float64.
+        count: of how many numbers it is the sum, or of which weights: a scalar, or of the shape of the total. Likewise.
+    """
+
+    total: Numbers
+    count: Numbers
+
+    @classmethod
+    def of(cls, values: Numbers, weights: Numbers) -> Mean:
+        """The mean of rows; traceable.
+
+        Args:
+            values: floating-point numbers, bools or integers `[rows, ...]`.
+            weights: `[rows]`: a mask, or numbers. A row of weight 0 may have any value, NaN too.
+        """
+        values, weights = jnp.asarray(values, jnp.float32), jnp.asarray(weights, jnp.float32)
+        of_rows = weights.reshape(-1, *[1] * (values.ndim - 1))
+        return cls(jnp.where(of_rows == 0, 0, values * of_rows).sum(0), weights.sum())
+
+    def merge(self, other: Mean) -> Mean:
+        """The mean over the numbers of both."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> Numbers:
+        """The mean: a float, or a float64 array of the shape of the total; NaN where there is nothing to average."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quotient = np.divide(self.total, self.count)
+        return quotient if quotient.ndim else float(quotient)
+
+    def widened(self) -> Mean:
+        """The same in float64, in which sums of a replica's rows are added."""
+        return Mean(np.asarray(self.total, np.float64), np.asarray(self.count, np.float64))
+
+
+class Evaluation(Mapping[str, Metric]):
+    """What `Trainer.evaluate` has found, the same bits on every instance.
+
+    Under its name each metric that is a `Mean` is its value, and any other what was merged.
+
+    Attributes:
+        merged: the metrics as they were merged, to be merged further.
+        rows: how many rows were evaluated.
+    """
+
+    def __init__(self, merged: Mapping[str, Mergeable], rows: int) -> None:
+        self.merged = merged
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> Metric:
+        metric = self.merged[name]
+        return metric.value if isinstance(metric, Mean) else metric
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.merged)
+
+    def __len__(self) -> int:
+        return len(self.merged)
+
+    def __repr__(self) -> str:
+        return f"Evaluation({dict(self)}, rows={self.rows})"

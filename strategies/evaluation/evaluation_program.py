@@ -13,8 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.data.sources import Masked
-from strategies.evaluation.data_pass import Told
-from strategies.evaluation.merging import Mean, Mergeable
+from strategies.evaluation.data_pass import Mean, Mergeable, Told
 from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.programs.captures import Reads

@@ -12,11 +12,19 @@ from functools import partial
 
 import jax
 
-from strategies.comparing.agreement import insist_on_agreement, terms_of
-from strategies.comparing.program_text import lines_of
+from strategies.comparing.agreement import insist_on_agreement, lines_of, terms_of
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
-from strategies.evaluation.data_pass import AHEAD, Begun, DataPass, Passing, Told, evaluation_of, predictions_of
+from strategies.evaluation.data_pass import (
+    AHEAD,
+    Begun,
+    DataPass,
+    Evaluation,
+    Passing,
+    Told,
+    evaluation_of,
+    predictions_of,
+)
 from strategies.evaluation.evaluation_program import (
     EvaluationProgram,
     EvaluationTask,
@@ -25,7 +33,6 @@ from strategies.evaluation.evaluation_program import (
     MetricsOfBatch,
     RowOutputs,
 )
-from strategies.evaluation.merging import Evaluation
 from strategies.gradients.arguments import (
     MODEL_STATE,
     check_function,

@@ -10,7 +10,7 @@ from enum import Enum
 import jax
 
 from strategies.data.datasets import DistributedDataset
-from strategies.data.lockstep import Lockstep
+from strategies.data.iterators import Lockstep
 from strategies.errors import FeedError
 from strategies.feeds.feed_elements import check_declared
 from strategies.per_replica import PerReplica

@@ -15,8 +15,7 @@ from jax.typing import ArrayLike
 
 from strategies.argument_checks import integer
 from strategies.config.configured import in_force
-from strategies.data.iterators import DataIterator
-from strategies.data.prefetch import Prefetcher, reading_ahead
+from strategies.data.iterators import DataIterator, Prefetcher, reading_ahead
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream

@@ -20,10 +20,9 @@ from strategies.gradients.accumulation import (
     is_float,
     mapped,
 )
-from strategies.gradients.arguments import Outcome, metric_names, naming_missing_keys
-from strategies.gradients.encoding import encode
+from strategies.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
+from strategies.gradients.leaving import encode
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.gradients.trainable import Trainable
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables

@@ -26,7 +26,7 @@ from strategies.keras.agreement import (
     number_of_leader,
     terms_of_model,
 )
-from strategies.keras.backups import with_whole_backups
+from strategies.keras.checkpointing import with_whole_backups
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
 from strategies.step.metrics import EVALUATION

@@ -20,9 +20,8 @@ from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
-from strategies.keras.programs import ModelFunctions, shape_of
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
-from strategies.keras.state import VARIABLES, Seeds, seeds_of
+from strategies.keras.state import VARIABLES, ModelFunctions, Seeds, seeds_of, shape_of
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
 from strategies.strategy import Strategy

@@ -21,9 +21,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_
 from strategies.errors import StrategyError
 from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import ALIKE, CONSTANT
-from strategies.keras.programs import results_of, shape_of
 from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
-from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
+from strategies.keras.state import METRICS, VARIABLES, Seeds, results_of, seeds_of, shape_of, words_of, words_of_metrics
 from strategies.programs.dataflow import depends_on, looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context

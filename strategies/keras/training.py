@@ -16,10 +16,18 @@ from strategies.keras.agreement import broadcast, is_so_anywhere
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
-from strategies.keras.programs import ModelFunctions, shape_of
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
-from strategies.keras.state import METRICS, VARIABLES, Seeds, seeds_of, words_of, words_of_metrics
+from strategies.keras.state import (
+    METRICS,
+    VARIABLES,
+    ModelFunctions,
+    Seeds,
+    seeds_of,
+    shape_of,
+    words_of,
+    words_of_metrics,
+)
 from strategies.pipelines.pipelining import Pipelining
 from strategies.programs.dataflow import looks
 from strategies.programs.program import jit

@@ -17,7 +17,7 @@ import numpy as np
 from popdist.switches import require_switches
 from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
-from strategies.data.prefetch import prefetched
+from strategies.data.iterators import prefetched
 from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.typing import Data, Element, Numbers, Tree

@@ -11,11 +11,11 @@ import numpy as np
 
 from strategies.exchange.means import Bucket
 from strategies.exchange.transfer import Int8Layout
+from strategies.gradients.arguments import Trainable
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.leaving import MeansMemory, not_made
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
-from strategies.gradients.trainable import Trainable
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
 from strategies.step.jax_engine import JaxEngine, control_of

@@ -10,17 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.comparing.agreement import insist_on_agreement, terms_of
+from strategies.comparing.agreement import insist_on_agreement, lines_of, terms_of
 from strategies.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
-from strategies.comparing.program_text import lines_of
 from strategies.exchange.means import Bucket, Means
-from strategies.gradients.arguments import check_takes_state
+from strategies.gradients.arguments import Trainable, check_takes_state
 from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.gradients.gradient_programs import JaxGradientPlan
 from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
-from strategies.gradients.trainable import Trainable
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
 from strategies.programs.recomputation import recomputing

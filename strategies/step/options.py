@@ -15,10 +15,10 @@ from strategies.argument_checks import at_least, positive
 from strategies.config.configured import Effects
 from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.gradients.arguments import Filter
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
-from strategies.gradients.trainable import Filter
 from strategies.loss_scaling import LossScaling
 from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas

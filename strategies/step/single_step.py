@@ -12,10 +12,9 @@ import numpy as np
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies.comparing.digest import compare, flip_bit
 from strategies.errors import NonFiniteGradientError
-from strategies.gradients.arguments import check_state
+from strategies.gradients.arguments import Trainable, check_state
 from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
 from strategies.gradients.replica_program import with_loss
-from strategies.gradients.trainable import Trainable
 from strategies.replicas.devices import borrow
 from strategies.replicas.membership import LOSSES, SurvivorMeeting, meet, repeated
 from strategies.replicas.replicas import Replicas

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
-from strategies.gradients.arguments import check_takes_state, check_variables
+from strategies.gradients.arguments import Trainable, check_takes_state, check_variables
 from strategies.gradients.model_state import as_arrays, check_model_state
-from strategies.gradients.trainable import Trainable
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards

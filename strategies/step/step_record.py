@@ -30,7 +30,7 @@ from popdist.records import recording
 from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.comparing.digest import fingerprint
-from strategies.gradients.trainable import Trainable
+from strategies.gradients.arguments import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards

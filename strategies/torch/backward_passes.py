@@ -14,7 +14,7 @@ import torch
 
 from collectives import Communicator
 from strategies.errors import StrategyError
-from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.gradient_exchange import TorchGradientPlan
 
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 

@@ -12,7 +12,7 @@ import torch
 from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.transfer import BLOCK, MANTISSA_BITS, NOT_FINITE, Int8Layout
-from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
@@ -194,7 +194,7 @@ def _home(plan: TorchGradientPlan, number: int) -> _Home:
 def quantise(
     layout: Int8Layout, leaves: Sequence[np.ndarray], residuals: Sequence[np.ndarray], into: np.ndarray
 ) -> list[np.ndarray]:
-    """Write one replica's payload, and return what it lost; rules and bits are those of `gradients.encoding`.
+    """Write one replica's payload, and return what it lost; rules and bits are those of `gradients.leaving`.
 
     Args:
         layout: where gradients lie in the payload.

@@ -14,10 +14,10 @@ from torch.jit._fuser import optimized_execution
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss
 from strategies.strategy import Strategy
-from strategies.torch.compiled_modules import refuse_to_be_compiled
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.memory import keep_freed_memory
+from strategies.torch.module_parts import refuse_to_be_compiled
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join

@@ -12,13 +12,21 @@ import torch
 from strategies.comparing.agreement import insist_on_agreement, terms_of
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
-from strategies.evaluation.data_pass import Begun, DataPass, Passing, Told, evaluation_of, predictions_of
-from strategies.evaluation.merging import Evaluation, Mean
+from strategies.evaluation.data_pass import (
+    Begun,
+    DataPass,
+    Evaluation,
+    Mean,
+    Passing,
+    Told,
+    evaluation_of,
+    predictions_of,
+)
 from strategies.replicas.membership import lost_with_an_instance, meet, warn_of_loss
 from strategies.replicas.replicas import Replicas
+from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.options import TorchOptions
-from strategies.torch.program_lines import lines_of_function, lines_of_module
 from strategies.torch.replica_memory import HOST
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, parts_of, tensors_of

@@ -17,16 +17,15 @@ from strategies.comparing.agreement import insist_on_agreement
 from strategies.comparing.digest import digest_of, insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
+from strategies.torch.agreement import differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_exchange import GradientExchange, Tail
-from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
+from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
-from strategies.torch.settings import differ, word_of
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, dtype_of, have_same_bits
 from strategies.torch.training import receive_into, refuse_modules

@@ -18,9 +18,9 @@ from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.replicas.devices import THREADS
-from strategies.torch.compiled_modules import is_compiled
-from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
+from strategies.torch.module_parts import is_compiled
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory

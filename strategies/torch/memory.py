@@ -11,7 +11,7 @@ import jax
 from strategies.exchange.means import Bucket
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan
 from strategies.replicas.replicas import Replicas
-from strategies.torch.gradient_plan import TorchGradientPlan
+from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch

@@ -10,11 +10,20 @@ from typing import TypeVar
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.compiled_modules import IN_PLACE, compile_like, is_compiled_in_place, kept_contexts
-from strategies.torch.module_parts import ModuleParts, Slot, differs, resized, slots_of
-from strategies.torch.parametrizations import cache_by_thread
+from strategies.torch.module_parts import (
+    IN_PLACE,
+    ModuleParts,
+    Slot,
+    compile_like,
+    differs,
+    is_compiled_in_place,
+    kept_contexts,
+    resized,
+    slots_of,
+)
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.threads import cache_by_thread
 
 _Any = TypeVar("_Any")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -19,8 +19,8 @@ from collectives.instruments import Instruments
 from strategies.errors import StrategyError
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.torch.contribution import Contribution
+from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
-from strategies.torch.gradient_plan import TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WriteCounters

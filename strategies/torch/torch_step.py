@@ -24,16 +24,21 @@ from strategies.replicas.membership import lost_with_an_instance, meet, survivin
 from strategies.replicas.replicas import Replicas
 from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.step_record import StepWatcher
-from strategies.torch.gradient_exchange import GradientExchange, Tail
-from strategies.torch.gradient_plan import Parameter, TorchGradientPlan
+from strategies.torch.agreement import (
+    StepSettings,
+    differ,
+    lines_of_function,
+    lines_of_module,
+    lines_of_optimizer,
+    settings_in_words,
+)
+from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
 from strategies.torch.local_replicas import LocalReplicas
 from strategies.torch.memory import plan_memory
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.program_lines import lines_of_function, lines_of_module, lines_of_optimizer
 from strategies.torch.replica_run import LossFunction, ReplicaTurn
-from strategies.torch.settings import StepSettings, differ, settings_in_words
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining

@@ -9,7 +9,7 @@ import torch
 
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.evaluation.merging import Evaluation
+from strategies.evaluation.data_pass import Evaluation
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
 from strategies.step.metrics import Metrics, StepNotice, tell_evaluation

@@ -15,7 +15,7 @@ from jax.extend import core
 from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
 from strategies.exchange.flat import Buffer, FlatLayout
-from strategies.gradients.encoding import flatten
+from strategies.gradients.leaving import flatten
 from strategies.gradients.replica_program import loss_of
 from strategies.programs.dataflow import first_across_elements, operations
 from strategies.programs.jaxpr import is_read

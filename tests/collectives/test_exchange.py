@@ -14,8 +14,8 @@ from collectives import Limits
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
 from collectives.point_to_point.transport import PointToPointTransport
+from collectives.shared_memory.segment import channel_bytes
 from collectives.shared_memory.transport import SharedMemoryTransport
-from collectives.shared_memory.words import channel_bytes
 from collectives.transport import Transport
 from collectives.waiting import Watch
 

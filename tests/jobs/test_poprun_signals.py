@@ -13,7 +13,7 @@ from poprun_jobs import MPI_HEAD, leftovers, run, start, start_command, two
 from tiers import also
 
 from poprun.ipc.wire import CONTROL_VARIABLE
-from poprun.launch.command import AGENT
+from poprun.launch.launch import AGENT
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

@@ -21,14 +21,14 @@ IN_COLLECTIVES = (
     ),
     Fault(
         name="a host finishes a slice without one of the sums that others send",
-        path="collectives/plans/between_hosts.py",
+        path="collectives/plans/planning.py",
         old="for to in others for node in sums[host]]",
         new="for to in others[1:] for node in sums[host]]",
         caught_by="tests/collectives/plans/test_reduction_plans.py::test_what_is_left_after_a_loss_adds_in_the_order_of_the_tree",
     ),
     Fault(
         name="a message of halving is lost on its way back",
-        path="collectives/plans/between_hosts.py",
+        path="collectives/plans/planning.py",
         old="back.append(Message(to, host, first, stop, root_of(replicas)))",
         new="back += [Message(to, host, first, stop, root_of(replicas))] if first else []",
         caught_by="tests/collectives/plans/test_reduction_plans.py::test_hosts_that_own_equal_powers_of_two_may_add_in_every_way",

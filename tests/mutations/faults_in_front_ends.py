@@ -56,21 +56,21 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a damaged backup of Keras is restored",
-        path="strategies/keras/backups.py",
+        path="strategies/keras/checkpointing.py",
         old="            fault = fault_of(path)",
         new='            fault = ""',
         caught_by="tests/strategies/keras_models/test_keras_backups.py::test_where_the_newest_backup_is_damaged_the_one_before_is_used",
     ),
     Fault(
         name="a backup of Keras leaves out the states of seed generators",
-        path="strategies/keras/backups.py",
+        path="strategies/keras/checkpointing.py",
         old='json.dumps(epoch | {"random_states": random_states(model)})',
         new='json.dumps(epoch | {"random_states": [[1, 2]] * len(random_states(model))})',
         caught_by="tests/strategies/keras_models/test_keras_backups.py::test_a_training_that_is_killed_in_an_epoch_ends_with_the_bits_of_one_that_was_not",
     ),
     Fault(
         name="only the newest backup of Keras is kept",
-        path="strategies/keras/backups.py",
+        path="strategies/keras/checkpointing.py",
         old="KEPT = 2",
         new="KEPT = 1",
         caught_by="tests/strategies/keras_models/test_keras_backups.py::test_where_the_newest_backup_is_damaged_the_one_before_is_used",
@@ -301,7 +301,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="rows of other replicas do not count in the backward pass of SyncBatchNorm",
-        path="strategies/torch/normalisation.py",
+        path="strategies/torch/sync_batch_norm.py",
         old="torch.cat([by_weight, by_bias]).double()) / ctx.count",
         new="torch.cat([by_weight, by_bias]).double()) / (x.numel() // channels)",
         caught_by="tests/strategies/on_torch/test_torch_sync_batch_norm.py::test_outputs_and_gradients_are_those_of_the_whole_batch",

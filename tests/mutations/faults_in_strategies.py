@@ -182,7 +182,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the second device of a configuration gives the number of replicas",
-        path="strategies/config/selection.py",
+        path="strategies/config/configured.py",
         old="return Selection(auto_select_ipus[0],",
         new="return Selection(auto_select_ipus[-1],",
         caught_by="tests/strategies/test_config_replicas.py::TestArithmetic::test_the_first_device_counts",

@@ -7,7 +7,7 @@ from fault import Fault
 IN_TIMELINES = (
     Fault(
         name="collectives that failed are matched with those of other instances",
-        path="poprun/trace/matching.py",
+        path="poprun/trace/spans.py",
         old='waits = waits[~waits["failed"]]',
         new="waits = waits",
         caught_by="tests/poprun/test_timeline_confusions.py::TestACollectiveThatFails::test_is_none_of_those_that_instances_have_in_common",
@@ -84,7 +84,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="two collectives of one name in one step are one",
-        path="poprun/trace/matching.py",
+        path="poprun/trace/spans.py",
         old="turn = np.arange(len(step)) - starts[np.cumsum(is_new) - 1] if len(step)",
         new="turn = np.zeros(len(step), np.int64) if len(step)",
         caught_by="tests/poprun/test_timeline_confusions.py::test_collectives_of_one_name_in_one_step_are_matched_in_their_order",
@@ -119,7 +119,7 @@ IN_TIMELINES = (
     ),
     Fault(
         name="time in which the receiver had no room counts as time of the link",
-        path="popdist/timeline/connections.py",
+        path="popdist/timeline/gauges.py",
         old="(busy_us - full_us) / 1e6",
         new="busy_us / 1e6",
         caught_by="tests/popdist/test_timeline_connections.py::test_of_several_the_sums_and_the_shortest_round_trip_and_no_time_in_which_the_receiver_was_full",
@@ -154,14 +154,14 @@ IN_TIMELINES = (
     ),
     Fault(
         name="a recording that is damaged in its middle is read as one that is cut off",
-        path="popdist/timeline/blocks.py",
+        path="popdist/timeline/events.py",
         old="return not any(_block_at(data, place) for each in _KINDS for place in _places(data, each, position + 1))",
         new="return True",
         caught_by="tests/popdist/test_timeline_recording.py::TestAFile::test_that_is_damaged_is_refused_after_the_blocks_before",
     ),
     Fault(
         name="events unpack to whatever they say",
-        path="popdist/timeline/blocks.py",
+        path="popdist/timeline/events.py",
         old="if most_bytes is not None and nbytes > most_bytes:",
         new="if False:",
         caught_by="tests/poprun/test_timeline_damage.py::test_many_small_blocks_of_events_do_not_add_up_to_more_either",

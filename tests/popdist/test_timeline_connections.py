@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from popdist.timeline.connections import BUSY, ROUND_TRIP, SENT, Addresses, ends_in, read_connections, summed
+from popdist.timeline.gauges import BUSY, ROUND_TRIP, SENT, Addresses, ends_in, read_connections, summed
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 
@@ -82,7 +82,7 @@ def test_of_several_the_sums_and_the_shortest_round_trip_and_no_time_in_which_th
 
 WITH_OTHERS = """
 import os, socket
-from popdist.timeline.connections import read_connections
+from popdist.timeline.gauges import read_connections
 
 server = socket.create_server(("127.0.0.1", 0))
 client, datagrams = socket.create_connection(server.getsockname()), socket.socket(type=socket.SOCK_DGRAM)

@@ -19,12 +19,11 @@ import pytest
 from collectives.calls import Call
 from collectives.instruments import CHECKPOINT, DATA, UPDATE, Instruments
 from popdist.errors import EnvironmentMismatchError
-from popdist.timeline import blocks
+from popdist.timeline import events as blocks
 from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge
-from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring_buffer import Ring
+from popdist.timeline.recorder import Recorder, Ring
 from popdist.timeline.spilling import TimelineFile, line_of, stride_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from popdist.timeline import blocks
+from popdist.timeline import events as blocks
 from poprun.trace.recordings import InstanceRecording
 
 Harm = Callable[[random.Random, bytes], bytes]

@@ -10,8 +10,7 @@ from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
 from poprun.hosts.this_machine import Core
 from poprun.ipc.wire import mark, unmark
-from poprun.launch.command import AGENT, build_command
-from poprun.launch.launch import Launch
+from poprun.launch.launch import AGENT, Launch, build_command
 from poprun.launch.placement import place_instances
 from poprun.launch.variables import extra_variables, meeting_point
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from poprun.hosts.host_commands import HostCommand, run_commands
+from poprun.hosts.ssh import HostCommand, run_commands
 
 LIMIT_S = 60.0
 
@@ -62,7 +62,7 @@ def test_a_feeder_ends_when_nobody_reads():
 def test_what_takes_too_long_is_killed_with_all_that_it_has_started(monkeypatch, tmp_path):
     """The limit is over when the other one has ended and the child has been started, however long that takes here."""
     now_s = 0.0
-    monkeypatch.setattr("poprun.hosts.host_commands.time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr("poprun.hosts.ssh.time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     child = tmp_path / "child"
     slow = HostCommand(sh("sleep 300 & echo $! >$1.new; mv $1.new $1; wait", str(child)))
     iteration = run_commands({"a": slow, "b": HostCommand(("true",))}, os.environ, LIMIT_S)
@@ -110,7 +110,7 @@ def test_a_command_that_is_missing_says_so():
 
 INTERRUPTED = """
 import os, signal
-from poprun.hosts.host_commands import HostCommand, run_commands
+from poprun.hosts.ssh import HostCommand, run_commands
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from poprun.cli.launch_options import OPTIONS
-from poprun.cli.notes import note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.cli.settings import LaunchSettings
+from poprun.cli.settings import LaunchSettings, note_without_effect, warn_of_deprecated, warn_of_output
 
 EVERYTHING = {"vipu_partition": "p", "on_failure": "restart"}
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from poprun.hosts.host_commands import CommandResult
+from poprun.hosts.ssh import CommandResult
 from poprun.hosts.ssh_keys import (
     Target,
     allow_script,

@@ -135,7 +135,7 @@ def test_who_is_late_is_a_fault(question, tmp_path, monkeypatch):
     """The limit is over when the program has started, however long that takes here."""
     started = tmp_path / "started"
     clock = SimpleNamespace(monotonic=lambda: 9.0 * started.exists(), sleep=time.sleep)
-    monkeypatch.setattr("poprun.hosts.host_commands.time", clock)
+    monkeypatch.setattr("poprun.hosts.ssh.time", clock)
     fault = fault_of(question, pretend(f"touch {started}; exec sleep 1000"), 2.5)
     assert fault.fact == "did not answer within 2.5 s"
     assert "POPRUN_CHECK_TIMEOUT_S" in fault.way_out
@@ -153,7 +153,7 @@ def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_
             seen.touch()
         return 3.0
 
-    monkeypatch.setattr("poprun.hosts.host_commands.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
+    monkeypatch.setattr("poprun.hosts.ssh.time", SimpleNamespace(monotonic=look, sleep=time.sleep))
     busy = pretend(f'touch {started}; until [ -e {seen} ]; do sleep 0.01; done; eval "$3"')
     assert isinstance(survey(["far"], question, busy)["far"], HostFacts)
     [line] = capfd.readouterr().err.splitlines()

@@ -25,8 +25,8 @@ from poprun.hosts.copying import (
     read_claim,
     release_script,
 )
-from poprun.hosts.host_commands import CommandResult
 from poprun.hosts.python_environment import MARKER, PythonEnvironment, Tree, describe_environment, digest_tree
+from poprun.hosts.ssh import CommandResult
 from poprun.hosts.synchronise import synchronise
 
 TOKEN = ".popdist-synchronise-1"

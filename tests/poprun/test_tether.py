@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import os, signal, sys
-from poprun.supervisor.tether import start_tethered
+from poprun.supervisor.mpirun import start_tethered
 def note(pid): open(sys.argv[1], "w").write(str(pid))
 farewell = [(signal.SIGHUP, float(limit_s)) for limit_s in sys.argv[2].split(",")]
 started = start_tethered(sys.argv[3:], dict(os.environ), lambda: None, farewell, note)
@@ -90,7 +90,7 @@ def test_it_is_in_our_group_and_what_is_between_is_not(tmp_path: Path) -> None:
 
 WAITING = """
 import os, sys
-from poprun.supervisor.tether import start_tethered
+from poprun.supervisor.mpirun import start_tethered
 tether, _ = start_tethered(sys.argv[1:], dict(os.environ), lambda: None, [], lambda pid: None)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(tether, 0)[1]))
 """

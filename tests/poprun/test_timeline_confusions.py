@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from timeline_jobs import MS, NAMES, Made
 
-from popdist.timeline.connections import BUSY, SENT, Addresses
 from popdist.timeline.events import EVENT, EventKind
+from popdist.timeline.gauges import BUSY, SENT, Addresses
 from poprun.trace.aligned import align
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording

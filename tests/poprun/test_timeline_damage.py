@@ -12,7 +12,7 @@ import pytest
 from damage import damaged, file_of, forged
 from timeline_jobs import Made
 
-from popdist.timeline import blocks
+from popdist.timeline import events as blocks
 from popdist.timeline.events import EVENT
 from poprun.errors import PopRunError
 from poprun.trace.command import main

@@ -15,7 +15,7 @@ from timeline_jobs import MS, Made
 
 from collectives.calls import Call
 from collectives.instruments import DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
-from popdist.timeline import blocks
+from popdist.timeline import events as blocks
 from popdist.timeline.events import EventKind
 from popdist.timeline.spilling import TimelineFile as Recorded
 from poprun.cli.log import Log

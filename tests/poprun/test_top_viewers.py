@@ -22,7 +22,9 @@ from poprun.monitor.doors import (
     SEEN,
     TOKEN_VARIABLE,
     Door,
+    SnapshotSource,
     answer_to,
+    call_remote,
     doors_in,
     is_welcome,
     open_doors,
@@ -31,7 +33,6 @@ from poprun.monitor.doors import (
     welcome_to,
 )
 from poprun.monitor.snapshot import Seen, Snapshot
-from poprun.monitor.source import SnapshotSource, call_remote
 from poprun.monitor.viewers import (
     GREETING_LIMIT_S,
     INTERVAL_S,

@@ -11,6 +11,7 @@ from popdist.records.recording import LOSS, OPTIMIZER, Question
 from poprun.errors import PopRunError
 from poprun.verify.comparison import (
     STEPS,
+    Distance,
     RunDifference,
     are_same,
     earliest,
@@ -21,8 +22,7 @@ from poprun.verify.comparison import (
 from poprun.verify.explanation import Evidence, describe_metrics, hints
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_of
 from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table
-from poprun.verify.spreads import Run
-from poprun.verify.ulps import Distance
+from poprun.verify.running import Run
 
 NAMES = ("['b']", "['w']")
 

@@ -12,8 +12,7 @@ from poprun.errors import PopRunError
 from poprun.verify import worker_script
 from poprun.verify.command import check_processes
 from poprun.verify.records import Record, record_of
-from poprun.verify.running import Result
-from poprun.verify.spreads import Run
+from poprun.verify.running import Result, Run
 from poprun.verify.worker_script import worker_environment
 
 

@@ -6,8 +6,15 @@ import pytest
 
 from poprun.cli.command_line import CommandLine
 from poprun.verify.options import VerifyRequest
-from poprun.verify.running import hosts_of, settings_of
-from poprun.verify.spreads import Run, choose_spreads, plain_runs, run_to_resume, run_with_failure
+from poprun.verify.running import (
+    Run,
+    choose_spreads,
+    hosts_of,
+    plain_runs,
+    run_to_resume,
+    run_with_failure,
+    settings_of,
+)
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from poprun.verify.ulps import Distance, distance
+from poprun.verify.comparison import Distance, distance
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popdist.timeline.connections import BUSY, SENT, Addresses
 from popdist.timeline.events import EVENT, EventKind
+from popdist.timeline.gauges import BUSY, SENT, Addresses
 from poprun.trace.recordings import InstanceRecording
 
 MS = 10**6

@@ -10,9 +10,8 @@ import strategies
 from popdist import EnvironmentMismatchError, Instance
 from popdist.tensorflow import set_ipu_config
 from strategies.config import IPUConfig, reset_ipu_configuration
-from strategies.config.configured import Effects
+from strategies.config.configured import Effects, Selection, ipus_of_group, rounded_to_power_of_two, select
 from strategies.config.launched import refuse_contradictions
-from strategies.config.selection import Selection, ipus_of_group, rounded_to_power_of_two, select
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import pytest
 from feed_data import Unsized
 
 from strategies.data.datasets import DistributedDataset
-from strategies.data.input_context import InputContext
 from strategies.data.layout import Position
-from strategies.data.sources import Masked
+from strategies.data.sources import InputContext, Masked
 
 TOTAL = 8
 

@@ -8,10 +8,10 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import GradientTransfer
+from strategies.gradients.arguments import Trainable
 from strategies.gradients.model_state import ModelStateRule
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
-from strategies.gradients.trainable import Trainable
-from strategies.step.fused_steps import FusedSteps
+from strategies.step.executions import FusedSteps
 from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]

@@ -7,12 +7,11 @@ import threading
 
 import pytest
 
-from strategies.sinks import delivery as delivery_module
+from strategies.sinks import sinks as delivery_module
 from strategies.sinks.csv_file import CsvFile
-from strategies.sinks.delivery import AGAIN_AT_MOST_S, AGAIN_S, SinkDelivery
 from strategies.sinks.json_lines import JsonLines
 from strategies.sinks.sink import Row, Sink
-from strategies.sinks.sinks import JobFacts, Sinks
+from strategies.sinks.sinks import AGAIN_AT_MOST_S, AGAIN_S, JobFacts, SinkDelivery, Sinks
 
 GUARD_S = 60.0
 

@@ -20,7 +20,7 @@ from tiers import first_of
 import strategies
 from popdist.errors import EnvironmentMismatchError
 from strategies import IPUStrategy, Trainer, fingerprint
-from strategies.sinks import delivery as delivery_module
+from strategies.sinks import sinks as delivery_module
 from strategies.sinks.sink import Sink
 
 REPLICAS, STEPS = 4, 4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from strategies.data.datasets import DistributedDataset
-from strategies.data.prefetch import prefetched
+from strategies.data.iterators import prefetched
 
 LIMIT_S = 60
 
@@ -131,11 +131,11 @@ def test_items_in_a_cycle_are_collected_with_their_thread(no_new_threads):
 
 
 def test_a_slow_source_is_reported(monkeypatch):
-    monkeypatch.setattr("strategies.data.prefetch.SLOW_WARNING_S", 0.01)
+    monkeypatch.setattr("strategies.data.iterators.SLOW_WARNING_S", 0.01)
     reported = threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: reported.set()
-    logger = logging.getLogger("strategies.data.prefetch")
+    logger = logging.getLogger("strategies.data.iterators")
     logger.addHandler(handler)
 
     def slow():
@@ -167,7 +167,7 @@ def test_leaving_a_loop_leaves_no_thread(no_new_threads):
 def test_the_interpreter_exits_while_items_are_left(end):
     program = f"""
 import itertools, numpy
-from strategies.data.prefetch import prefetched
+from strategies.data.iterators import prefetched
 items = prefetched((numpy.zeros(10) for _ in itertools.count()), 2)
 next(items)
 {end}

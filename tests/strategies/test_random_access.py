@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from strategies.data.layout import Layout, epoch_order
-from strategies.data.random_access import RandomAccessSource, Steps
+from strategies.data.sources import RandomAccessSource, Steps
 
 
 class Squares:

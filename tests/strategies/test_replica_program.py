@@ -7,6 +7,7 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import GradientTransfer
+from strategies.gradients.arguments import Trainable
 from strategies.gradients.model_state import ModelStateRule
 from strategies.gradients.replica_program import (
     LOSS_SCALE,
@@ -19,7 +20,6 @@ from strategies.gradients.replica_program import (
     control_words,
     float_dtype,
 )
-from strategies.gradients.trainable import Trainable
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}

@@ -15,8 +15,7 @@ from collectives.backends.thread import ThreadHub, connect
 from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.timeline.events import EventKind
-from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring_buffer import Ring
+from popdist.timeline.recorder import Recorder, Ring
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.verdict import judge

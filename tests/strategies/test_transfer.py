@@ -17,7 +17,7 @@ import collectives
 import strategies
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.transfer import BLOCK, GradientTransfer, Int8Layout, Int8Reduction
-from strategies.gradients.encoding import encode, flatten
+from strategies.gradients.leaving import encode, flatten
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)

@@ -9,9 +9,8 @@ from enum import Enum
 import numpy as np
 
 from popdist.timeline.gauges import CORE_WAIT
-from poprun.trace.matching import MatchedCollectives
 from poprun.trace.report.step_table import BETWEEN, CHECKPOINT, COMPUTE, EXCHANGE, INPUT, REST, WAITING, StepTable
-from poprun.trace.spans import COMPILE, Spans
+from poprun.trace.spans import COMPILE, MatchedCollectives, Spans
 
 LEAST_GAIN = 0.03
 """The least share of the time that a finding has to save."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from popdist.timeline.connections import BUSY, SENT, Addresses, ends_in
+from popdist.timeline.gauges import BUSY, SENT, Addresses, ends_in
 from poprun.trace.report.findings import LEAST_GAIN, LEAST_SHARE, LinkTraffic, SlowLink, SlowTraffic
 from poprun.trace.spans import Sort, Spans
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from popdist.timeline.events import EventKind
 from poprun.cli.wording import cut_off
-from poprun.trace.matching import MatchedCollectives
 from poprun.trace.merging import RecordedJob
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.findings import (
@@ -42,7 +41,7 @@ from poprun.trace.report.step_table import (
     overlap_of,
     table_of,
 )
-from poprun.trace.spans import COMPILE, Sort, Spans
+from poprun.trace.spans import COMPILE, MatchedCollectives, Sort, Spans
 
 _MUCH_INPUT = 0.1
 

@@ -13,8 +13,7 @@ import numpy as np
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept
-from strategies.gradients.encoding import flatten
-from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course

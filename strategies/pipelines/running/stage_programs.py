@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from strategies.comparing.program_text import lines_of
+from strategies.comparing.agreement import lines_of
 from strategies.gradients.accumulation import accumulated, mapped
 from strategies.pipelines.running.staged import Accumulators, Array, Staged
 from strategies.programs.buckets import MOVEMENTS

@@ -12,8 +12,8 @@ import torch
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
+from strategies.data.iterators import prefetched
 from strategies.data.layout import epoch_order
-from strategies.data.prefetch import prefetched
 from strategies.errors import StrategyError
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.errors import SmallDataError

@@ -21,11 +21,10 @@ from strategies.pipelines.trace import Trace
 from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
-from strategies.torch.poptorch.anchors import Anchored, names_of, refuse_unknown
 from strategies.torch.poptorch.blocks import FoundStages
 from strategies.torch.poptorch.enums import AutoStage, MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.module_state import Modes, WrittenBuffers, make_groupable
-from strategies.torch.poptorch.optimizer_options import (
+from strategies.torch.poptorch.optimizer_base import (
     Clipping,
     refuse_pairs,
     scale_and_limit,
@@ -33,7 +32,7 @@ from strategies.torch.poptorch.optimizer_options import (
     tell_rounding,
 )
 from strategies.torch.poptorch.options import Options
-from strategies.torch.poptorch.outputs import calling, loss_function, put_together
+from strategies.torch.poptorch.outputs import Anchored, calling, loss_function, names_of, put_together, refuse_unknown
 from strategies.torch.poptorch.profiling import Counters, Latency
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of

@@ -18,7 +18,6 @@ from strategies.errors import FailedPreconditionError, StrategyError
 from strategies.ipu import IPUStrategy
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy
-from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy
 from strategies.torch.poptorch.enums import CommGroupType, OutputMode
 from strategies.torch.poptorch.errors import ConfigFileError
@@ -31,6 +30,7 @@ from strategies.torch.poptorch.option_groups import (
     TrainingOptions,
 )
 from strategies.torch.poptorch.options_file import set_from_line, set_from_value
+from strategies.torch.poptorch.outputs import Anchor
 from strategies.torch.poptorch.profiling import folder_wanted, record_job, recording_into, tell_too_late
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 

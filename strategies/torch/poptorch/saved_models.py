@@ -15,10 +15,10 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from strategies.errors import StrategyError
-from strategies.torch.poptorch.anchors import Anchor
 from strategies.torch.poptorch.blocks import ExecutionStrategy, Phase, Stage, _Begin
 from strategies.torch.poptorch.optimizer_base import VariableAttributes
 from strategies.torch.poptorch.option_groups import OptionGroup
+from strategies.torch.poptorch.outputs import Anchor
 from strategies.torch.replica_groups import ReplicaGroups
 
 Content: TypeAlias = Mapping[str, Any]

@@ -11,7 +11,7 @@ import pytest
 from small_models import TARGETS, X, bits_of
 
 from strategies.errors import StrategyError
-from strategies.keras.backups import with_whole_backups
+from strategies.keras.checkpointing import with_whole_backups
 
 EPOCHS = 4
 WRITES = {"_hl", Path(shutil.__file__).parent.name, "checkpoints", "keras"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.exchange.transfer import Int8Layout
-from strategies.gradients.encoding import encode
+from strategies.gradients.leaving import encode
 from strategies.torch.contribution import quantise
 
 

@@ -399,7 +399,7 @@ class TestParametrizations:
 
 
 def test_private_numbers_of_pytorch_are_not_compared():
-    from strategies.torch.program_lines import lines_of_module
+    from strategies.torch.agreement import lines_of_module
 
     one, other = (torch.compile(net(), backend="eager") for _ in range(2))
     assert one._torchdynamo_wrapper_id != other._torchdynamo_wrapper_id

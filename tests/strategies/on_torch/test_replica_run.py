@@ -10,7 +10,7 @@ from torch import nn
 
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_plan import BUCKET_BYTES, Parameter, TorchGradientPlan
+from strategies.torch.gradient_exchange import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import ReplicaTurn, TorchReplicaRun

@@ -12,7 +12,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import DisagreementError
-from strategies.torch.settings import StepSettings, differ
+from strategies.torch.agreement import StepSettings, differ
 
 CHANGES = {
     "a learning rate": (

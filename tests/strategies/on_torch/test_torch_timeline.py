@@ -16,8 +16,7 @@ import strategies.torch.poptorch as poptorch
 from collectives import Settings
 from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.timeline.recorder import Recorder
-from popdist.timeline.ring_buffer import Ring
+from popdist.timeline.recorder import Recorder, Ring
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort

@@ -1,0 +1,161 @@
+"""What instances compare: a training as lines of text before the first step, and a small number for settings in each.
+
+PyTorch does not trace: what a module computes is its Python code. So what is compared are the types and numbers of all
+its parts, the shapes of parameters and buffers, the optimizer's numbers, and the code of the loss function. Settings
+are what a program may change between steps on all instances alike.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Sequence
+from types import CellType, CodeType, FunctionType
+from typing import TypeGuard
+
+import torch
+
+from strategies.torch.optimizer_arrays import PARAMS
+from strategies.torch.replica_groups import groups_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_WORDS = 64
+"""Number of words. Squares are below 2**12, so in float32 sums over 4,096 replicas are exact, and equal means equal."""
+_DIFFERENT = 1e-4
+
+
+def lines_of_module(module: torch.nn.Module) -> list[str]:
+    """One line for each module, parameter and buffer in it."""
+    return list(_of_module(module))
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[str]:
+    for name, inner in module.named_modules():
+        attributes = {key: value for key, value in vars(inner).items() if _is_compared(inner, key, value)}
+        numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
+        yield f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}"
+    for name, parameter in module.named_parameters():
+        groups = groups_of(parameter)
+        shown = "" if groups is None else f" {groups}"
+        trained = "" if parameter.requires_grad else " not trained"
+        yield f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}"
+    for name, buffer in module.named_buffers():
+        yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
+
+
+def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:
+    """Return whether an attribute belongs to the program; private ones of PyTorch may differ between processes."""
+    is_private = name.startswith("_") and type(module).__module__.partition(".")[0] == "torch"
+    return isinstance(value, _PLAIN) and not is_private and not name.startswith("_torch")
+
+
+def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
+    """One line for its kind, and for each of its groups."""
+    groups = [
+        ", ".join(f"{name}={_shown(value)}" for name, value in sorted(group.items()) if name != PARAMS)
+        + f" for {len(group[PARAMS])} parameters"
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__qualname__, *groups]
+
+
+def lines_of_function(function: object) -> list[str]:
+    """Return the instructions of a function of Python, and the numbers that it closes over; of others the name."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return [str(getattr(function, "__qualname__", type(function).__qualname__))]
+    closed = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*_of_code(function.__code__), *(f"closes over {_shown(value)}" for value in (*closed, *defaults))]
+
+
+def _of_code(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if isinstance(instruction.argval, CodeType):
+            yield from _of_code(instruction.argval)
+        else:
+            yield f"{instruction.opname} {instruction.argrepr}"
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return str(value.item())
+    return type(value).__qualname__
+
+
+class StepSettings:
+    """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._places = {id(one): place for place, one in enumerate(parameters)}
+        self._seen: list[object] = []
+        self._hash = 0
+
+    def word(self, step: int) -> int:
+        """Return a number below 64 that stands for the settings.
+
+        Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
+        """
+        seen: list[object] = [one.requires_grad for one in self._parameters]
+        for group in self._optimizer.param_groups:
+            seen += map(id, group[PARAMS])
+            seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
+        if seen != self._seen:
+            self._seen, self._hash = seen, self._hashed()
+        return word_of(step, self._hash)
+
+    def _hashed(self) -> int:
+        groups = (
+            (
+                tuple(_number(value) for name, value in group.items() if name != PARAMS),
+                tuple(self._places.get(id(one), -1) for one in group[PARAMS]),
+            )
+            for group in self._optimizer.param_groups
+        )
+        return hash((tuple(one.requires_grad for one in self._parameters), *groups))
+
+
+def word_of(step: int, number: int) -> int:
+    """Return a number below 64 for `number`; it is the same for two different numbers in one of 64 steps."""
+    return hash((step, number)) % _WORDS
+
+
+def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the settings in words, by name."""
+    found = {name: "trained" if one.requires_grad else "frozen" for name, one in module.named_parameters()}
+    places = {id(one): name for name, one in module.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        members = [places.get(id(one), "another") for one in group[PARAMS]]
+        values = {name: _number(value) for name, value in group.items()} | {PARAMS: ", ".join(members)}
+        found |= {f"{name} of optimizer group {number}": f"= {value}" for name, value in values.items()}
+    return found
+
+
+def differ(words: float, squares: float) -> bool:
+    """Return whether the numbers of replicas differ, from the mean of their words and that of the squares."""
+    return squares - words * words > _DIFFERENT
+
+
+def _number(value: object) -> object:
+    """Return a value in a form with the same hash in every process; strings, None and NaN have none."""
+    if isinstance(value, bool | int | float) and value == value:
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_number, value))
+    return float(value) if _is_scalar(value) else 0
+
+
+def _is_scalar(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
