@@ -14,9 +14,9 @@ cd -- "$root"
 
 # Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax, Grain and Keras keep; of
 # whole jobs.
-modules="callbacks casts checkpoints collective_equations compilation devices elementwise feed_program gradients
-    grain_source host_calls iterations jaxpr loops precision products program_text programs recomputation right_sums segments
-    step_record trainer updates"
+modules="callbacks casts checkpoints collective_equations compilation dataflow devices feed_program gradients
+    grain_source host_calls iterations jaxpr loops precision program_text programs recomputation right_sums segments
+    step_record trainer updates xla_pitfalls"
 # shellcheck disable=SC2086 # several words
 of_jax="$(printf 'tests/strategies/test_%s.py ' $modules)
     tests/strategies/keras_models/test_keras_metrics.py tests/strategies/pipelines/test_pipeline_cuts.py
