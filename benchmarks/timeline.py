@@ -41,7 +41,7 @@ from popdist.timeline.clocks import Alignment
 from popdist.timeline.events import EVENT, EVENTS, HEADER, MAGIC, EventKind, block, json_block, names_block, pack_events
 from popdist.timeline.gauges import Gauge, read_connections
 from popdist.timeline.meeting import Answering, Asking, Card
-from popdist.timeline.recorder import Recorder, Ring
+from popdist.timeline.recorder import Recorder, RingBuffer
 from poprun.trace.merging import merge
 from poprun.trace.recordings import read_recordings
 from poprun.trace.spans import Sort, spans_of
@@ -82,7 +82,7 @@ def main() -> None:
     instruments = {
         "with no instrument": Instruments(),
         "with the progress page": Instruments(a_page()),
-        "with a timeline": Instruments(Recorder(Ring())),
+        "with a timeline": Instruments(Recorder(RingBuffer())),
     }
     events_ns = {way: cost_of_events(each, options.repeats) for way, each in instruments.items()}
     event_ns = events_ns["with a timeline"]
@@ -196,7 +196,7 @@ def ask_for_connections(count: int, seconds: float) -> dict[str, float]:
         asked.append(time.monotonic())
         return read_connections()
 
-    recorder, gauge = Recorder(Ring()), Gauge(read)
+    recorder, gauge = Recorder(RingBuffer()), Gauge(read)
     with connections_to_others(count):
         gauge.look(recorder.measured)  # makes the names
         began, began_cpu = asked.pop(), time.thread_time()

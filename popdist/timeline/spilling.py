@@ -32,7 +32,7 @@ from popdist.timeline.events import (
     pack_exchanges,
 )
 from popdist.timeline.gauges import Gauge, read_gauges
-from popdist.timeline.recorder import Recorder, Ring
+from popdist.timeline.recorder import Recorder, RingBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TimelineFile:
         limit_bytes: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._ring = Ring(now_ns=now_ns)
+        self._ring = RingBuffer(now_ns=now_ns)
         self._now_ns = now_ns
         self._limit_bytes = limit_bytes
         self.written_bytes = 0

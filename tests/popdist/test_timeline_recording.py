@@ -23,7 +23,7 @@ from popdist.timeline import events as blocks
 from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.events import EVENT, EventKind
 from popdist.timeline.gauges import Gauge
-from popdist.timeline.recorder import Recorder, Ring
+from popdist.timeline.recorder import Recorder, RingBuffer
 from popdist.timeline.spilling import TimelineFile, line_of, stride_of
 
 
@@ -33,7 +33,7 @@ def kinds_of(events):
 
 class TestTheRing:
     def test_gives_back_what_was_appended_once_and_in_order(self):
-        ring = Ring(8, itertools.count(100).__next__)
+        ring = RingBuffer(8, itertools.count(100).__next__)
         for value in range(3):
             ring.append(1, 2, 3, value)
         events, lost = ring.take()
@@ -43,7 +43,7 @@ class TestTheRing:
 
     @pytest.mark.parametrize("size", [1, 8, 512, 1024])
     def test_goes_round(self, size):
-        ring = Ring(size)
+        ring = RingBuffer(size)
         taken = []
         for value in range(5 * size + 3):
             ring.append(1, 0, 0, value)
@@ -54,7 +54,7 @@ class TestTheRing:
 
     @pytest.mark.parametrize("much", [1, 3, 8, 20])
     def test_counts_what_is_lost_where_nobody_takes_it_in_time(self, much):
-        ring = Ring(8)
+        ring = RingBuffer(8)
         for value in range(8 + much):
             ring.append(1, 0, 0, value)
         events, lost = ring.take()
@@ -64,7 +64,7 @@ class TestTheRing:
         assert (lost, events["value"].tolist()) == (0, [7])
 
     def test_has_all_that_several_threads_append_each_in_its_order(self):
-        ring = Ring(1 << 14)
+        ring = RingBuffer(1 << 14)
         begin = threading.Barrier(4)
 
         def append(track):
@@ -96,7 +96,7 @@ class TestTheRing:
                 raise KeyboardInterrupt
             return 0
 
-        ring = Ring(8, now_ns)
+        ring = RingBuffer(8, now_ns)
         taken = []
         for value in range(5):
             with suppress(KeyboardInterrupt):
@@ -110,7 +110,7 @@ class TestTheRing:
 
     def test_has_a_power_of_two_slots(self):
         with pytest.raises(ValueError, match="7 slots; use a power of two"):
-            Ring(7)
+            RingBuffer(7)
 
 
 def some_events(seed, count=50):
@@ -204,7 +204,7 @@ class TestSampling:
 
 class TestTheInstrument:
     def test_records_what_it_sees_in_its_order(self):
-        ring = Ring(64)
+        ring = RingBuffer(64)
         recorder = Recorder(ring)
         instruments = Instruments(recorder)
         call = Call("all_reduce", "gradients", "sum", "float32", (4,))
@@ -238,7 +238,7 @@ class TestTheInstrument:
         assert recorder.take_new_names() == {}
 
     def test_leaves_whole_steps_out_with_the_data_that_are_read_for_them(self):
-        ring, stride = Ring(64), [1]
+        ring, stride = RingBuffer(64), [1]
         instruments = Instruments(Recorder(ring, lambda: stride[0]))
         stride[0] = 2
         for step in range(3):
@@ -257,7 +257,7 @@ class TestTheInstrument:
         assert kinds == [*recorded, EventKind.PHASE_BEGINS, EventKind.PHASE_ENDS, EventKind.STEP_BEGINS, *recorded]
 
     def test_records_nothing_but_that_there_are_steps_where_there_is_no_room(self):
-        ring = Ring(64)
+        ring = RingBuffer(64)
         instruments = Instruments(Recorder(ring, lambda: 0))
         instruments.step_begins(0)
         with instruments.during[UPDATE]:
@@ -415,7 +415,7 @@ class TestWhatIsAsked:
 class TestTheLineBetweenSteps:
     def test_is_asked_for_only_there(self):
         """Not before the first step, in a step, in a phase, or in a collective."""
-        recorder = Recorder(Ring())
+        recorder = Recorder(RingBuffer())
         happens = [
             (lambda: None, False),
             (lambda: recorder.step_begins(0), False),
@@ -449,7 +449,7 @@ class TestTheLineBetweenSteps:
         assert line_of(-1) == ""
 
     def test_is_an_event_with_a_name_that_is_told_before_it(self):
-        recorder = Recorder(ring := Ring())
+        recorder = Recorder(ring := RingBuffer())
         recorder.seen_at("train.py:12")
         recorder.seen_at("train.py:12")
         events, _ = ring.take()
