@@ -151,10 +151,8 @@ class TestCommand:
         assert main(["--allow-run-as-root=yes", *self.WORDS, "echo"]) == 1
         shown = capfd.readouterr()
         assert shown.out == ""
-        assert [line.split(" POPRUN [E] ")[1].split(":")[0] for line in shown.err.splitlines()] == [
-            "host node00",
-            "host node01",
-        ]
+        errors = [line.partition(" POPRUN [E] ")[2] for line in shown.err.splitlines() if " POPRUN [W] " not in line]
+        assert [error.split(":")[0] for error in errors] == ["host node00", "host node01"]  # a busy machine may warn
 
     def test_a_dry_run_refuses_a_network_that_is_none(self, capfd):
         assert main(["--dry-run", "--host-subnet", "10.0.0.0/99", *self.WORDS, "echo"]) == 2
