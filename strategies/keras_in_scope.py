@@ -1,4 +1,4 @@
-"""The scope of a strategy for Keras: its models are hooked when the scope is entered, so Keras is imported before."""
+"""The hook of `strategy.scope()` into Keras, which a program imports before the scope."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from types import ModuleType
 
 
@@ -20,12 +19,19 @@ class _LateImport(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self.scopes: list[object] = []  # appended to and popped in one step each, by any thread
+        self.get_strategy: Callable[[], object] = lambda: None  # a copy of a scope's context outlives the scope
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a specification of Keras that cannot be loaded, while a scope is open."""
-        return spec_from_loader(fullname, self) if fullname == "keras" and self.scopes else None
+        """Return the specification of an installed Keras, which cannot be loaded in a scope or in a copy of one."""
+        if fullname != "keras" or not (self.scopes or self.get_strategy() is not None):
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        found = next((spec for spec in others if spec is not None), None)
+        if found is not None:
+            found.loader = self
+        return found
 
     def exec_module(self, module: ModuleType) -> None:
         """Refuse to load Keras."""
@@ -41,17 +47,18 @@ _late_import = _LateImport()
 
 @contextmanager
 def keras_in_scope(get_strategy: Callable[[], object]) -> Iterator[None]:
-    """Have Keras know the strategy of each scope, if Keras was imported; refuse to import it for the first time inside.
+    """Hook Keras for a scope if it is imported; refuse its first import while the scope is open.
 
     Args:
         get_strategy: tells the current strategy, or None.
     """
     if _late_import not in sys.meta_path:  # it stays: another thread may go through the list at any time
         sys.meta_path.insert(0, _late_import)
+    _late_import.get_strategy = get_strategy
     _late_import.scopes.append(None)
     try:
-        if sys.modules.get("keras") is not None:
-            import_module("strategies.keras.hook").hook(get_strategy)  # by its name: it knows strategies, and Keras
+        if sys.modules.get("keras") is not None:  # the hook is found by its name: it knows strategies, and Keras
+            import_module("strategies.keras.hook").hook(get_strategy, lambda: bool(_late_import.scopes))
         yield
     finally:
         _late_import.scopes.pop()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 from keras.src import api_export
+from keras.src.models import model as keras_model
 from keras.src.saving import object_registration
 from keras.src.trainers import trainer as keras_trainer
 
@@ -29,12 +32,14 @@ _REPLICATED, _EXTENSIONS = "_replicated", "_extensions"
 GetStrategy = Callable[[], Strategy | None]
 Method = Callable[..., Any]
 
+logger = logging.getLogger(__name__)
+
 _lock = threading.Lock()
 _is_hooked = False
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
-def hook(get_strategy: GetStrategy) -> None:
+def hook(get_strategy: GetStrategy, is_scope_open: Callable[[], bool]) -> None:
     """Have models know the scope in which they are made. All calls but the first one do nothing.
 
     The constructor of Keras's base class asks for the scope. A model in a scope gets a class of its own. Nothing else
@@ -42,13 +47,19 @@ def hook(get_strategy: GetStrategy) -> None:
 
     Args:
         get_strategy: tells the strategy in whose scope this is, or None.
+        is_scope_open: tells whether any thread is in a scope.
+
+    Raises:
+        StrategyError: if Keras was imported a second time; models of the second one would train in each instance alone.
     """
     global _is_hooked
+    if sys.modules["keras"] is not keras:
+        raise StrategyError("keras was imported a second time, and only the first one knows strategies; restart Python")
     with _lock:  # so that it is done when this returns, whichever thread does it
         if _is_hooked:
             return
-        _is_hooked = True
         trainer: ModelClass = keras_trainer.Trainer
+        trainer_of_backend: ModelClass = vars(keras_model)["Trainer"]
         create = trainer.__init__
 
         def create_in_scope(self: ModelLike) -> None:
@@ -57,13 +68,16 @@ def hook(get_strategy: GetStrategy) -> None:
             if strategy is not None:
                 refuse_other_keras()
                 _replicate(self, strategy)
+            elif is_scope_open():
+                logger.warning(
+                    "a model is made by a thread that is in no scope while another one is; it trains in this instance "
+                    "alone: enter the scope in this thread, or run it in contextvars.copy_context()"
+                )
 
         trainer.__init__ = create_in_scope
-        if keras.backend.backend() == "jax":
-            from keras.src.backend.jax.trainer import JAXTrainer
-
-            for name in ("make_train_function", "make_test_function", "make_predict_function"):
-                setattr(JAXTrainer, name, _refused_in_scope(getattr(JAXTrainer, name), get_strategy))
+        for name in ("make_train_function", "make_test_function", "make_predict_function"):
+            setattr(trainer_of_backend, name, _refused_in_scope(getattr(trainer_of_backend, name), get_strategy))
+        _is_hooked = True
 
 
 def _replicate(model: ModelLike, strategy: Strategy) -> None:

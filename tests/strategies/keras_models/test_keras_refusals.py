@@ -1,5 +1,9 @@
 """What replicas cannot do for a model is refused, with one sentence that says what to do."""
 
+import sys
+import threading
+import types
+
 import keras
 import pytest
 from small_models import TARGETS, X, regression
@@ -27,7 +31,7 @@ def test_a_model_is_used_where_it_was_made(alone):
 
 
 LATE = """
-import importlib.util, sys, threading, strategies
+import contextvars, importlib.util, sys, threading, strategies
 
 def refusal(name):
     try:
@@ -47,6 +51,8 @@ with strategies.IPUStrategy().scope():
     with strategies.IPUStrategy().scope():
         pass
     in_thread("keras")
+    copied = contextvars.copy_context()
+told.append(copied.run(refusal, "keras"))
 assert "keras" not in sys.modules
 print(set(told))
 import keras
@@ -62,6 +68,39 @@ def test_the_first_import_of_keras_inside_of_a_scope_is_refused(in_new_process):
     assert "keras is imported for the first time while strategy.scope() is open" in refused
     assert refused.count("import keras before the scope") == 1
     assert known == "True False"
+
+
+ABSENT = """
+import contextlib, importlib.util, sys, strategies
+
+sys.path[:] = [folder for folder in sys.path if not importlib.machinery.PathFinder.find_spec("keras", [folder])]
+with strategies.IPUStrategy().scope():
+    print(importlib.util.find_spec("keras"))
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_keras_that_is_not_installed_is_missing_in_a_scope_as_elsewhere(tmp_path, in_new_process):
+    """Everything but Keras is loaded before its folder is taken away."""
+    assert in_new_process(ABSENT).splitlines() == ["None", "No module named 'keras'"]
+
+
+def test_a_model_that_a_thread_makes_outside_of_the_scope_of_another_is_warned_of(alone, caplog):
+    with strategies.IPUStrategy(2).scope():
+        thread = threading.Thread(target=regression)
+        thread.start()
+        thread.join()
+    said = {each for each in caplog.messages if "a thread that is in no scope" in each}
+    assert len(said) == 1  # a Sequential makes a Functional
+
+
+def test_keras_that_is_imported_a_second_time_is_refused(alone, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras", types.ModuleType("keras"))
+    with pytest.raises(StrategyError, match="imported a second time"), strategies.IPUStrategy(2).scope():
+        pass
 
 
 class OwnStep(keras.Sequential):
