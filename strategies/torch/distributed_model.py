@@ -9,7 +9,7 @@ from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import torch
-from torch.jit._fuser import optimized_execution
+from torch.jit import optimized_execution
 
 from strategies.errors import StrategyError
 from strategies.replicas.membership import warn_of_loss

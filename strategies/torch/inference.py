@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch.jit._fuser import optimized_execution
+from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed

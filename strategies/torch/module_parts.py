@@ -82,10 +82,13 @@ class ModuleParts:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # None among them: empty buffers
+        self._filled: list[tuple[str, Callable[[str], object], str]] = []
         self._sizes: list[tuple[str, Sized, int]] = []
         for prefix, inner in module.named_modules():
             buffers = inner._buffers
             empty = {key: buffer for key, buffer in buffers.items() if buffer is None}  # others may be replaced
+            get = _getter(buffers)
+            self._filled += [(_joined(prefix, key), get, key) for key, buffer in buffers.items() if buffer is not None]
             parameters, modules = inner._parameters, inner._modules
             for holder, kept in ((parameters, parameters), (modules, modules), (buffers, empty)):
                 get = _getter(holder)
@@ -96,6 +99,9 @@ class ModuleParts:
         """Return the name of a part that was replaced, added or removed; None if there is none."""
         for name, get, key, one in self._kept:
             if get(key) is not one:
+                return name
+        for name, get, key in self._filled:
+            if get(key) is None:
                 return name
         for name, holder, size in self._sizes:
             if len(holder) != size:

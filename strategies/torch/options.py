@@ -133,8 +133,8 @@ class TorchOptions:
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, parameter) -> gradient, or None"
             )
-        words = self.model_state_aggregation or {}
-        for word in [words] if isinstance(words, str) else words.values():
+        given = self.model_state_aggregation
+        for word in [given] if isinstance(given, str) else (given or {}).values():
             if word not in WORDS:
                 raise ValueError(
                     f"model_state_aggregation has {word!r}; use None, 'mean', 'first', 'per_replica', or a dictionary "

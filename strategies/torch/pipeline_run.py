@@ -24,7 +24,7 @@ from strategies.pipelines.running.driver import AbandonedError
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
 from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
-from strategies.torch.split_backward import SplitBackward, nodes_below, parameter_of
+from strategies.torch.split_backward import SplitBackward, node_of, nodes_below, parameter_of
 from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -242,9 +242,8 @@ class Walk:
 
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
         """Return for each stage the node that autograd comes to first; note the parameters that stages use."""
-        assert loss.grad_fn is not None
         firsts: dict[int, Node] = {}
-        for node in nodes_below(loss.grad_fn):
+        for node in nodes_below(node_of(loss)):
             number, stage = node._sequence_nr(), self._stage_of(node)
             is_run = self._split is None or node in self._split.of_first_part
             is_first = stage not in firsts or number > firsts[stage]._sequence_nr()

@@ -186,7 +186,7 @@ def _is_default_of_accelerator(generator: torch.Generator) -> bool:
     """
     if generator.device.type == _CPU.type:
         return False
-    generators = torch.get_device_module(generator.device).default_generators
+    generators = getattr(torch.get_device_module(generator.device), "default_generators", ())  # MPS has none
     return any(_address_of(each) == _address_of(generator) for each in generators)
 
 

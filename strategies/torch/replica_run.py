@@ -13,7 +13,7 @@ from typing import Protocol
 import jax
 import numpy as np
 import torch
-from torch.jit._fuser import optimized_execution
+from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError

@@ -40,8 +40,7 @@ class SplitBackward:
 
     def __init__(self, loss: torch.Tensor, stage_of: Callable[[Node], int]) -> None:
         self._loss = loss
-        assert loss.grad_fn is not None
-        graph = _Graph((loss.grad_fn, loss.output_nr), stage_of)
+        graph = _Graph((node_of(loss), loss.output_nr), stage_of)
         self._entrances = graph.entrances()
         self.of_first_part = graph.trunk | graph.early
         self._edges = {edge for of_stage in self._entrances.values() for each in of_stage for edge in each.edges}
@@ -189,6 +188,20 @@ class _Graph:
         """Return the edges that lead to a node of the trunk."""
         edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
         return [*edges, self.root] if self.root[0] is node else [*edges]
+
+
+def node_of(loss: torch.Tensor) -> Node:
+    """Return the node that has computed a loss.
+
+    Raises:
+        StrategyError: if nothing has: it is a parameter.
+    """
+    if loss.grad_fn is None:
+        raise StrategyError(
+            f"the loss is a parameter of shape {list(loss.shape)}, and a pipeline needs one that its stages compute; "
+            "return what is computed from it, as 1 * loss"
+        )
+    return loss.grad_fn
 
 
 def nodes_below(root: Node) -> Iterator[Node]:

@@ -20,12 +20,11 @@ _T = TypeVar("_T")
 
 _cached_by_all = parametrize.cached
 
-
 class ThreadValue(threading.local, Generic[_T]):
     """A value that each thread has for itself.
 
     Args:
-        default: of threads that have set no other value.
+        default: the value in threads that have set none.
 
     Attributes:
         now: the value of the calling thread.
@@ -57,11 +56,8 @@ def intra_op_threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-_cache = ThreadValue[dict[tuple[int, str], torch.Tensor] | None](None)
-
-
-class _CachedByThread(property):
-    """A parametrized tensor of a module; threads of replicas look into their own cache."""
+_cache = ThreadValue[dict[tuple[type[torch.nn.Module], str], torch.Tensor] | None](None)
+"""The parametrized tensors of each thread. As in PyTorch, copies of a module share them: they are of one class."""
 
 
 @contextmanager
@@ -87,12 +83,12 @@ def cache_by_thread(module: torch.nn.Module) -> None:
         if parametrize.is_parametrized(each):
             parametrize.cached = _cached
             for name in _parametrizations_of(each):
-                _replace_property(type(each), name)
+                _replace_property(next(kind for kind in type(each).__mro__ if name in vars(kind)), name)
 
 
 def _replace_property(kind: type[torch.nn.Module], name: str) -> None:
     of_pytorch = vars(kind)[name]
-    if isinstance(of_pytorch, _CachedByThread):
+    if of_pytorch.fget.__module__ == __name__:
         return
 
     def get(module: torch.nn.Module) -> torch.Tensor:
@@ -100,12 +96,12 @@ def _replace_property(kind: type[torch.nn.Module], name: str) -> None:
             _refuse_the_cache_of_all()
             value: torch.Tensor = of_pytorch.fget(module)
             return value
-        key = id(module), name
+        key = kind, name
         if key not in _cache.now:
             _cache.now[key] = _parametrizations_of(module)[name]()
         return _cache.now[key]
 
-    setattr(kind, name, _CachedByThread(get, of_pytorch.fset))
+    setattr(kind, name, property(get, of_pytorch.fset))  # of no subclass, which TorchDynamo would not trace
 
 
 def _parametrizations_of(module: torch.nn.Module) -> torch.nn.ModuleDict:

@@ -49,7 +49,6 @@ class Trainer:
         module: see above.
         optimizer: see above.
         seed: see above.
-        strategy: see above.
         notice: travels with the gradients of every step.
 
     Raises:
@@ -77,7 +76,7 @@ class Trainer:
         self.module, self.optimizer = module, optimizer
         self.seed = seed
         self.notice = StepNotice()
-        self.strategy = strategy
+        self._strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding
         update = (
@@ -90,6 +89,11 @@ class Trainer:
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
         self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._step.start()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replicas train."""
+        return self._strategy
 
     @property
     def steps_made(self) -> int:
@@ -176,7 +180,7 @@ class Trainer:
             DisagreementError: on all instances, if they differ in what is evaluated.
         """
         found = self._evaluator.evaluate(dataset, fn)
-        tell_evaluation(self.strategy.replicas, self.steps_made, found)
+        tell_evaluation(self._strategy.replicas, self.steps_made, found)
         return found
 
     def predict(

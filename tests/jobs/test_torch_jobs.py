@@ -88,6 +88,14 @@ def test_over_horovod_all_instances_agree():
 
 
 @pytest.mark.complete
+@pytest.mark.timeout(300)
+def test_it_verifies():
+    finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS)).finish(280)
+    assert finished.status == 0, finished.stderr
+    assert finished.stdout.count("equal") >= 2
+
+
+@pytest.mark.complete
 def test_a_data_set_with_noise_of_pythons_own_is_found_guilty(tmp_path, monkeypatch):
     """By what two runs have recorded, here; `test_verify.py` has runs that differ, in jobs."""
     records = []

@@ -186,12 +186,14 @@ class FoundStages:
         Raises:
             StrategyError: if no stage has it, or it says no device where there are no stages.
         """
-        if name not in self.found:
-            self.found[name] = self._listed(name) if self.stages else self._made(name, ipu)
+        if self.stages:
+            self.found[name] = self._listed(name)
+        elif name not in self.found:
+            self.found[name] = self._made(name, ipu)
         return self.found[name]
 
     def unmet(self) -> list[str]:
-        """See `strategies.torch.stages.Placing`."""
+        """See `strategies.torch.stages.StagePlacing`."""
         return [name for stage in self.stages for name in stage.blocks if name not in self.found]
 
     def _listed(self, name: str) -> tuple[int, int]:
@@ -312,8 +314,6 @@ class _Phased(Accepting, ExecutionStrategy):
     overlaps = False
     _methods = methods_of(
         "PhasedExecution",
-        sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
-        setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY),
         useSeparateBackwardPhase=Accepted(lambda use=True: use, _IN_MEMORY, True),
     )
 
@@ -334,7 +334,20 @@ class _Phased(Accepting, ExecutionStrategy):
 class ParallelPhasedExecution(_Phased):
     """Phases that alternate between devices; executed as `ShardedExecution` of their stages."""
 
+    _methods = {
+        **_Phased._methods,
+        **methods_of(
+            "ParallelPhasedExecution",
+            sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
+        ),
+    }
+
 
 @final
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; executed as `ShardedExecution` of their stages."""
+
+    _methods = {
+        **_Phased._methods,
+        **methods_of("SerialPhasedExecution", setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY)),
+    }

@@ -160,7 +160,7 @@ def for_loop(
     values = list(inputs)
     for _ in range(count):
         made = body(*values)
-        values = [made] if isinstance(made, torch.Tensor) else list(made)
+        values = list(made) if isinstance(made, tuple | list) else [made]
     return values
 
 
@@ -241,18 +241,24 @@ class CPU(Generic[P, T]):
         return self._layer(*arguments, **named)
 
 
-def _refused(way_out: str) -> Callable[..., NoReturn]:
-    """Return a function that raises StrategyError with what to use instead."""
+def _refused(name: str, way_out: str) -> Callable[..., NoReturn]:
+    """Return a function of this name that raises StrategyError with what to use instead."""
 
     def refuse(*arguments: object, **named: object) -> NoReturn:
         raise StrategyError(way_out)
 
+    refuse.__name__ = refuse.__qualname__ = name
     refuse.__doc__ = f"Refused: {way_out}."
     return refuse
 
 
-custom_op = _refused("custom operators are codelets of IPUs; write a torch.autograd.Function in their place")
-_NOT_HERE = "is not provided, as nothing in it is distributed; use"
-ctc_beam_search_decoder = _refused(f"ctc_beam_search_decoder {_NOT_HERE} torchaudio.models.decoder.ctc_decoder")
-fps = _refused(f"fps {_NOT_HERE} torch_cluster.fps")
-nearest = _refused(f"nearest {_NOT_HERE} torch_cluster.nearest")
+def _not_provided(name: str, instead: str) -> Callable[..., NoReturn]:
+    return _refused(name, f"{name} is not provided, as nothing in it is distributed; use {instead}")
+
+
+custom_op = _refused(
+    "custom_op", "custom operators are codelets of IPUs; write a torch.autograd.Function in their place"
+)
+ctc_beam_search_decoder = _not_provided("ctc_beam_search_decoder", "torchaudio.models.decoder.ctc_decoder")
+fps = _not_provided("fps", "torch_cluster.fps")
+nearest = _not_provided("nearest", "torch_cluster.nearest")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -154,7 +155,7 @@ class Options(OptionGroup):
             self.enableExecutableCaching(folder)
         self.from_json(os.environ.get("POPTORCH_DEFAULT_OPTIONS") or "{}")
 
-    @property
+    @cached_property
     def Distributed(self) -> DistributedOptions:
         """The processes."""
         return self._distributed_kind(self)
@@ -280,7 +281,9 @@ class Options(OptionGroup):
 
     def clone(self) -> Options:
         """Return a copy that can be changed, on the same replicas unless it is given others."""
-        return self._copied()
+        clone = self._copied()
+        vars(clone).pop("Distributed", None)  # a clone makes its own, as its replicas may become others
+        return clone
 
     __copy__ = clone
 
@@ -296,7 +299,8 @@ class Options(OptionGroup):
         return super().__repr__().replace(self._title, type(self).__name__, 1)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        return {**self.__dict__, "_strategy": None}
+        kept = {name: value for name, value in vars(self).items() if name != "Distributed"}  # it has the strategy
+        return {**kept, "_strategy": None}
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Options:
         """Accept that each replica has rows of its own; refuse groups of replicas with the same rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -528,6 +529,7 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
     assert poptorch.ipu_print_tensor(x, "x") is x
     assert capsys.readouterr().out == "x: tensor([0., 1., 2.])\n"
     assert poptorch.for_loop(3, lambda y: y * 2, [x])[0].tolist() == [0, 8, 16]
+    assert poptorch.for_loop(2, lambda y: y + 1, [np.arange(2)])[0].tolist() == [2, 3]  # one value, if no sequence
     assert poptorch.cond(torch.tensor(False), lambda y: y, [x], lambda y: y + 1, [x])[0] == 1
     with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial).cycleBackOff(0.1):
         assert poptorch.CPU(lambda y: y + 1, "one more")(x)[0] == 1

@@ -61,9 +61,13 @@ class TestAdamWithoutCorrection:
 
 @pytest.mark.parametrize(
     ("kind", "numbers"),
-    [("AdamW", {"bias_correction": False}), ("RMSprop", {"momentum": 0.5, "use_tf_variant": True})],
+    [
+        ("Adam", {}),
+        ("AdamW", {"bias_correction": False}),
+        ("RMSprop", {"momentum": 0.5, "use_tf_variant": True}),
+    ],
 )
-def test_states_of_our_own_steps_are_sharded_without_a_change_of_bits(kind, numbers, model, on_instances):
+def test_states_are_sharded_without_a_change_of_bits(kind, numbers, model, on_instances):
     def train(strategy, shards):
         own = copy.deepcopy(model)
         options = sharding() if shards else poptorch.Options().replicationFactor(2)

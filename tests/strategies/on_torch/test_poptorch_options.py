@@ -46,6 +46,15 @@ class TestOwnAttributes:
         assert options.clone().use_popdist
         assert pickle.loads(pickle.dumps(options)).use_popdist
 
+    def test_of_distributed_are_kept_by_the_options_and_clones_have_their_own(self):
+        options = poptorch.Options()
+        options.Distributed.use_popdist = True
+        assert options.Distributed.use_popdist
+        assert options.Distributed is options.Distributed
+        for other in (options.clone(), pickle.loads(pickle.dumps(options))):
+            assert other.Distributed is other.Distributed
+            assert other.Distributed._options is other
+
     def test_may_be_set_once_options_are_frozen(self, model):
         options = poptorch.Options()
         poptorch.inferenceModel(model, options)
@@ -294,8 +303,27 @@ class TestNames:
         ],
     )
     def test_of_what_is_not_here_name_a_library(self, name, library):
+        function = getattr(poptorch, name)
+        assert (function.__name__, function.__qualname__) == (name, name)
         with pytest.raises(StrategyError, match=library):
-            getattr(poptorch, name)(torch.ones(1), 2, named=3)
+            function(torch.ones(1), 2, named=3)
+
+    def test_of_phased_strategies_are_not_those_of_the_other_one(self):
+        parallel, serial = poptorch.ParallelPhasedExecution("B1"), poptorch.SerialPhasedExecution("B1")
+        assert parallel.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd(False) is parallel
+        assert serial.useSeparateBackwardPhase().setTensorsLiveness(poptorch.Liveness.AlwaysLive) is serial
+        with pytest.raises(AttributeError, match="ParallelPhasedExecution has no setTensorsLiveness"):
+            parallel.setTensorsLiveness(poptorch.Liveness.AlwaysLive)
+        with pytest.raises(AttributeError, match="SerialPhasedExecution has no sendTensorsOffChipAfterFwd"):
+            serial.sendTensorsOffChipAfterFwd()
+
+    def test_of_blocks_that_no_stage_has_are_refused(self):
+        with pytest.raises(StrategyError, match=r"no stage with the block \[1, 2\]; those of the strategy are 'B1'"):
+            poptorch.PipelinedExecution("B1").stage([1, 2])
+
+    def test_of_an_older_version_take_the_same_arguments(self):
+        options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
+        assert (options.output_mode, options.output_every) == (poptorch.OutputMode.EveryN, 2)
 
     def test_without_an_effect_are_listed(self):
         options, model = poptorch.Options(), poptorch.inferenceModel(nn.Linear(1, 1))

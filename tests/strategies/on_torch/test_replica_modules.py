@@ -94,6 +94,10 @@ def by_plain_pytorch(module, change=lambda module: None):
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
+def bits_of(module):
+    return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+
 def masked(register):
     def make():
         module = net()
@@ -149,6 +153,19 @@ def half_scripted():
     return module
 
 
+def compiled_with_spectral_norm():
+    module = net()
+    parametrizations.spectral_norm(module.first)
+    return torch.compile(module, backend="aot_eager")
+
+
+def of_a_class_made_after_parametrization():
+    module = net()
+    parametrizations.spectral_norm(module.first)
+    module.first.__class__ = type("Renamed", (type(module.first),), {})
+    return module
+
+
 KINDS = {
     "scripted": scripted,
     "traced": traced,
@@ -162,6 +179,8 @@ KINDS = {
     "pruned": changed_by(lambda one: prune.l1_unstructured(one.first, "weight", 0.5)),
     "compiled": lambda: torch.compile(net(), backend="aot_eager"),
     "compiled in place": changed_by(lambda one: one.compile(backend="aot_eager")),
+    "compiled with spectral norm": compiled_with_spectral_norm,
+    "of a class that was made after parametrization": of_a_class_made_after_parametrization,
 }
 
 
@@ -348,6 +367,19 @@ class TestWhatIsNotTheCopy:
         with pytest.raises(StrategyError, match="forward pass of a replica has replaced, added or removed second"):
             new_trainer(Replaces()).step(rows())
 
+    def test_a_buffer_that_the_forward_pass_empties_is_refused(self):
+        class Empties(Net):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(1))
+
+            def forward(self, x):
+                self.seen = None
+                return super().forward(x)
+
+        with pytest.raises(StrategyError, match="forward pass of a replica has replaced, added or removed seen,"):
+            new_trainer(Empties()).step(rows())
+
     def test_a_module_that_is_its_own_copy_is_refused(self):
         class Single(nn.Linear):
             def __deepcopy__(self, memo):
@@ -391,6 +423,35 @@ class TestParametrizations:
         computed.clear()
         trainer.step(rows())
         assert len(computed) == 2  # for the replica, and for the pass of plain PyTorch with which it is compared
+
+    def test_copies_of_a_module_share_a_cache_as_in_pytorch(self, everywhere):
+        """Whichever of them is asked first computes the weight of both."""
+        torch.manual_seed(1)
+        student = nn.Sequential(nn.Flatten(), parametrizations.spectral_norm(nn.Linear(64, 5)))
+        both = nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student)})
+        with torch.no_grad():
+            for parameter in both["teacher"].parameters():
+                parameter.add_(0.5)
+
+        def loss(module, batch):
+            with parametrize.cached():
+                return loss_fn(module["student"], batch) + 2 * loss_fn(module["teacher"], batch)
+
+        def train(strategy):
+            """Give each replica the same rows: the mean of two equal gradients has their bits."""
+            module, local = copy.deepcopy(both), len(strategy.replicas.local_replicas)
+            trainer = sgd_trainer(strategy, module, loss, verify_steps=0)
+            for _ in range(STEPS):
+                trainer.step({key: torch.cat([one] * local) for key, one in rows().items()})
+            return bits_of(module)
+
+        plain = copy.deepcopy(both)
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss(plain, rows()).backward()
+            optimizer.step()
+        assert everywhere(2, train) == [bits_of(plain)] * 3
 
     def test_a_cache_of_all_threads_is_refused(self):
         module = KINDS["with spectral norm"]()
@@ -436,7 +497,7 @@ class TestCompiledModules:
             trainer = sgd_trainer(strategy, module, loss_fn)
             for batch in strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0):
                 trainer.step(batch)
-            return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+            return bits_of(module)
 
         found = everywhere(2, train)
         assert found == [found[0]] * 3

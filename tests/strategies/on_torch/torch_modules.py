@@ -128,8 +128,9 @@ def sgd_trainer(strategy, module, loss_fn=loss_fn, *, lr=0.1, momentum=0.0, **op
     """Make a trainer with SGD, of a strategy or of so many replicas; it is closed when the test ends."""
     strategy = strategies.IPUStrategy(strategy) if isinstance(strategy, int) else strategy
     optimizer = torch.optim.SGD(module.parameters(), lr, momentum)
-    _trainers.append(strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options))
-    return _trainers[-1]
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+    _trainers.append(trainer)  # by the threads of several instances
+    return trainer
 
 
 def close_trainers():
