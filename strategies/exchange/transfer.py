@@ -35,6 +35,9 @@ _NARROW = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 MANTISSA_BITS = 23
 NOT_FINITE = 255  # the exponent of infinity and NaN in float32; as a scale: the block has one of them
+LARGEST = 127  # of the values of a block
+SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
+FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 _SCALES = (np.arange(256, dtype=np.int32) << MANTISSA_BITS).view(FLOAT32)
 _SCALES[NOT_FINITE] = np.nan
 _BLOCKS_AT_ONCE = 1 << 10  # their float32 values stay in a core's cache

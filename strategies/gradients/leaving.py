@@ -16,17 +16,13 @@ import numpy as np
 from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FLOAT32, FlatLayout
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import BLOCK, MANTISSA_BITS, NOT_FINITE, Int8Layout
+from strategies.exchange.transfer import BLOCK, FLIPPED, LARGEST, MANTISSA_BITS, NOT_FINITE, SHIFT, Int8Layout
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 TAIL = 0  # the first result of a gradient function, before the gradients
-
-_MOST = 127  # the largest value of a block
-_SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
-_FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 
 
 @dataclass(frozen=True)
@@ -191,11 +187,11 @@ def _quantise(leaf: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Arra
     largest = jnp.max(jnp.abs(blocks), axis=1)  # NaN if one of them is; of floats, because integers take XLA far longer
     exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA_BITS & NOT_FINITE
     is_finite = exponents < NOT_FINITE
-    scales = jnp.where(is_finite, jnp.maximum(exponents - _SHIFT, 1), NOT_FINITE)
+    scales = jnp.where(is_finite, jnp.maximum(exponents - SHIFT, 1), NOT_FINITE)
     scales, is_finite = jax.lax.optimization_barrier((scales, is_finite))  # fused, each value would compute its own
-    units = _power_of_two(jnp.minimum(scales, _FLIPPED - 1))
-    inverses = _power_of_two(jnp.maximum(_FLIPPED - scales, 1))
-    values = jnp.clip(jnp.round(blocks * inverses), -_MOST, _MOST)  # multiplied exactly, rounded half to even
+    units = _power_of_two(jnp.minimum(scales, FLIPPED - 1))
+    inverses = _power_of_two(jnp.maximum(FLIPPED - scales, 1))
+    values = jnp.clip(jnp.round(blocks * inverses), -LARGEST, LARGEST)  # multiplied exactly, rounded half to even
     values = jnp.where(is_finite[:, None], values, 0)
     lost = (blocks - values * units).reshape(-1)[: exact.size].reshape(exact.shape)  # exact
     stays = jnp.broadcast_to(~is_finite[:, None], blocks.shape).reshape(-1)[: exact.size].reshape(exact.shape)

@@ -1,4 +1,6 @@
-"""What instances compare: a training as lines of text before the first step, and a small number for settings in each.
+"""Comparisons between instances: the training as lines of text, and in each step a small number for the settings.
+
+The lines are compared before the first step.
 
 PyTorch does not trace: what a module computes is its Python code. So what is compared are the types and numbers of all
 its parts, the shapes of parameters and buffers, the optimizer's numbers, and the code of the loss function. Settings
@@ -143,7 +145,7 @@ def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
     return found
 
 
-def differ(words: float, squares: float) -> bool:
+def settings_differ(words: float, squares: float) -> bool:
     """Return whether the numbers of replicas differ, from the mean of their words and that of the squares."""
     return squares - words * words > _DIFFERENT
 

@@ -79,13 +79,13 @@ class BackwardPass:
 
     Attributes:
         tasks: the numbers of all calls.
-        rounds: of the models that take part, in the order in which their first gradients have come.
+        passes: of the models that take part, in the order in which their first gradients have come.
         reached: the models through whose outputs it went.
     """
 
     def __init__(self, task: int) -> None:
         self.tasks = {task}
-        self.rounds: list[ModelPass] = []
+        self.passes: list[ModelPass] = []
         self.reached: list[Model] = []
 
 
@@ -133,10 +133,10 @@ class BackwardPasses:
     def begin_ready(self) -> None:
         """Begin the exchanges that are ready, in an order that all instances share."""
         assert self._running is not None
-        self._begin_ready(self._running.rounds)
+        self._begin_ready(self._running.passes)
 
-    def _begin_ready(self, rounds: Sequence[ModelPass]) -> None:
-        for model_pass in rounds:
+    def _begin_ready(self, passes: Sequence[ModelPass]) -> None:
+        for model_pass in passes:
             model_pass.begun += [
                 self._exchanges.submit(model_pass.model.reduce, bucket) for bucket in model_pass.ready()
             ]
@@ -146,16 +146,16 @@ class BackwardPasses:
     def _end(self, ended: BackwardPass) -> None:
         """Exchange what is left when a backward pass has ended: the last buckets, tails and means of each model."""
         self._running = None
-        rounds = ended.rounds
+        passes = ended.passes
         for model in ended.reached:
-            if all(model_pass.model is not model for model_pass in rounds):
+            if all(model_pass.model is not model for model_pass in passes):
                 model.ended_without_gradients()
-        for model_pass in rounds:
+        for model_pass in passes:
             model_pass.model.fill(model_pass)
-        self._begin_ready(rounds)
-        for future in [future for model_pass in rounds for future in model_pass.begun]:
+        self._begin_ready(passes)
+        for future in [future for model_pass in passes for future in model_pass.begun]:
             future.result()
-        for model_pass in rounds:
+        for model_pass in passes:
             model_pass.model.conclude(model_pass)
 
 

@@ -11,15 +11,11 @@ import torch
 
 from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
-from strategies.exchange.transfer import BLOCK, MANTISSA_BITS, NOT_FINITE, Int8Layout
+from strategies.exchange.transfer import BLOCK, FLIPPED, LARGEST, MANTISSA_BITS, NOT_FINITE, SHIFT, Int8Layout
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
-
-_MOST = 127  # the largest value of a block
-_SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
-_FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 
 
 class Contribution:
@@ -221,10 +217,10 @@ def _blocks_of(leaf: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.n
         largest = np.abs(blocks).max(axis=1)
         exponents = largest.view(np.int32) >> MANTISSA_BITS & NOT_FINITE
         is_finite = exponents < NOT_FINITE
-        scales = np.where(is_finite, np.maximum(exponents - _SHIFT, 1), NOT_FINITE)
-        units = _power_of_two(np.minimum(scales, _FLIPPED - 1))
-        inverses = _power_of_two(np.maximum(_FLIPPED - scales, 1))
-        values = np.clip(np.rint(blocks * inverses), -_MOST, _MOST)  # multiplied exactly, rounded half to even
+        scales = np.where(is_finite, np.maximum(exponents - SHIFT, 1), NOT_FINITE)
+        units = _power_of_two(np.minimum(scales, FLIPPED - 1))
+        inverses = _power_of_two(np.maximum(FLIPPED - scales, 1))
+        values = np.clip(np.rint(blocks * inverses), -LARGEST, LARGEST)  # multiplied exactly, rounded half to even
         values = np.where(is_finite[:, None], values, np.float32(0))
         lost = blocks - values * units  # exact
     kept_blocks = np.zeros_like(blocks)

@@ -17,7 +17,7 @@ from strategies.comparing.agreement import insist_on_agreement
 from strategies.comparing.digest import digest_of, insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
-from strategies.torch.agreement import differ, word_of
+from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
@@ -59,7 +59,7 @@ class GradientAveraging:
         self._watch = ModuleWatch(module)
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
-        self._round: ModelPass | None = None
+        self._pass: ModelPass | None = None
         self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
         self._warned: set[str] = set()  # the functions of PyTorch
         self._writes_before = 0  # to parameters, when they were last compared
@@ -204,7 +204,7 @@ class GradientAveraging:
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
-        model_pass = self._round
+        model_pass = self._pass
         if model_pass is None or torch._C._current_graph_task_id() not in model_pass.tasks:
             model_pass = self._enter()
         plan = self._plan
@@ -235,12 +235,12 @@ class GradientAveraging:
 
     def _enter(self) -> ModelPass:
         running = self._passes.enter()
-        found = next((one for one in running.rounds if one.model is self), None)
+        found = next((one for one in running.passes if one.model is self), None)
         if found is None:
             self._look_again()
             found = ModelPass(self, self._plan, running.tasks)
-            running.rounds.append(found)
-        self._round = found
+            running.passes.append(found)
+        self._pass = found
         return found
 
     def _look_again(self) -> None:
@@ -301,7 +301,7 @@ class GradientAveraging:
 
     def conclude(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
-        self._round = None
+        self._pass = None
         if not self.is_alone:
             self._finish(model_pass, is_active=True)
         self.loop.next_step()
@@ -354,7 +354,7 @@ class GradientAveraging:
                     self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
         all_are_there = tail.metrics[0] == 1
-        if all_are_there and (differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
+        if all_are_there and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, state, self.loop.step)
             self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote

@@ -94,6 +94,8 @@ def multiplied(function: MapGradient, factor: int) -> MapGradient:
 class ParameterHooks:
     """The hooks of a parameter of the original module, for a parameter of a replica.
 
+    They see the gradient of one replica, before the mean, and run in the replicas' threads, several at once.
+
     Args:
         original: on which the program registers and removes hooks, at any time.
         mine: the replica's, which has none of them.

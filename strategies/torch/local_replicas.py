@@ -209,7 +209,10 @@ class LocalReplicas:
     # ---- the plan
 
     def planned(self, names: tuple[str, ...]) -> TorchGradientPlan:
-        """Called by replicas when they know their metrics."""
+        """Return the plan for gradients.
+
+        The first replica that calls gives the names of the metrics; all wait until the plan is made.
+        """
         first = self._first
         with self._lock:
             if first.found is None:
@@ -267,6 +270,6 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
 
 
 def _finish(run: TorchReplicaRun, _: Future[None]) -> None:
-    """A replica that has ended, however, has nothing to wait for any more."""
+    """Mark all buckets of a replica as finished, also if it has failed, so that nobody waits for them."""
     for event in run.finished:
         event.set()

@@ -14,12 +14,12 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timet
 
 @dataclass
 class MicroBatches:
-    """Whose turn it is while a timetable is followed once.
+    """The gates of a timetable: each micro-batch's thread waits here until its next action may begin.
 
-    A thread is woken once for each action, by the last of what the action needs.
+    Used for one step. A thread is woken once for each action, by the last of what the action needs.
 
     Attributes:
-        followers: what `followers_in` says of it.
+        followers: for each action, the actions that wait for its end.
     """
 
     timetable: Timetable
@@ -42,7 +42,7 @@ class MicroBatches:
 
     @property
     def spans(self) -> Sequence[Timed]:
-        """When each device did what, in the order of the begins; updates, made for all stages at once, come last."""
+        """The actions of all devices with their times, in the order of their beginnings. Updates come last."""
         in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
         if not self.timetable.training:
             return in_order
@@ -67,7 +67,7 @@ class MicroBatches:
         self._begun_s[action] = self.clock() - self._start_s
 
     def done(self, action: StageAction) -> None:
-        """An action has ended."""
+        """Mark an action as ended, and wake the threads whose actions now have all they need."""
         end_s = self.clock() - self._start_s
         for device in self.timetable.mapping[action.stage]:
             self._spans.append(Timed(device, action, self._begun_s[action], end_s))
@@ -104,8 +104,9 @@ def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAct
 def weights_behind(timetable: Timetable) -> Timetable:
     """Return the same actions, with those for weights where the thread of their micro-batch comes to them.
 
-    All others keep their order. A device makes a part for weights when it can do nothing else, in the order of
-    micro-batches.
+    The first part of a micro-batch's backward pass is one call of autograd through all stages, so its second parts come
+    behind that, stage by stage. All others keep their order. A device makes a part for weights when it can do nothing
+    else, in the order of micro-batches.
 
     Args:
         timetable: with a device for each stage, and backward passes in two parts.

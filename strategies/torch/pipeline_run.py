@@ -230,7 +230,7 @@ class Walk:
         return max(self.stage, len(self._stages.devices()) - 1)
 
     def _go_back(self, stage: int, _: object = None) -> None:
-        """Autograd comes to a stage."""
+        """End the backward passes of the later stages, and wait for the turn of `stage`. Called by autograd."""
         while self.stage > stage:
             self._done()
             self.stage -= 1

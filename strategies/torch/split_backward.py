@@ -159,7 +159,7 @@ class _Graph:
             yield from ((edge, node) for edge in self._next[node] if edge[0] not in self.trunk)
 
     def _hanging(self, node: Node) -> set[Node]:
-        """A node, and all that is reached from it."""
+        """Return a node and all nodes that are reached from it."""
         found, waiting = {node}, [node]
         while waiting:
             for following, _ in self._next.get(waiting.pop(), ()):

@@ -21,6 +21,7 @@ from strategies.torch.threads import ThreadValue
 _FORWARD = "forward"
 _plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 
+_seat = ThreadValue["Seat | None"](None)
 _micro_batch = ThreadValue[int | None](None)
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Seat]] = weakref.WeakKeyDictionary()
 _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
@@ -92,9 +93,6 @@ class Seat:
         if id(layer) not in self._names and module is not None:
             self._names = {id(one): name for name, one in module.named_modules()}
         return self._names.get(id(layer), type(layer).__name__)
-
-
-_seat = ThreadValue[Seat | None](None)
 
 
 def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:

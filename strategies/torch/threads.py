@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 
 _cached_by_all = parametrize.cached
 
+
 class ThreadValue(threading.local, Generic[_T]):
     """A value that each thread has for itself.
 
@@ -43,6 +44,10 @@ class ThreadValue(threading.local, Generic[_T]):
             self.now = before
 
 
+_cache = ThreadValue[dict[tuple[type[torch.nn.Module], str], torch.Tensor] | None](None)
+"""The parametrized tensors of each thread. As in PyTorch, copies of a module share them: they are of one class."""
+
+
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
     """Have PyTorch use `count` threads for one operator, in this thread; it decides how sums are split, and so bits."""
@@ -54,10 +59,6 @@ def intra_op_threads(count: int) -> Iterator[None]:
     finally:
         if before != count:
             torch.set_num_threads(before)
-
-
-_cache = ThreadValue[dict[tuple[type[torch.nn.Module], str], torch.Tensor] | None](None)
-"""The parametrized tensors of each thread. As in PyTorch, copies of a module share them: they are of one class."""
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.step.step_record import StepWatcher
 from strategies.torch.agreement import (
     StepSettings,
-    differ,
     lines_of_function,
     lines_of_module,
     lines_of_optimizer,
+    settings_differ,
     settings_in_words,
 )
 from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
@@ -47,7 +47,7 @@ from strategies.typing import Batch, Tree
 
 
 class TorchStep:
-    """A maker of steps, one after another, with the instances that there are."""
+    """The engine of a training: it makes one step at a time on all instances that are left."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class TorchStep:
         training, options = self._training, self._options
         tail = exchange.tail
         self._notice.agree(tail.notice)
-        if differ(*tail.settings):
+        if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
         self._refuse_gradients_of_some(exchange.plan, tail, local)
         values = self._new_buffers(tail.has_changed, local)

@@ -38,7 +38,10 @@ from strategies.train_state import TrainState
 from strategies.typing import Tree
 
 IS_MADE = "is_made"
-"""Of an optimizer's tree: for each parameter whether the optimizer has a state for it; where not, there are zeros."""
+"""The key in an optimizer's tree for one boolean per parameter: whether the optimizer has a state for it.
+
+Without one the tree has zeros.
+"""
 
 AVERAGES_GRADIENTS = "averages_gradients"
 """The attribute that marks classes of modules which average gradients by themselves."""
@@ -271,7 +274,7 @@ def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
 
 
 def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
-    """A part as the optimizer has it, without what fills it."""
+    """Return a shard without its padding, as the optimizer has it."""
     part: np.ndarray = np.asarray(array)
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 

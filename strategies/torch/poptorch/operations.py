@@ -154,7 +154,9 @@ def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[t
 
 
 def for_loop(
-    count: int, body: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    count: int,
+    body: Callable[..., torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Call `inputs = body(*inputs)` so many times, and return the last inputs."""
     values = list(inputs)
@@ -210,7 +212,7 @@ class Attribute(_Scope):
 class MultiConv(_Scope, Accepting):
     """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
 
-    Methods that say how are accepted, and change nothing.
+    PopTorch's methods that plan the convolutions are accepted, and change nothing.
     """
 
     _methods = methods_of(

@@ -25,8 +25,8 @@ class _OfPyTorch(Optimizer):
 
     _usual_lr: float | None = None
     """The learning rate where none is given."""
-    _variant = ""
-    """The argument that `__new__` has looked at."""
+    _variant: str | None = None
+    """The name of the argument by which `__new__` chooses a subclass, and which PyTorch's optimizer does not take."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class _OfPyTorch(Optimizer):
     ) -> None:
         if lr is None and self._usual_lr is None:
             raise TypeError(f"{type(self).__name__} needs a learning rate: lr=0.01, say")
-        named.pop(self._variant, None)
+        if self._variant is not None:
+            named.pop(self._variant, None)
         own, dtypes = own_arguments(named)
         of_pytorch: Callable[..., None] = super().__init__
         of_pytorch(params, self._usual_lr if lr is None else lr, *arguments, **own)

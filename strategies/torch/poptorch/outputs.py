@@ -173,7 +173,7 @@ def _sum(trees: Sequence[Tree]) -> Tree:
 
 @dataclass(frozen=True)
 class Anchor:
-    """One that is looked at.
+    """A tensor that the program has anchored: a parameter, its gradient, or its value after an update.
 
     Attributes:
         name: of a parameter, or one of these with `GRADIENT` or `UPDATED` before it.

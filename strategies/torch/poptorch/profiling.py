@@ -25,8 +25,17 @@ from strategies.typing import Tree
 if TYPE_CHECKING:
     from popdist.timeline.attaching import Timeline
 
-
 Instrumented = TypeVar("Instrumented")
+
+Latency = tuple[float, float, float]
+"""Seconds: least, most and mean."""
+
+ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
+_FOLDER, _REPORTS = "autoReport.directory", "autoReport."
+
+_recordings: dict[Path, Timeline] = {}
+
+logger = logging.getLogger(__name__)
 
 
 class Channel:
@@ -58,10 +67,6 @@ class Channel:
 def _span(name: str) -> Iterator[None]:
     with record_function(name):  # itself no decorator of functions that call themselves, or run in several threads
         yield
-
-
-Latency = tuple[float, float, float]
-"""Seconds: least, most and mean."""
 
 
 class Counters:
@@ -112,14 +117,6 @@ class Counters:
 
 def _tensors_in(tree: Tree) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(tree))
-
-
-ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
-_FOLDER, _REPORTS = "autoReport.directory", "autoReport."
-
-_recordings: dict[Path, Timeline] = {}
-
-logger = logging.getLogger(__name__)
 
 
 def folder_wanted(environ: Mapping[str, str], engine_options: Mapping[str, str]) -> Path | None:

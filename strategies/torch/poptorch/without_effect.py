@@ -35,7 +35,7 @@ class Accepted:
 
     Attributes:
         value: has the parameters of PopTorch's method, and returns what is kept of them.
-        why: nothing happens.
+        why: the reason that it changes nothing, for the log.
         is_switch: whether the value has to be True or False.
     """
 
@@ -60,7 +60,7 @@ class Refused:
     """A method that cannot be heeded.
 
     Attributes:
-        why: it cannot, and the way out.
+        why: the text of the error: the reason, and what to use instead.
         error: the kind that a call raises.
     """
 

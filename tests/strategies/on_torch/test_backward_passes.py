@@ -49,7 +49,7 @@ def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(firs
     def within():
         running = passes.enter()
         first, second = (ModelPass(Recording(name, log), PLAN, running.tasks) for name in "ab")
-        running.rounds += [first, second]
+        running.passes += [first, second]
         for number in (2, 1, 0):
             second.take(number)
             passes.begin_ready()
@@ -68,7 +68,7 @@ def test_a_model_that_was_reached_and_has_no_gradients_is_told():
     def within():
         running = passes.enter()
         running.reached += [one, other]
-        running.rounds.append(ModelPass(other, PLAN, running.tasks))
+        running.passes.append(ModelPass(other, PLAN, running.tasks))
 
     backward(within)
     assert log == ["one has none", "other0", "other1", "other ends"]

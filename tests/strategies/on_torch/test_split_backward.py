@@ -187,3 +187,8 @@ def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
             done = {action for action, number in heads.items() if number == 2}  # of its thread and its device
             assert done, f"{stages} stages and {count} micro-batches wait for ever: {heads}"
             queues = [queue[1:] if queue and queue[0] in done else queue for queue in queues]
+
+
+def test_a_loss_that_is_a_parameter_is_refused():
+    with pytest.raises(StrategyError, match=r"the loss is a parameter of shape \[\], .* as 1 \* loss"):
+        SplitBackward(nn.Parameter(torch.ones(())), lambda node: 0)

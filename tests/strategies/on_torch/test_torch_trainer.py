@@ -420,6 +420,7 @@ class TestRefusals:
             ({"gradient_accumulation_count": 0}, "gradient_accumulation_count is 0"),
             ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use"),
             ({"model_state_aggregation": "median"}, "model_state_aggregation has 'median'"),
+            ({"model_state_aggregation": ""}, "model_state_aggregation has ''"),
             ({"check_numerics": True, "loss_scaling": 2.0}, "use one of them"),
         ):
             with pytest.raises(ValueError, match=message):
