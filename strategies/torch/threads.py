@@ -102,7 +102,7 @@ def _replace_property(kind: type[torch.nn.Module], name: str) -> None:
             _cache.now[key] = _parametrizations_of(module)[name]()
         return _cache.now[key]
 
-    setattr(kind, name, property(get, of_pytorch.fset))  # of no subclass, which TorchDynamo would not trace
+    setattr(kind, name, property(get, of_pytorch.fset))
 
 
 def _parametrizations_of(module: torch.nn.Module) -> torch.nn.ModuleDict:

@@ -400,7 +400,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a rate that one instance changes alone is not noticed",
         path="strategies/torch/torch_step.py",
-        old="if differ(*tail.settings):",
+        old="if settings_differ(*tail.settings):",
         new="if False:",
         caught_by="tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",
     ),

@@ -12,7 +12,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import DisagreementError
-from strategies.torch.agreement import StepSettings, differ
+from strategies.torch.agreement import StepSettings, settings_differ
 
 CHANGES = {
     "a learning rate": (
@@ -87,6 +87,6 @@ def test_words_of_replicas_differ_where_one_does(replicas):
     words = [float(StepSettings([], torch.optim.SGD([torch.zeros(1)], 0.1)).word(step)) for step in range(9)]
     for word in words:
         mean = torch.tensor([[word, word * word]] * replicas).sum(0) / replicas
-        assert not differ(*mean.tolist())
+        assert not settings_differ(*mean.tolist())
         other = torch.tensor([[word, word * word]] * replicas + [[word + 1, (word + 1) ** 2]]).mean(0)
-        assert differ(*other.tolist())
+        assert settings_differ(*other.tolist())

@@ -390,6 +390,11 @@ class TestRefusals:
         with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
             one_step(new_module("mlp"), loss_fn, **{name: "no"})
 
+    def test_another_strategy_for_a_trainer_that_is_made(self):
+        trainer = sgd_trainer(1, new_module("mlp"))
+        with pytest.raises(AttributeError, match="strategy"):
+            trainer.strategy = strategies.IPUStrategy(2)
+
     def test_modules_that_cannot_be_trained(self):
         strategy = strategies.IPUStrategy(1)
         module = new_module("mlp")
