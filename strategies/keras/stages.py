@@ -133,7 +133,10 @@ def PipelineStage(stage: int) -> Iterator[None]:
 
 @functools.cache
 def _mark_nodes() -> None:
-    """Have each call of a layer in a `PipelineStage` know its stage, from now on."""
+    """Have each call of a layer in a `PipelineStage` know its stage.
+
+    `Node` stays patched: another thread may be in a stage.
+    """
     node: Any = keras_node.Node
     create = node.__init__
 

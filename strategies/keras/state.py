@@ -194,4 +194,5 @@ def results_of(model: ModelLike, metrics: Values) -> Logs:
 
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype that an array has in a program."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # such as of jax.random.key
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)

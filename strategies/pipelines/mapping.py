@@ -70,9 +70,11 @@ def wrong_type(name: str, value: object, way_out: str) -> TypeError:
 
 
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
-    """Return functions in the place of so many stages of which only the mapping is known."""
+    """Return one placeholder for each stage of a pipeline that is known by its number of stages and its mapping."""
     given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
-    known: list[Stage] = [[_unknown] * len(devices) if isinstance(devices, Sequence) else _unknown for devices in given]
+    known: list[Stage] = [
+        [_unknown] * len(devices) if isinstance(devices, Sequence) and devices else _unknown for devices in given
+    ]
     return known + [_unknown] * (number - len(known))
 
 
