@@ -313,7 +313,7 @@ def _listed(inputs: Tree) -> list[Tree]:
 
 
 def _next_variables(result: Tree, count: int, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
-    """What the body returned as a list of loop variables, without what `enqueue` returned."""
+    """Return the loop variables that the body returned as a list, without the results of `enqueue`."""
     if count == 1 and jax.tree.structure([result]) == structure:
         return [result]
     values = _listed(result)

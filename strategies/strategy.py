@@ -1,4 +1,4 @@
-"""What all strategies are: replicas spread over instances, programs that run once per replica, and reductions."""
+"""The base class of strategies: replicas spread over instances, programs that run once per replica, and reductions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Strategy(ABC):
 
     @property
     def instance(self) -> Instance:
-        """Which replicas this process drives, as the instances are numbered now."""
+        """The instance with the replicas that this process drives, as the instances are numbered now."""
         return self._replicas.instance
 
     @property
@@ -118,7 +118,7 @@ class Strategy(ABC):
 
     @property
     def instruments(self) -> Instruments:
-        """Those that see what this instance does."""
+        """The instruments attached to this instance."""
         return self._replicas.instruments
 
     @property
@@ -134,7 +134,7 @@ class Strategy(ABC):
 
     @property
     def instance_index(self) -> int:
-        """Which instance this is, 0 to n - 1."""
+        """The index of this instance, 0 to n - 1."""
         note_question("strategy.instance_index")
         return self._replicas.instance_index
 

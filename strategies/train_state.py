@@ -1,4 +1,4 @@
-"""What training changes."""
+"""The state of a training: variables, optimizer state, step and loss scale."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ loop 0.81 to 0.91.)"""
 
 
 class GradientAccumulationReductionMethod(Enum):
-    """How the gradients of a replica's micro-batches become one; the original's enum.
+    """The way to combine the gradients of a replica's micro-batches into one; the original's enum.
 
     For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
     g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit

@@ -1,4 +1,4 @@
-"""What programs give to a `Trainer`, looked at before JAX does, and which of the variables are trained.
+"""Checks of a `Trainer`'s arguments before JAX sees them, and the choice of trained variables.
 
 Mistakes of a beginner get one sentence each.
 """
@@ -229,7 +229,7 @@ def are_used_up(variables: Variables) -> bool:
 )
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss function may return instead of the loss, or of the loss and metrics.
+    """The complete result of a loss function, which may also return the loss alone, or the loss and metrics.
 
     Attributes:
         loss: a floating-point scalar, the mean over the rows of the batch.
@@ -246,7 +246,7 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: Tree) -> Outcome:
-        """Of what a loss function has returned: an `Outcome`, the loss and its metrics, or the loss."""
+        """Return an `Outcome` of a loss function's result: an `Outcome`, the loss and its metrics, or the loss."""
         if isinstance(returned, cls):
             return returned
         return cls(*returned) if isinstance(returned, tuple) and len(returned) == 2 else cls(returned)
@@ -264,7 +264,7 @@ class Trainable:
 
     @classmethod
     def of(cls, variables: Variables, trainable: Filter) -> Trainable:
-        """What a filter says of variables, or of their shapes and dtypes.
+        """Apply a filter to variables, or to their shapes and dtypes.
 
         Raises:
             TypeError: if it says anything but True or False.
@@ -297,7 +297,7 @@ class Trainable:
         return all(self.flags)
 
     def pick(self, variables: Variables) -> Variables:
-        """Those that are trained: the same tree, with None for the others."""
+        """Return the trained variables: the same tree, with None in the place of each other variable."""
         if self.is_all:
             return variables
         leaves, structure = jax.tree.flatten(variables)

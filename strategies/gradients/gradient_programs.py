@@ -155,7 +155,7 @@ class JaxGradientPlan(ReplicaPlan):
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
     def of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those of what a segment finishes that are for the next step."""
+        """Return the results of a segment that the replica keeps for its next step."""
         return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
 
     def gradients_on(

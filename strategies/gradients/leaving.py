@@ -1,4 +1,4 @@
-"""How what leaves a replica lies in buffers, and the memory for its means.
+"""The layout of a replica's gradients in flat buffers, and the memory for their means.
 
 Gradients leave the programs that compute them flat, one buffer per dtype, or as int8 with error feedback.
 """
@@ -31,7 +31,7 @@ _FLIPPED = 254  # 2^-e has this exponent less that of 2^e
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves a replica to be averaged.
+    """The values that leave a replica to be averaged.
 
     Attributes:
         leaves: the shapes and dtypes of the gradients, and of others behind them that are averaged like them.
@@ -45,7 +45,7 @@ class Leaving:
     whole: int = 0
 
     def of_gradients(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those that are averaged, of what a segment finishes."""
+        """Return the results of a segment that are averaged over replicas."""
         return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.leaves))
 
     def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
@@ -57,7 +57,7 @@ class Leaving:
         return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
-        """How the means of gradients that travel together are cut."""
+        """Return the shards of the means of gradients that travel together; None if they stay whole."""
         return None if any(part.rows for part in parts) else self.shards
 
     def is_cut(self, part: Part, shards: Shards) -> bool:
@@ -65,7 +65,7 @@ class Leaving:
         return part.result <= TAIL + len(self.leaves) - self.whole and shards.divides(self.shape_of(part))
 
     def layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
-        """How what a segment finishes lies in buffers, with so many values behind it."""
+        """Return the layout of a segment's averaged results in flat buffers, with a tail of so many values."""
         leaves = [self.shape_of(part) for part in self.of_gradients(parts)]
         shards = self.shards_of(parts)
         return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)

@@ -1,4 +1,4 @@
-"""What changes with every batch and is not trained, such as moving means: how replicas agree on it."""
+"""The agreement of replicas on the model state: values such as moving means, which change without being trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has_own(aggregation: Tree) -> bool:
 
 @dataclass(frozen=True)
 class ModelStateRule:
-    """How replicas agree on the leaves of a model state.
+    """The ways in which replicas agree on the leaves of a model state.
 
     What each replica has for itself lies in a state with the local replicas along a first axis of its own.
 
@@ -117,7 +117,7 @@ class ModelStateRule:
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
-        """What a replica sends for those leaves; traceable.
+        """Return the values that a replica sends for the leaves that are averaged or added; traceable.
 
         A sum is the mean of what is so many times as large: exact for whole numbers, and where their number is a power
         of two for all.

@@ -1,4 +1,4 @@
-"""What one replica computes in a step: the gradients of its micro-batches, in the precision that was asked for."""
+"""The computation of one replica in a step: the gradients of its micro-batches, in the precision that was asked for."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the micro-batches of a replica become one gradient; see `strategies.gradients.accumulation`."""
+    """The options with which a replica's micro-batches become one gradient; see `strategies.gradients.accumulation`."""
 
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
@@ -208,13 +208,13 @@ class ReplicaProgram:
 
     @property
     def num_kept(self) -> int:
-        """How many arrays a replica keeps for its next step."""
+        """The number of arrays that a replica keeps for its next step."""
         residuals = 0 if self.quantised is None else len(self.quantised.shapes)
         return residuals + sum(self.rule.words.count(word) for word in KEPT)
 
     @property
     def tail_size(self) -> int:
-        """How many values the tail has."""
+        """The number of values in the tail."""
         return self.finite_place + self._precision.scales_loss + self.flags
 
     @property
@@ -260,7 +260,7 @@ class ReplicaProgram:
         return (tail, *results, *means, *residuals, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Of the model state that a replica has made what it sends, and what it keeps; traceable."""
+        """Return the values of a replica's new model state that it sends, and those that it keeps; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 
@@ -317,7 +317,7 @@ class ReplicaProgram:
         control: jax.Array,
         model_state: Tree,
     ) -> tuple[jax.Array, jax.Array, Outcome]:
-        """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
+        """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
 
         Args:
             variables: whole.
@@ -342,7 +342,7 @@ class ReplicaProgram:
         return jax.tree.map(self._micro_shape, batch)
 
     def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
-        """Of what a replica keeps the new residuals, and the leaves of the model state by the words of `KEPT`."""
+        """Split a replica's kept values into the new residuals, and the model state's leaves by the words of `KEPT`."""
         rest = iter(kept)
         counts = {word: self.rule.words.count(word) for word in KEPT}
         residuals = list(itertools.islice(rest, len(kept) - sum(counts.values())))
@@ -396,14 +396,14 @@ class ReplicaProgram:
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
-        """What the loss function returns. The model state keeps its dtypes: means that move need them."""
+        """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
         return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
 
     def _loss(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
     ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-        """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        """Return the differentiated value; the loss and the metrics as float32, and the new model state."""
         loss, values, outcome = self._computed(variables, batch, key, control, model_state)
         return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
@@ -420,7 +420,7 @@ class ReplicaProgram:
     # ---- shapes
 
     def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
-        """What the loss function returns besides the loss; checks that all of it is scalar, and the model state."""
+        """Return the names of the loss and metrics; check that all of them are scalars, and check the model state."""
         micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
@@ -454,7 +454,7 @@ class ReplicaProgram:
         return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
-        """What the loss function returns, as arrays."""
+        """Return the results of the loss function for one micro-batch, as arrays."""
         with replica_context(self._replicas.new_context(index, "shapes")):
             result = self._called(variables, batch, jax.random.key(0), model_state)
         try:

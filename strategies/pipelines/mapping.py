@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from strategies.argument_checks import integer, positive
+from strategies.argument_checks import integer, positive, wrong_type
 from strategies.errors import FailedPreconditionError
 from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named, serialized
 from strategies.pipelines.timetable import Places, Timetable
@@ -64,11 +64,6 @@ def places_of(
     )
 
 
-def wrong_type(name: str, value: object, way_out: str) -> TypeError:
-    """Return the error that an argument has a value of another type than the way out says."""
-    return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
-
-
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
     """Return one placeholder for each stage of a pipeline that is known by its number of stages and its mapping."""
     given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
@@ -83,7 +78,7 @@ def _unknown() -> None:
 
 
 def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
-    """Return one more than the greatest device of a mapping; where it is no mapping, the number of stages."""
+    """Return the number of devices of a mapping; without a mapping, the number of stages."""
     if not isinstance(device_mapping, Sequence):
         return max(num_stages, 1)
     return 1 + max(

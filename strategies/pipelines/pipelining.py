@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
+from strategies.argument_checks import positive, wrong_type
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.pipelines.advice import choose_for
@@ -23,7 +23,6 @@ from strategies.pipelines.mapping import (
     schedule_for,
     stages_like,
     timetable_for,
-    wrong_type,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecomputationMode(Enum):
-    """How what backward passes need is recomputed; the original's enum.
+    """The way to recompute the values that backward passes need; the original's enum.
 
     The whole forward pass of a stage runs again before its backward pass, or one block between two
     `recomputation_checkpoint`s after another, each before the part of the backward pass that needs it.
@@ -174,7 +173,7 @@ class Pipelining:
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
     def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
-        """What each device does for an update.
+        """Return the actions of each device for an update.
 
         Raises:
             FailedPreconditionError: if the count is no multiple of what the schedule needs.

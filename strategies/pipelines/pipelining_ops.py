@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
+from strategies.argument_checks import positive, wrong_type
 from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
@@ -36,7 +36,6 @@ from strategies.pipelines.mapping import (
     num_devices,
     places_of,
     schedule_for,
-    wrong_type,
 )
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.plan import Plan, plan

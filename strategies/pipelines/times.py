@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline take, and what they keep for their backward passes."""
+"""The times of a pipeline's stages, and the bytes that stages keep for their backward passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Average = Callable[[Sequence[float]], float]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long each stage takes for one micro-batch, without recomputation; in seconds or any other unit.
+    """The times of each stage for one micro-batch, without recomputation; in seconds or any other unit.
 
     Attributes:
         forward: for each stage its forward pass.
@@ -57,7 +57,7 @@ class StageTimes:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are times of."""
+        """The number of stages."""
         return len(self.forward)
 
     @property
@@ -66,7 +66,7 @@ class StageTimes:
         return tuple(there + back for there, back in zip(self.forward, self.backward, strict=True))
 
     def durations(self, recompute: bool = False) -> Durations:
-        """How long each action takes. With recomputation a backward pass begins with a forward pass."""
+        """Return the duration of each action. With recomputation a backward pass begins with a forward pass."""
         found: dict[tuple[ActionKind, int], float] = {}
         for stage, forward in enumerate(self.forward):
             again = forward if recompute else 0.0
@@ -160,7 +160,7 @@ def _averaged(times: Mapping[tuple[ActionKind, int], float], stages: range, reco
 
 @dataclass(frozen=True)
 class StashBytes:
-    """What a stage keeps of one micro-batch until its backward pass, on each of its devices; in bytes.
+    """The bytes that each stage keeps of one micro-batch until its backward pass, on each of its devices.
 
     Attributes:
         stashed: for each stage all that the backward pass needs, besides variables.

@@ -1,4 +1,4 @@
-"""What each device of a pipeline does, in which order; checked before anything runs.
+"""The actions of each device of a pipeline in their order, checked before anything runs.
 
 A schedule makes a timetable, an engine carries it out: each device its own actions in their order, each of them as
 soon as the `dependencies` are done. Nothing here knows what a stage computes.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """What is done with a stage. The backward pass is one action, or two: for the inputs, and for the weights."""
+    """The kinds of actions. The backward pass is one action, or two: for the inputs, and for the weights."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -98,7 +98,7 @@ class Timetable:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the pipeline has."""
+        """The number of stages."""
         return len(self.mapping)
 
     @cached_property
@@ -116,7 +116,7 @@ class Timetable:
             yield StageAction(ActionKind.UPDATE, stage, None)
 
     def dependencies(self, action: StageAction) -> tuple[StageAction, ...]:
-        """What has to be done before an action, on whichever devices; besides what its device does before."""
+        """Return the actions that have to end before an action begins, besides those that its device does before."""
         stage, number = action.stage, action.micro_batch
         if number is None:
             return tuple(StageAction(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
@@ -154,7 +154,7 @@ class Timetable:
         return tuple(simulated(self, durations or {})) if durations else self._spans
 
     def length(self, durations: Durations | None = None) -> float:
-        """How long all of it takes; see `timed`."""
+        """Return the length of the timetable; see `timed`."""
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
@@ -260,7 +260,7 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
 
 
 def duration_of(action: StageAction, durations: Durations) -> float:
-    """How long an action takes; see `Timetable.timed`."""
+    """Return the duration of an action; see `Timetable.timed`."""
     return durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
 
 

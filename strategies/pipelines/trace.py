@@ -1,4 +1,4 @@
-"""What the devices of a pipeline did when, as it was measured."""
+"""The measured actions of a pipeline's devices."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Trace:
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """What pictures show: a panel for each replica."""
+        """The panels for pictures, one for each replica."""
         return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
 
     def text(self, columns: int = COLUMNS) -> str:
-        """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
+        """Draw the trace as lines of at most so many columns, one replica below another; see `draw_text`."""
         return "\n".join(draw_text(panel, columns) for panel in self.panels)
 
     def perfetto(self) -> str:
-        """What was done, for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
+        """Return the trace for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
         return perfetto(self.replicas)
 
     def timetable(self) -> Timetable:
@@ -77,7 +77,7 @@ class Trace:
         return observed(self.replicas[min(self.replicas)])
 
     def advice(self) -> str:
-        """Which stage is the slowest, and how the cuts would have to move for all devices to have equally much to do.
+        """Name the slowest stage, and how the cuts would have to move for all devices to have equally much to do.
 
         Whether the model can be cut there is not known here: `better_cut` knows the parts.
         """

@@ -89,7 +89,7 @@ def _divide(graph: Graph, result: int, piece_bytes: int) -> dict[Part, Atom]:
 
 
 def _product(graph: Graph, atom: Atom) -> _Product | None:
-    """How a value is a product, if it is one that nothing else reads."""
+    """Return the parts of a product; None if the value is no product, or something else reads it."""
     last = graph.producer(atom)
     if last is None or not atom.aval.shape or graph.readers(atom):
         return None

@@ -11,10 +11,24 @@ from jax.extend import core
 from strategies.programs.jaxpr import Atom, Equation, Graph, body_of_call, every_equation
 from strategies.typing import Function, Leaf
 
-# ---- from arrays to the arrays that replace them
-
 _SAME_VALUES = frozenset({"convert_element_type", "reshape", "copy", "broadcast_in_dim"})
 _SUMS = frozenset({"add", "add_any", "scatter-add"})
+
+_ACROSS = frozenset(
+    {
+        "argmax", "argmin", "cholesky", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin",
+        "cumprod", "cumsum", "dot_general", "eig", "eigh", "fft", "gather", "householder_product", "lu", "qr",
+        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
+        "reduce_window_max", "reduce_window_sum", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
+        "transpose", "triangular_solve", "dynamic_slice", "dynamic_update_slice",
+    }
+)  # fmt: skip
+
+_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
+_BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
+"""Operations whose elements follow from their places in the array."""
+
+# ---- from arrays to the arrays that replace them
 
 
 def looks(function: Function, old: Sequence[Leaf], *others: Leaf) -> tuple[list[bool], list[bool]]:
@@ -70,20 +84,6 @@ def _depends(graph: Graph, atom: Atom, before: Atom) -> bool:
 
 
 # ---- between the elements of an array
-
-_ACROSS = frozenset(
-    {
-        "argmax", "argmin", "cholesky", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin",
-        "cumprod", "cumsum", "dot_general", "eig", "eigh", "fft", "gather", "householder_product", "lu", "qr",
-        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
-        "reduce_window_max", "reduce_window_sum", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
-        "transpose", "triangular_solve", "dynamic_slice", "dynamic_update_slice",
-    }
-)  # fmt: skip
-
-_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
-_BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
-"""What makes elements that follow from their places in the array."""
 
 
 def first_across_elements(closed: core.ClosedJaxpr) -> str | None:

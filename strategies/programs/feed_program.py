@@ -1,4 +1,4 @@
-"""What feeds and loops know of the program that is being traced."""
+"""The program that is being traced, as feeds and loops know it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _current: ContextVar[FeedProgram | None] = ContextVar("feed_program", default=No
 
 @dataclass(frozen=True)
 class Replication:
-    """Which replicas run a program.
+    """The replicas that run a program.
 
     Attributes:
         local: the global indices of those of this instance.
@@ -49,7 +49,7 @@ class Replication:
 
 @dataclass(frozen=True)
 class Enqueued:
-    """What the body of a loop enqueues in each iteration, and the loop hands over later.
+    """The values that the body of a loop enqueues in each iteration, and that the loop hands over later.
 
     Attributes:
         put: gives the queue one value of a replica; called at run time, with arrays that it may keep.

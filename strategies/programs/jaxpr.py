@@ -32,7 +32,7 @@ _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Variable]:
-    """Those of some atoms that are no literals."""
+    """Return the atoms that are no literals."""
     return (atom for atom in atoms if not isinstance(atom, core.Literal))
 
 
@@ -55,7 +55,7 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 
 
 def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJaxpr | None:
-    """What an equation evaluates once, of its operands as they are; None where it is not such a call.
+    """Return the program that an equation evaluates once, with its own operands; None if it is no such call.
 
     Args:
         equation: of a traced program.
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
-    """What an equation makes of values, as JAX evaluates it in a program, with what surrounds it.
+    """Evaluate an equation as JAX does in a program, in its context.
 
     Args:
         like: any program of the same trace.
@@ -261,7 +261,7 @@ class Graph:
         return -1 if isinstance(atom, core.Literal) else self.producers.get(atom, -1)
 
     def readers(self, atom: Atom) -> int:
-        """How often a value is an operand."""
+        """Return the number of times that a value is an operand."""
         return sum(atom is read for equation in self.equations for read in equation.invars)
 
     def ancestors(self, atoms: Iterable[Atom], known: Collection[int] = frozenset()) -> set[int]:
@@ -280,7 +280,7 @@ def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
 
 @dataclass(frozen=True)
 class EquationGroup:
-    """Which equations of a graph make a segment.
+    """The equations of a graph that make a segment.
 
     Attributes:
         equations: their numbers.
@@ -329,7 +329,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """What a segment needs of earlier ones: equations to repeat, and intermediates."""
+    """Return what a segment needs of earlier segments: equations to repeat, and intermediates."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]

@@ -163,7 +163,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """What is kept of a block.
+    """The values that are kept of a block.
 
     Attributes:
         backward: cotangents of floating-point results -> cotangents of some arguments; holds what was kept.

@@ -29,9 +29,23 @@ from strategies.typing import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 
-# ---- wrong sums
-
 _LIBRARY = "libjax_common.so"
+
+THREADS_RESERVE_BYTES = 5 << 28
+"""The address space that XLA's threads reserve when its first program runs, most of it never used.
+
+26 threads have each a stack and a region of malloc of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and
+more with more of them.
+"""
+
+_XLA_THREADS = "tf_"  # how their names begin, of which Linux knows 15 characters
+
+_PRODUCTS = frozenset(
+    {"mul", "square", "integer_pow", "div", "pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"}
+)
+"""Operations that end in a product, or may after XLA has rewritten them."""
+
+# ---- wrong sums
 
 
 def use_right_sums(environ: MutableMapping[str, str]) -> None:
@@ -100,35 +114,30 @@ def _warn(complaint: str) -> None:
 
 # ---- address space: XLA aborts the process without a word
 
-ROOM_BYTES = 5 << 28
-"""What XLA's threads reserve, most of it never used, when its first program runs: 26 threads, each with a stack and a
-region of malloc of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and more with more of them."""
-_THREADS = "tf_"  # of XLA; Linux knows the first 15 characters of their names
-
 
 def warn_of_little_address_space() -> None:
     """Warn that the process will probably abort when XLA starts, because of `ulimit -v`; before it starts."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and not _has_started() and (fault := describe_lack(limit, _used_bytes())):
+    if limit != resource.RLIM_INFINITY and not _xla_has_threads() and (fault := describe_lack(limit, _used_bytes())):
         logger.warning("%s", fault)
 
 
 def describe_lack(limit: int, used: int) -> str:
-    """What is to be said about a limit of so many bytes of which so many are used; empty if they will do."""
-    if limit - used >= ROOM_BYTES:
+    """Return the warning about a limit of address space that is too low; empty if the rest is enough."""
+    if limit - used >= THREADS_RESERVE_BYTES:
         return ""
     return (
         f"this process may use {limit / 1e9:.2f} GB of address space (ulimit -v) and uses {used / 1e9:.2f} GB; XLA's "
-        f"threads reserve {ROOM_BYTES / 1e9:.2f} GB and more, and it aborts where they cannot; raise the limit, or "
-        "limit memory by a cgroup instead (systemd-run -p MemoryMax=..., Slurm's --mem)"
+        f"threads reserve {THREADS_RESERVE_BYTES / 1e9:.2f} GB and more, and it aborts where they cannot; raise "
+        "the limit, or limit memory by a cgroup instead (systemd-run -p MemoryMax=..., Slurm's --mem)"
     )
 
 
-def _has_started() -> bool:
+def _xla_has_threads() -> bool:
     """Whether XLA has its threads already; JAX has no public way to ask."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            if name.read_text().startswith(_THREADS):
+            if name.read_text().startswith(_XLA_THREADS):
                 return True
     return False
 
@@ -205,11 +214,6 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 # `optax.MultiSteps`. Without it sums, products, quotients and square roots are those of IEEE 754, which leaves no
 # choice.
 
-# What ends in a product, or may after XLA has rewritten it.
-_PRODUCTS = frozenset(
-    {"mul", "square", "integer_pow", "div", "pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"}
-)
-
 
 def with_rounded_products(function: Function) -> Function:
     """The same function, in which no product is contracted with the sum that it goes into; traceable.
@@ -243,7 +247,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], zero: jax.Arr
 
 
 def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
-    """What goes into anything but products, so perhaps into a sum.
+    """Return the variables that go into anything but products, so perhaps into a sum.
 
     Of other products XLA may choose the form: it makes one division of two, which is the same everywhere, and faster.
     """

@@ -28,7 +28,7 @@ EQUATION = "cross_replica_collective"
 
 
 class CollectiveKind(ABC):
-    """What the replicas of a group make of their values; an immutable value.
+    """The kind of a collective: the function of the values of a group of replicas. It is immutable.
 
     Attributes:
         reduces: whether it does arithmetic.
@@ -44,7 +44,7 @@ class CollectiveKind(ABC):
 
     @abstractmethod
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """What each replica of a group gets of their values; both in the order of the group."""
+        """Return the result of each replica of a group; values and results are in the order of the group."""
 
     @abstractmethod
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ class Collective:
         return self.groups.members(self.total)
 
     def __call__(self, index: jax.Array, value: jax.Array) -> jax.Array:
-        """What a replica gets; called while its program is traced.
+        """Return the replica's result of the collective; called while its program is traced.
 
         Args:
             index: its global index, an int32 scalar.

@@ -1,4 +1,4 @@
-"""What of a value goes to which replica: batches are dealt out, and all replicas share what else there is.
+"""The distribution of values over replicas: batches are dealt out, and all replicas share anything else.
 
 A batch of a distributed data set is made of arrays like any other, which programs take apart and put into trees of
 their own. So that is known of each array, for as long as it lives.
@@ -39,7 +39,7 @@ class _Known(Generic[Fact]):
         self._of_identity.pop(identity, None)
 
     def of(self, leaf: Leaf) -> Fact | None:
-        """What is known of a leaf of a tree."""
+        """Return the known fact about a leaf of a tree; None if there is none."""
         found = self._of_identity.get(id(leaf))
         return found[1] if found is not None and found[0]() is leaf else None
 

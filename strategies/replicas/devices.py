@@ -66,7 +66,7 @@ class ReplicaDevices:
 
     @property
     def waves(self) -> int:
-        """How often `width` replicas run for one step of all local replicas."""
+        """The number of rounds, each of `width` replicas, in one step of all local replicas."""
         return len(self.replicas) // self.width
 
     @property
@@ -118,7 +118,7 @@ class ReplicaDevices:
         return [self._threads.submit(attempt, position) for position in range(len(self.replicas))]
 
     def each(self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None) -> list[T]:
-        """What `work` returns for each local replica; see `begin`. One replica alone runs in this thread.
+        """Return the result of `work` for each local replica; see `begin`. One replica alone runs in this thread.
 
         Raises:
             BaseException: what it has raised for the first of them, when all have ended.
@@ -292,7 +292,7 @@ def choose_grid(
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
 ) -> DeviceGrid:
-    """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
+    """Return the devices of JAX that `claim_devices` gives to local replicas, once JAX has started; change nothing.
 
     Where there are fewer devices than a replica spans, it uses some of them for several of its own.
 

@@ -1,4 +1,4 @@
-"""What all replicas have, on every instance or on the first."""
+"""Gathering of all replicas' values, on every instance or on the first."""
 
 from __future__ import annotations
 

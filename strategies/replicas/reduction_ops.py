@@ -65,12 +65,12 @@ def check_dtype(dtype: np.dtype, reduces: bool, members: str = "replicas") -> No
 
 
 def base_of(name: str) -> str:
-    """What is done with operands that `operand` has made: "sum", "mean", "prod", "min", "max" or "local"."""
+    """Return the operation that combines the results of `operand`: "sum", "mean", "prod", "min", "max" or "local"."""
     return _BASES[name]
 
 
 def operand(name: str, x: jax.Array) -> jax.Array:
-    """What a contribution is turned into before it is combined: a truth value, a square, or itself."""
+    """Return the operand that a contribution becomes before it is combined: a truth value, a square, or itself."""
     if name.startswith("LOGICAL"):
         return (x != 0).astype(jnp.uint8)
     if name == "SQUARE_ADD":

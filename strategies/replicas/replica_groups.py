@@ -11,7 +11,7 @@ from strategies.typing import Leaf
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """How replicas are divided: blocks of neighbours, or orthogonal to such blocks.
+    """The division of replicas into groups: blocks of neighbours, or orthogonal to such blocks.
 
     Of 8 replicas in groups of 4, the consecutive ones are {0, 1, 2, 3} and {4, 5, 6, 7}, the orthogonal ones
     {0, 2, 4, 6} and {1, 3, 5, 7}.

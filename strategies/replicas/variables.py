@@ -194,7 +194,7 @@ def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
 
 
 def _part(leaf: Leaf, parts: int) -> jax.Array:
-    """What each of so many replicas gets of a sum."""
+    """Return the share of a sum that each of so many replicas gets."""
     array = jnp.asarray(leaf)
     if parts == 1:
         return array

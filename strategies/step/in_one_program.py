@@ -42,7 +42,7 @@ Made: TypeAlias = tuple[TrainState, jax.Array]
 
 @dataclass
 class _Tried:
-    """What is known of the steps of a replica's program.
+    """The results of trying to make the steps of a replica's program in one program.
 
     Attributes:
         program: of the replica.
@@ -75,7 +75,7 @@ class InOneProgram:
     def found(
         self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
-        """What makes such a step; None where it is to be made in parts.
+        """Return the program that makes such a step; None if the step is to be made in parts.
 
         Args:
             step: of the only replica.

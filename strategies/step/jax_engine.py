@@ -58,7 +58,7 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What replicas compute in a step, however many of them are here; without memory for gradients.
+    """The computation of a replica in a step, however many replicas are here; without memory for gradients.
 
     Attributes:
         program: of a replica.
@@ -132,7 +132,7 @@ class JaxEngine:
         gradients.dispatch(state.variables, of_replicas, shared)
 
     def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
-        """What replicas have of a model state for themselves, and the rest of it, with None for that."""
+        """Split a model state into the leaves that each replica has for itself, and the rest, with None for them."""
         if model_state is None:
             return [], None
         rule = self._options.rule_of(model_state)
@@ -178,7 +178,7 @@ class JaxEngine:
         return found
 
     def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
-        """What a replica computes, by programs that are not compiled yet; without a word to other instances.
+        """Return a replica's computation, with programs that are not compiled yet; no collective call.
 
         Gradients that would be streamed, which is found out by running, come all at the end.
 
@@ -234,7 +234,7 @@ class JaxEngine:
         return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
-        """What a replica computes of arguments of such shapes."""
+        """Return a replica's computation for arguments of such shapes."""
         options = self._options
         program = ReplicaProgram(
             self._replicas,
@@ -340,7 +340,7 @@ class JaxEngine:
 
 
 def _key_of(tree: Tree) -> tuple[Tree, ...]:
-    """What is the same for trees of the same structure, shapes and dtypes."""
+    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 

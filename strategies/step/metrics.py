@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""The metrics of a step, and how sinks and instruments get them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from strategies.updates.update import UpdateSettings
 
 
 class TrainerOptions(TypedDict, total=False):
-    """What `Trainer` takes by name; see `StepOptions`."""
+    """The options that `Trainer` takes by name; see `StepOptions`."""
 
     gradient_accumulation_count: int
     gradient_accumulation_dtype: AccumulationDtype
@@ -48,11 +48,11 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class PipelinePlanner(Protocol):
-    """How a replica is cut into stages; `strategies.Pipelining`."""
+    """The interface of options that cut a replica into stages; `strategies.Pipelining` has it."""
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """What all instances have to have alike."""
+        """The options that have to be alike on all instances."""
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
@@ -72,7 +72,7 @@ class PipelinePlanner(Protocol):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is made.
+    """The options of a training step.
 
     Attributes:
         seed: of the keys.
@@ -195,12 +195,12 @@ class StepOptions:
 
     @cached_property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not."""
+        """The scaling of losses; None if they are not scaled."""
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """How micro-batches become one gradient."""
+        """The options with which micro-batches become one gradient."""
         return Accumulation(
             positive("gradient_accumulation_count", self.gradient_accumulation_count),
             GradientAccumulationReductionMethod.parse(self.reduction_method),
@@ -219,7 +219,7 @@ class StepOptions:
         return GradientTransfer.parse(self.gradient_transfer_dtype)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
-        """How replicas agree on such a model state.
+        """Return the rule by which replicas agree on such a model state.
 
         Raises:
             ValueError: see `ModelStateRule.of`; or gradients travel as int8.
@@ -244,7 +244,7 @@ class StepOptions:
 
     @property
     def of_update(self) -> UpdateSettings:
-        """What changes how variables are updated."""
+        """The options that change how variables are updated."""
         return UpdateSettings(
             seed=self.seed,
             gradient_dtype=self.gradient_accumulation_dtype,
@@ -257,7 +257,7 @@ class StepOptions:
 
     @property
     def own_part(self) -> str | None:
-        """What each instance has of the state that no other has, in words; None where all have the same."""
+        """The part of the state that differs between instances, in words; None if all have the same state."""
         kinds = {
             "sharded optimizer state": self.shards_state,
             "residuals of int8 gradients": self.transfer.is_quantised,

@@ -81,7 +81,7 @@ class SingleStep:
             made = self._repeated(loss, state, batch)
         tell_end(self._replicas, batch, made[1], made[0].step, local)
         can_share = self._replicas.can_carry_on and not self._options.own_part
-        self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
+        self._replicas.done_so_far.complete(partial(self.share, made[0]) if can_share else None)
         return made
 
     def _repeated(self, loss: BaseException, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -264,7 +264,7 @@ class SingleStep:
 
 
 def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
-    """What replicas keep, with all of them along the first axis."""
+    """Join the values that replicas keep, with the replicas along the first axis."""
     if len(kept) == 1:
         return list(kept[0])
     return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

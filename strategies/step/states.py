@@ -87,7 +87,7 @@ class TrainStates:
         )
 
     def _checked(self, variables: Variables, model_state: Tree) -> tuple[Variables, Tree]:
-        """What a state is to begin with, as arrays; raises what `Trainer.init` does."""
+        """Return the variables and model state of a first state, as arrays; raises what `Trainer.init` does."""
         check_variables(variables, self._options.trainable)
         check_model_state(model_state)
         arrays = as_arrays(model_state)

@@ -1,4 +1,4 @@
-"""What `poprun verify` compares: digests of each step's batch, gradients and variables, written as the step is made.
+"""The records that `poprun verify` compares: digests of each step's batch, gradients and variables.
 
 `popdist.records.recording` says how it is asked for. Nothing here talks to other instances, except where they have
 parts of the mean gradients. Every instance writes what it has, also what is to be the same on all: whether it is the
@@ -65,7 +65,7 @@ _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
 class StepWatcher(Protocol):
-    """What a Trainer tells of its steps."""
+    """The interface of objects to which a Trainer reports its steps."""
 
     @property
     def is_on(self) -> bool:
@@ -102,7 +102,7 @@ class NoRecorder:
 
 
 def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
-    """What records the steps of one Trainer, if the environment asks for it."""
+    """Return the recorder of one Trainer's steps; it records nothing unless the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
     return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
 
@@ -202,7 +202,7 @@ class StepRecorder:
             raise SystemExit(0)
 
     def _recorded(self, state: TrainState) -> dict[str, Leaf]:
-        """What is the same on all instances: variables that are trained, others, and leaves of the model state."""
+        """Return the values that are the same on all instances: variables, and leaves of the model state."""
         trainable = Trainable.of(state.variables, self._options.trainable)
         rule = self._options.rule_of(state.model_state)
         trees = (
@@ -267,7 +267,7 @@ class _RecordFile:
             data = data[os.write(self._descriptor, data) :]
 
     def write_process(self, replicas: Replicas) -> None:
-        """What this process is, once for each replicas."""
+        """Write the record of this process, again whenever the instances were renumbered."""
         instance = replicas.instance
         if self._described == (instance.index, instance.count):
             return
@@ -300,7 +300,7 @@ class _RecordFile:
 
     @property
     def steps_made(self) -> int:
-        """Of all trainings, those of which checkpoints were restored from their beginning on."""
+        """The number of steps of all trainings; a restored training counts from its beginning."""
         return sum(self._made.values())
 
 
@@ -347,7 +347,7 @@ _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ el
 
 
 def what_decides_bits() -> dict[str, object]:
-    """What decides a training's bits besides the program, its seed, data and number of replicas."""
+    """Return the facts that decide a training's bits besides the program, its seed, data and number of replicas."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
     return {

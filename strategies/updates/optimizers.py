@@ -1,4 +1,4 @@
-"""What makes new variables of mean gradients: a gradient transformation of optax, or an optimizer of its own kind."""
+"""The optimizers that make new variables of mean gradients: optax's gradient transformations, or others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerS
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How the numbers of an update are rounded.
+    """The functions that decide how the numbers of an update are rounded.
 
     Attributes:
         add: `(variables, changes) -> variables`.

@@ -29,7 +29,7 @@ _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What changes how variables are updated, not by what.
+    """The settings of how variables are updated, whatever the optimizer is.
 
     Attributes:
         seed: of stochastic rounding.
@@ -75,7 +75,7 @@ class VariableUpdate(ABC):
     @property
     @abstractmethod
     def mean_shards(self) -> Shards | None:
-        """How mean gradients are cut of which `apply` takes this instance's part only; None: it takes them whole."""
+        """The shards of mean gradients if `apply` takes this instance's part only; None if it takes them whole."""
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
@@ -83,7 +83,7 @@ class VariableUpdate(ABC):
 
     @abstractmethod
     def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """What this instance keeps of an optimizer state that is given whole, instead of `init`."""
+        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
 
     @abstractmethod
     def apply(
@@ -124,7 +124,7 @@ class VariableUpdate(ABC):
     def equations(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> core.ClosedJaxpr:
-        """What `apply` computes, or of sharded state the optimizer: the same on every instance.
+        """Return the computation of `apply`, or with sharded state the optimizer's: the same on every instance.
 
         Args:
             variables: see `apply`.
@@ -155,7 +155,7 @@ class VariableUpdate(ABC):
             self._reading.block_until_ready()
 
     def _placed(self, init: Function, *arguments: Tree) -> OptimizerState:
-        """What `init` returns, where optimizer state lies.
+        """Return the result of `init`, placed where optimizer state lies.
 
         Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
         """

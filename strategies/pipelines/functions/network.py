@@ -39,7 +39,7 @@ _Elements = Sequence[Sequence[Sequence[np.ndarray]]]
 
 @dataclass(frozen=True)
 class Learning:
-    """How a pipeline learns.
+    """The options with which a pipeline learns.
 
     Attributes:
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
@@ -54,7 +54,7 @@ class Learning:
     is_sum: bool = True
 
     def of(self, *outputs: Tree) -> OptimizerFunctionOutput:
-        """What the optimizer function returns.
+        """Call the optimizer function with the outputs of the last stage.
 
         Raises:
             TypeError: if it is something else.
@@ -68,7 +68,7 @@ class Learning:
         return found
 
     def captures(self, output: OptimizerFunctionOutput, closed: core.ClosedJaxpr, count: int) -> Captures:
-        """What is captured in a traced program."""
+        """Return the gradients that are captured in a traced program."""
         if output.gradient_capture_context is None:
             return Captures()
         dtype = self.options["gradient_accumulation_dtype"]
@@ -193,7 +193,7 @@ class Pipeline:
         return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
 
     def _described(self, variables: Variables, model_state: Tree) -> tuple[core.ClosedJaxpr, Tree]:
-        """What is computed, and the shapes of what the last stage returns; keeps what the optimizer function does."""
+        """Return the traced pipeline and the shapes of its outputs; keep the optimizer function's result."""
         replicas = self.strategy.replicas
         seen: list[Tree] = []
 

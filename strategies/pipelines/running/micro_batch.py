@@ -1,4 +1,4 @@
-"""What a stage may ask: which micro-batch it works on, its random key, and the model state."""
+"""The questions that a stage may ask: the number of its micro-batch, its random key, and the model state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strategies.typing import Tree
 
 @dataclass
 class MicroBatch:
-    """What is known of the micro-batch that is traced.
+    """The micro-batch that is being traced.
 
     Attributes:
         number: an int32 scalar, from 0 on for each update.

@@ -18,13 +18,11 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
-from strategies.pipelines.running.stage_programs import Executables, Shape, StagePrograms
+from strategies.pipelines.running.stage_programs import PASSES, Executables, Shape, StagePrograms
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
-
-PASSES = ("forward", "backward for what goes in", "backward for weights")
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class StagePlan:
         return StageBucket(number, tuple(leaves), sums, layout)
 
     def buckets_in(self, memory: MeansMemory) -> list[Bucket]:
-        """What travels together, with memory for the means; the model state and the tail come last."""
+        """Return the buckets, with memory for their means; the model state and the tail come last."""
         found = [memory.bucket(f"gradients/{n}", each.parts, each.layout) for n, each in enumerate(self.buckets)]
         return [*found, memory.bucket("gradients/tail", self.state_parts, self.state_layout)]
 
@@ -151,7 +149,7 @@ class StagePlan:
 
     @property
     def sum_bytes(self) -> int:
-        """What the accumulators of a replica take."""
+        """The bytes of a replica's accumulators."""
         sums = [each for stage in self.stages for each in stage.sum_shapes]
         return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
 
@@ -161,7 +159,7 @@ class StagePlan:
         return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
 
     def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
-        """What stages keep of micro-batches for backward passes, as `ReplicaStages.kept_bytes` counts it."""
+        """Return the memory that stages need for backward passes, as `ReplicaStages.kept_bytes` counts it."""
         found = []
         for stage, own in enumerate(self.staged.numbers):
             of_segments = [
