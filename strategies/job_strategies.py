@@ -112,7 +112,7 @@ class ClusterResolver(Protocol):
         """Its index in that job."""
 
     def cluster_spec(self) -> Any:
-        """The cluster; `as_dict` gives the addresses of each job."""
+        """Return the cluster; `as_dict` gives the addresses of each job."""
 
 
 @final

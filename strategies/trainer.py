@@ -109,11 +109,11 @@ class Trainer:
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._states.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """The first state: instance 0's variables on every instance.
+        """Return the first state: instance 0's variables on every instance.
 
         Args:
             variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
@@ -194,7 +194,7 @@ class Trainer:
         return self._executions.run(state, dataset, steps_per_execution, after_execution)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One update; `state` is used up.
+        """Make one update; `state` is used up.
 
         Args:
             state: what `init` or `step` returned last.
@@ -227,7 +227,7 @@ class Trainer:
         *,
         metrics_fn: MetricsFunction | None = None,
     ) -> Evaluation:
-        """Means over all rows of a data set, each of which counts once; a collective call. The state stays as it is.
+        """Return means over all rows of a data set, each counted once; a collective call. The state is unchanged.
 
         The bits depend on the number of replicas and the batch size, and not on the instances.
 

@@ -88,7 +88,7 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
 
 
 def _takes(function: Function, arguments: Sequence[str]) -> bool:
-    """Whether a function can be called with so many arguments."""
+    """Return whether a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # one that is not written in Python does not tell
@@ -174,7 +174,7 @@ def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
 
 
 def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of metrics.
+    """Return the names of metrics.
 
     Args:
         metrics: what the loss function returns besides the loss, as shapes.
@@ -215,7 +215,7 @@ def _has_dtype(leaf: Leaf) -> bool:
 
 
 def are_used_up(variables: Variables) -> bool:
-    """Whether a step has written new variables where these were."""
+    """Return whether a step has written new variables into the memory of these."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))
 
 
@@ -304,12 +304,12 @@ class Trainable:
         return jax.tree.unflatten(structure, [leaf if flag else None for leaf, flag in self._pairs(leaves)])
 
     def frozen(self, variables: Variables) -> Variables:
-        """The others: the same tree, with None for those that are trained."""
+        """Return the variables that are not trained: the same tree, with None in the place of each trained one."""
         leaves, structure = jax.tree.flatten(variables)
         return jax.tree.unflatten(structure, [None if flag else leaf for leaf, flag in self._pairs(leaves)])
 
     def put(self, variables: Variables, picked: Variables) -> Variables:
-        """The variables with others for those that are trained."""
+        """Replace the trained variables by others."""
         if self.is_all:
             return picked
         leaves, structure = jax.tree.flatten(variables)

@@ -44,7 +44,7 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+        """Yield each bucket when it is ready, with the local replicas' arrays for each of its buffers.
 
         Raises:
             BaseException: what the program of a replica has raised, when all have ended.
@@ -97,7 +97,7 @@ class ReplicaPlan(ABC):
 
     @abstractmethod
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """The compiled programs of a replica, by what they compute; compiled when they are asked for first."""
+        """Return the compiled programs of a replica, by what they compute; compiled when they are asked for first."""
 
     @abstractmethod
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:

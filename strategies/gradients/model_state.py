@@ -35,7 +35,7 @@ def check_aggregation(aggregation: Tree) -> None:
 
 
 def has_own(aggregation: Tree) -> bool:
-    """Whether replicas have parts of their own."""
+    """Return whether replicas have parts of their own."""
     return any(word == PER_REPLICA for word in jax.tree.leaves(aggregation))
 
 
@@ -101,11 +101,11 @@ class ModelStateRule:
         return cls(jax.tree.structure(model_state), words, names)
 
     def pick(self, model_state: Tree, word: str) -> list[Tree]:
-        """The leaves on which replicas agree in one way."""
+        """Return the leaves on which replicas agree in one way."""
         return [leaf for leaf, own in zip(jax.tree.leaves(model_state), self.words, strict=True) if own == word]
 
     def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Leaf]]) -> Tree:
-        """The model state with others in place of all leaves on which replicas agree in some ways."""
+        """Return the model state with others in place of all leaves on which replicas agree in some ways."""
         others = {word: iter(of_word) for word, of_word in leaves.items()}
         pairs = zip(jax.tree.leaves(model_state), self.words, strict=True)
         return jax.tree.unflatten(
@@ -113,7 +113,7 @@ class ModelStateRule:
         )
 
     def travelling(self, model_state: Tree) -> list[Tree]:
-        """The leaves of which there are means: those that are to be averaged, then those that are to be added."""
+        """Return the leaves of which there are means: first those to be averaged, then those to be added."""
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
@@ -130,7 +130,7 @@ class ModelStateRule:
         return [*self.pick(model_state, MEAN), *sums]
 
     def arrived(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Tree]]:
-        """The new leaves of which there are means.
+        """Return the new leaves of which there are means.
 
         Args:
             model_state: before the step.
@@ -141,16 +141,16 @@ class ModelStateRule:
         return {MEAN: [mean.copy() for mean in means[:averaged]], SUM: [np.asarray(old) + mean for old, mean in pairs]}
 
     def begun(self, model_state: Tree) -> Tree:
-        """The model state with which replicas begin a step: zeros for what is to be added."""
+        """Return the model state with which replicas begin a step: zeros for what is to be added."""
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.pick(model_state, SUM)]
         return self.put(model_state, {SUM: zeros})
 
     def map_own(self, function: Callable[[Leaf], Leaf], model_state: Tree) -> Tree:
-        """The model state with something made of each leaf that replicas have for themselves."""
+        """Return the model state with something made of each leaf that replicas have for themselves."""
         return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
     def with_own(self, shared: Tree, own: Sequence[Tree]) -> Tree:
-        """The model state of what replicas have for themselves, and the rest, which has None for that."""
+        """Return the model state of what replicas have for themselves, and the rest, which has None for that."""
         leaves, parts = iter(jax.tree.leaves(shared)), iter(own)
         every = [next(parts) if word == PER_REPLICA else next(leaves) for word in self.words]
         return jax.tree.unflatten(self.structure, every)
@@ -194,7 +194,7 @@ def check_model_state(model_state: Tree) -> None:
 
 
 def as_arrays(model_state: Tree) -> Tree:
-    """The model state with arrays for the numbers of Python."""
+    """Return the model state with arrays for the numbers of Python."""
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jnp.asarray(leaf), model_state)
 
 

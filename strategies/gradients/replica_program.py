@@ -32,7 +32,7 @@ STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of 
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
-    """A floating-point dtype, or None for None.
+    """Return a floating-point dtype, or None for None.
 
     Raises:
         ValueError: for anything else.
@@ -89,7 +89,7 @@ class Precision:
     scales_loss: bool = False
 
     def cast(self, tree: Tree) -> Tree:
-        """The floating-point arrays of a tree in the compute dtype."""
+        """Cast the floating-point arrays of a tree to the compute dtype."""
         if self.compute is None:
             return tree
         return jax.tree.map(
@@ -237,7 +237,7 @@ class ReplicaProgram:
         own_state: Sequence[jax.Array] = (),
         model_state: Tree = None,
     ) -> tuple[jax.Array, ...]:
-        """The tail, the results, and what is kept: see `unpack_kept`; traceable.
+        """Return the tail, the results, and what is kept: see `unpack_kept`; traceable.
 
         Args:
             variables: whole.
@@ -271,13 +271,13 @@ class ReplicaProgram:
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-        """For each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        """Return for each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
         return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
 
     def tail(
         self, values: jax.Array, index: jax.Array, control: jax.Array, is_bad: jax.Array | None = None
     ) -> jax.Array:
-        """The tail of a replica; traceable.
+        """Return the tail of a replica; traceable.
 
         Args:
             values: the loss and the metrics.
@@ -334,7 +334,7 @@ class ReplicaProgram:
             return self._computed(variables, part, key, control, model_state)
 
     def micro_batch_of(self, batch: Batch) -> Tree:
-        """The shapes of one micro-batch of those that a replica's batch has.
+        """Return the shapes of one micro-batch of those that a replica's batch has.
 
         Raises:
             ValueError: if it cannot be divided.
@@ -351,7 +351,7 @@ class ReplicaProgram:
     def _on_the_way(
         self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """The gradients as they leave the replica, and the new residuals."""
+        """Return the gradients as they leave the replica, and the new residuals."""
         if self.quantised is None:
             return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
         if self._precision.scales_loss:  # residuals outlive the scale
@@ -440,7 +440,7 @@ class ReplicaProgram:
         return ("loss", *metric_names(metrics))
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The shape of one micro-batch of a replica."""
+        """Return the shape of one micro-batch of a replica."""
         count = self.accumulation.count
         rows = leaf.shape[0]
         if rows == 0:

@@ -168,7 +168,7 @@ class Pipelining:
         }
 
     def places(self, ipus_per_replica: int) -> Places:
-        """The devices of each stage; see `places_of` for what is refused."""
+        """Return the devices of each stage; see `places_of` for what is refused."""
         stages = stages_like(self.device_mapping, len(self.device_mapping))
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
@@ -237,7 +237,7 @@ class Pipelining:
         )
 
     def widths(self, timetable: Timetable) -> list[int]:
-        """For each stage how many functions it has."""
+        """Return the number of functions of each stage."""
         pairs = zip(timetable.mapping, self.device_mapping, strict=True)
         return [len(places) if isinstance(given, Sequence) else 1 for places, given in pairs]
 

@@ -78,7 +78,7 @@ class StageTimes:
         return found
 
     def scaled(self, factors: Sequence[float]) -> StageTimes:
-        """The times of stages that take this many times as long; updates stay."""
+        """Return the times of stages that take this many times as long; updates stay."""
         forward, backward, weights = (
             tuple(time * factor for time, factor in zip(times, factors, strict=True))
             for times in (self.forward, self.backward, self.weights)
@@ -86,7 +86,7 @@ class StageTimes:
         return StageTimes(forward, backward, weights, self.update)
 
     def joined(self, sizes: Sequence[int]) -> StageTimes:
-        """The times of stages that are made of these, which are then parts: so many neighbours for each stage.
+        """Return the times of stages that are made of these, which are then parts: so many neighbours for each stage.
 
         Raises:
             ValueError: if a stage has none, or the parts are more or fewer.
@@ -105,14 +105,14 @@ class StageTimes:
 
 
 def equal_times(num_stages: int) -> StageTimes:
-    """The times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
+    """Return the times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
     return StageTimes((1,) * num_stages, (2,) * num_stages, (1,) * num_stages, (1,) * num_stages)
 
 
 def measured_times(
     pipelines: Iterable[Sequence[Timed]], recompute: bool = False, average: Average = median
 ) -> StageTimes:
-    """The times of stages that were measured, averaged over micro-batches and replicas.
+    """Return the times of stages that were measured, averaged over micro-batches and replicas.
 
     A stage on several devices takes as long as the slowest of them.
 

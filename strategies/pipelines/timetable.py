@@ -62,7 +62,7 @@ PARTS = {ActionKind.BACKWARD: 2}
 
 
 def placed(mapping: Sequence[int | Sequence[int]]) -> Places:
-    """A device, or a list of devices, for each stage, as `Places`."""
+    """Return a device, or a list of devices, for each stage, as `Places`."""
     return tuple((devices,) if isinstance(devices, int) else tuple(devices) for devices in mapping)
 
 
@@ -107,7 +107,7 @@ class Timetable:
         return any(action.kind is ActionKind.BACKWARD_INPUTS for actions in self.devices for action in actions)
 
     def actions_of(self, stage: int) -> Iterator[StageAction]:
-        """All that is to be done with a stage, on each of its devices."""
+        """Yield the actions of a stage, which each of its devices carries out."""
         for micro_batch in range(self.num_micro_batches):
             yield StageAction(ActionKind.FORWARD, stage, micro_batch)
             if self.training:
@@ -130,7 +130,7 @@ class Timetable:
         return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
-        """The greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
+        """Return the greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
 
         That is from the forward pass until the backward pass, or its part for the weights, is done.
         """
@@ -158,7 +158,7 @@ class Timetable:
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
-        """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+        """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
         return bubble_share(self.timed(durations), len(self.devices))
 
     @cached_property
@@ -175,7 +175,7 @@ class Timetable:
         )
 
     def _ends_of(self, micro_batch: int) -> tuple[StageAction, ...]:
-        """The last actions for a micro-batch: when they are done all others are, too."""
+        """Return the last actions for a micro-batch: when they are done all others are, too."""
         if not self.training:
             return (StageAction(ActionKind.FORWARD, self.num_stages - 1, micro_batch),)
         if not self.has_split_backward:
@@ -265,7 +265,7 @@ def duration_of(action: StageAction, durations: Durations) -> float:
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
-    """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+    """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
     whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
     busy = sum(span.end_s - span.begin_s for span in spans)
     return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -69,7 +69,7 @@ class Trace:
         return perfetto(self.replicas)
 
     def timetable(self) -> Timetable:
-        """The order in which the first replica did it.
+        """Return the order in which the first replica did it.
 
         Raises:
             ValueError: if it is not all of one update.
@@ -103,7 +103,7 @@ class Trace:
         )
 
     def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
-        """A cut that is better, for parts of stages whose times are known; see `cuts.better_cut`.
+        """Return a better cut, for parts of stages whose times are known; see `cuts.better_cut`.
 
         Args:
             parts: the times of what the stages are made of (layers, blocks), in their order, in seconds.
@@ -139,7 +139,7 @@ class Trace:
 
 
 def observed(spans: Sequence[Timed]) -> Timetable:
-    """The timetable that one update followed.
+    """Return the timetable that one update followed.
 
     Raises:
         ValueError: if actions of it are missing, or it is more than one update.
@@ -160,7 +160,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
 
 
 def _is_in_turn(spans: Sequence[Timed]) -> bool:
-    """Whether every micro-batch began after the end of the one before."""
+    """Return whether every micro-batch began after the end of the one before."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for _, action, begin, end in spans:

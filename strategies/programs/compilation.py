@@ -77,7 +77,7 @@ def _private_folder(named: str, said_by: str) -> Path:
 
 
 def _processor() -> str:
-    """A name for processors that run the same instructions, and for nothing else."""
+    """Return a name for processors that run the same instructions, and for nothing else."""
     features = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -103,7 +103,7 @@ def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: fl
 
 
 def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
-    """The same jitted program, which is compiled with `compile_in_turn` at its first call.
+    """Return the same jitted program, which is compiled with `compile_in_turn` at its first call.
 
     Args:
         program: what `jax.jit` returned.

@@ -164,7 +164,7 @@ class FeedProgram:
         self.call(receive, [], arrays)
 
     def is_here(self, array: Leaf) -> bool:
-        """Whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
+        """Return whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
 
         Outside of there it is unknown.
         """
@@ -203,12 +203,12 @@ class FeedProgram:
 
 
 def next_token(token: Leaf) -> np.int32:
-    """The token that a call gives."""
+    """Return the token that a call gives."""
     return np.int32(FAILED if token < 0 else (int(token) + 1) % _TOKENS)
 
 
 def current_program() -> FeedProgram:
-    """The program that is being traced; one of a single replica where there is none of ours."""
+    """Return the program that is being traced; one of a single replica where there is none of ours."""
     return _current.get() or FeedProgram(
         replica=np.int32(0),
         replication=Replication(range(1), 1),
@@ -219,12 +219,12 @@ def current_program() -> FeedProgram:
 
 
 def is_in_program() -> bool:
-    """Whether `strategy.run`, a loss function or a loop is being traced."""
+    """Return whether `strategy.run`, a loss function or a loop is being traced."""
     return _current.get() is not None
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
-    """Whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
+    """Return whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
     return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))
 
 

@@ -72,7 +72,7 @@ class DeviceProgram:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
-        """The executable for a device and for arguments like these; traced once for all devices.
+        """Return the executable for a device and for arguments like these; traced once for all devices.
 
         Args:
             device: where it runs.
@@ -93,7 +93,7 @@ class DeviceProgram:
         return closed
 
     def results(self, *arguments: Tree) -> Tree:
-        """The shapes and dtypes of what is returned for arguments like these; see `compiled`."""
+        """Return the shapes and dtypes of what is returned for arguments like these; see `compiled`."""
         return self._trace(_key(arguments), arguments).out_info
 
     def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:

@@ -77,7 +77,7 @@ def insist_on_right_sums(environ: Mapping[str, str]) -> None:
 
 
 def jax_has_started() -> bool:
-    """Whether JAX has made its devices: then, and only then, it refuses another number of them."""
+    """Return whether JAX has made its devices: then, and only then, it refuses another number of them."""
     number: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX adds its options later
     try:
         jax.config.update("jax_num_cpu_devices", number + 1)
@@ -89,7 +89,7 @@ def jax_has_started() -> bool:
 
 @cache
 def _can_be_wrong() -> bool:
-    """Whether the installed jaxlib adds up wrongly; a newer one than was looked at: as long as it knows the flag.
+    """Return whether the installed jaxlib adds up wrongly: a version that is not measured may if it knows the flag.
 
     XLA ends the process at a flag that it does not know.
     """
@@ -98,7 +98,7 @@ def _can_be_wrong() -> bool:
 
 
 def _is_in_library(word: str) -> bool:
-    """Whether jaxlib's library has a word in it: 15 ms where it does."""
+    """Return whether jaxlib's library has a word in it: 15 ms where it does."""
     library = Path(jaxlib.__file__).with_name(_LIBRARY)
     if not library.is_file():
         return False
@@ -108,7 +108,7 @@ def _is_in_library(word: str) -> bool:
 
 @cache
 def _warn(complaint: str) -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     logger.warning("%s", complaint)
 
 
@@ -134,7 +134,7 @@ def describe_lack(limit: int, used: int) -> str:
 
 
 def _xla_has_threads() -> bool:
-    """Whether XLA has its threads already; JAX has no public way to ask."""
+    """Return whether XLA has its threads already; JAX has no public way to ask."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # a thread that has just ended
             if name.read_text().startswith(_XLA_THREADS):
@@ -151,7 +151,7 @@ def _used_bytes() -> int:
 
 
 def refuse_float64(value: Tree, role: str = "input") -> Tree:
-    """The value, if JAX will not silently change its precision.
+    """Return the value, if JAX will not silently change its precision.
 
     Raises:
         TypeError: if a leaf is float64, and JAX has no 64 bits enabled.
@@ -164,7 +164,7 @@ def refuse_float64(value: Tree, role: str = "input") -> Tree:
 
 
 def refuse_cut_integers(value: Tree) -> Tree:
-    """The value, if JAX will not cut off integers.
+    """Return the value, if JAX will not cut off integers.
 
     Raises:
         ValueError: if an array of NumPy has integers that do not fit into 32 bits, and JAX has no 64 bits enabled.
@@ -201,7 +201,7 @@ def is_true(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
-    """The same array, for programs that may read it only when the condition, a result of `is_true`, is there."""
+    """Return the same array, for programs that may read it only when the condition, a result of `is_true`, is there."""
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
@@ -216,7 +216,7 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def with_rounded_products(function: Function) -> Function:
-    """The same function, in which no product is contracted with the sum that it goes into; traceable.
+    """Return the same function, in which no product is contracted with the sum that it goes into; traceable.
 
     Args:
         function: of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are looked into; it
@@ -271,7 +271,7 @@ def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf], zero: 
 
 
 def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
-    """The product, by way of integers, through which LLVM does not contract."""
+    """Return the product, by way of integers, through which LLVM does not contract."""
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
     if product.dtype == jnp.float16:  # whose bits LLVM cannot take for an integer on CPUs with avx512_fp16: it aborts

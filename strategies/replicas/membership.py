@@ -89,7 +89,7 @@ class Membership(ABC):
         self.instance = self._spanning(instance)
 
     def _spanning(self, instance: Instance) -> Instance:
-        """An instance whose replicas span the devices that the program asks for."""
+        """Return an instance whose replicas span the devices that the program asks for."""
         wanted = self._ipus_per_replica
         if wanted is None:
             return instance
@@ -122,7 +122,7 @@ class InstanceProgress:
     share: Callable[[int], object] | None = None
 
     def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """One thing more is done, on all instances."""
+        """Note that one more operation is complete on all instances."""
         self.done += 1
         self.share = share
 

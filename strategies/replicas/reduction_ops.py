@@ -34,7 +34,7 @@ _COMBINE = {"sum": jnp.add, "mean": jnp.add, "min": jnp.minimum, "max": jnp.maxi
 
 
 def parse_op(op: str) -> str:
-    """The name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
+    """Return the name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
 
     Raises:
         ValueError: for another name.
@@ -80,7 +80,7 @@ def operand(name: str, x: jax.Array) -> jax.Array:
 
 
 def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
-    """The arithmetic of `collectives.reduction`, inside a compiled program.
+    """Reduce values with the arithmetic of `collectives.reduction`, inside a compiled program.
 
     Args:
         op: "sum", "mean", "min", "max" or "prod".
@@ -101,7 +101,7 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
 
 
 def _mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
-    """The sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
+    """Return the sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
 
     JAX may have no wider integers, so quotients and remainders are added instead: neither sum leaves 32 bits, unless
     there are more than 46,340 values.

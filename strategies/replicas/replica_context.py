@@ -31,7 +31,7 @@ class ProgramEndListener(Protocol):
     """The interface of objects, such as outfeeds, that are told when a program that used them has ended."""
 
     def end_program(self) -> None:
-        """All local replicas have ended the program.
+        """Learn that all local replicas have ended the program.
 
         Raises:
             FeedError: if they have not used it alike.
@@ -99,7 +99,7 @@ class ReplicaContext:
         return jax.tree.map(all_reduce, value)
 
     def next_name(self) -> str:
-        """A name for the next collective of this program, the same on every replica."""
+        """Return a name for the next collective of this program, the same on every replica."""
         name = f"{self._program()}/{self._calls}"
         self._calls += 1
         return name
@@ -116,7 +116,7 @@ class ReplicaContext:
 
 
 def get_replica_context() -> ReplicaContext:
-    """The replica whose program is being traced.
+    """Return the context of the replica whose program is being traced.
 
     Raises:
         RuntimeError: outside of `strategy.run` and of a loss function.
@@ -201,7 +201,7 @@ class CrossReplicaReducer:
         self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
 
     def begin(self) -> None:
-        """A program is about to run; what is left of one that has failed half-way is dropped."""
+        """Prepare for a program; drop what is left of one that has failed half-way."""
         self.end()
         self.last_error = None
 
@@ -212,7 +212,7 @@ class CrossReplicaReducer:
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
-        """All local replicas have ended the program: what not all of them have enqueued is dropped, and an error."""
+        """End the program; drop what not all local replicas have enqueued, and note that as an error."""
         if not self._outfeeds:
             return
         with self._lock:
@@ -262,7 +262,7 @@ class CrossReplicaReducer:
         return self.last_error is not None and not isinstance(self.last_error, EndOfDataError)
 
     def fail_and_raise(self, error: BaseException) -> None:
-        """As `fail`, and end the replica whose callback this is."""
+        """Note the error as `fail` does, and end the replica whose callback this is."""
         self.fail(error)
         raise error
 
@@ -347,11 +347,11 @@ class CrossReplicaReducer:
         }
 
     def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
-        """Whether no group, on any instance, crosses instances."""
+        """Return whether no group, on any instance, crosses instances."""
         return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
 
     def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
-        """The values of all replicas; instances with one replica less than others send a row that nobody reads."""
+        """Return the values of all replicas; instances with one replica less send a row that nobody reads."""
         ordered = [contributions[replica] for replica in self._devices.replicas]
         mine = np.empty((max(map(len, self._blocks)), *ordered[0].shape), ordered[0].dtype)
         for row, contribution in enumerate(ordered):

@@ -218,7 +218,7 @@ class Replicas:
         self._batch_sizes.add(rows)
 
     def replicas_batch(self, batch: Batch) -> Batch:
-        """The batch of the same step for the replicas that this instance drives since it has carried on.
+        """Return the batch of the same step for the replicas that this instance drives since it has carried on.
 
         Raises:
             StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
@@ -232,7 +232,7 @@ class Replicas:
         )
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
-        """The data set whose last batch this is; None if no data set of this strategy has given it last."""
+        """Return the data set whose last batch this is; None if it is no data set's last batch."""
         return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
@@ -272,7 +272,7 @@ class Replicas:
         return jax.tree.unflatten(structure, reduced)
 
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
-        """For each leaf of a value the arrays of the local replicas, and the structure.
+        """Return for each leaf of a value the arrays of the local replicas, and the structure.
 
         Raises:
             ValueError: the replicas' trees differ, or the value cannot be dealt out.
@@ -290,7 +290,7 @@ class Replicas:
     # ---- programs
 
     def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
-        """The context of a replica whose program is about to be traced.
+        """Return the context of a replica whose program is about to be traced.
 
         Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
 

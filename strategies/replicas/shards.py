@@ -32,7 +32,7 @@ class Shards:
     min_elements: int
 
     def divides(self, leaf: Leaf) -> bool:
-        """Whether an array of that shape is cut."""
+        """Return whether an array of that shape is cut."""
         return bool(leaf.shape) and math.prod(leaf.shape) >= self.min_elements
 
     def part(self, leaf: Leaf) -> int:
@@ -62,7 +62,7 @@ class Shards:
         return taken
 
     def join(self, parts: Tree, leaf: Leaf) -> Tree:
-        """The array, of the shape of `leaf`, whose parts on all instances lie one after another."""
+        """Return the array, of the shape of `leaf`, whose parts on all instances lie one after another."""
         return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
 
 
@@ -95,7 +95,7 @@ class PartOfArray:
         return dtype
 
     def gather(self, name: str) -> np.ndarray:
-        """The array; a collective call.
+        """Return the array; a collective call.
 
         Args:
             name: for messages.

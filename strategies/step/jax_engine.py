@@ -143,7 +143,7 @@ class JaxEngine:
         return step.gradients.collect()
 
     def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
-        """The gradients of each local replica, by some programs."""
+        """Return the gradients of each local replica, by some programs."""
         self._begin(programs, state, batch, control_of(state))
         return programs.leaves()
 
@@ -223,7 +223,7 @@ class JaxEngine:
         return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
 
     def _kept(self, key: Any) -> _Plan | None:
-        """A plan that was made before, if all instances have it; a collective call where some have been lost.
+        """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
 
         One that is lost while the first step is prepared may leave others of which some have their plan, and some have
         not: what is measured or compared for it is measured and compared by all of them, or by none.
@@ -278,7 +278,7 @@ class JaxEngine:
         )
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
-        """The plan, with gradients that are streamed if they may be; a collective call then."""
+        """Return the plan, with gradients that are streamed if they may be; a collective call then."""
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
         if is_cut or not self._replicas.streams_gradients:
             return plan
@@ -350,6 +350,6 @@ def _shapes(tree: Tree) -> Tree:
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
-    """The control words of a step that begins with a state."""
+    """Return the control words of a step that begins with a state."""
     scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
     return control_words(state.step, notice, scale)

@@ -57,7 +57,7 @@ class PipelinePlanner(Protocol):
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> ReplicaPlan:
-        """The programs of the stages.
+        """Return the programs of the stages.
 
         Args:
             replicas: where they are.
@@ -232,7 +232,7 @@ class StepOptions:
         return ModelStateRule.of(model_state, self.model_state_aggregation if model_state is not None else None)
 
     def shapes_of_replica(self, model_state: Tree) -> Tree:
-        """The shapes and dtypes of what one replica has of a model state."""
+        """Return the shapes and dtypes of what one replica has of a model state."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
         return self.rule_of(shapes).map_own(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
 
@@ -299,7 +299,7 @@ class StepOptions:
 def configured(
     seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, effects: Effects
 ) -> StepOptions:
-    """The options of a step, of which those that are left out are as the configuration in force says.
+    """Return the options of a step, of which those that are left out are as the configuration in force says.
 
     Args:
         seed: see `StepOptions`.
@@ -323,5 +323,5 @@ def configured(
 
 
 def _named(option: Any) -> str:
-    """An option that may be a function, of which only the name is the same on all instances."""
+    """Return an option that may be a function, of which only the name is the same on all instances."""
     return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)

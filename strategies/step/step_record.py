@@ -72,7 +72,7 @@ class StepWatcher(Protocol):
         """Whether anything is recorded: steps are then made one by one."""
 
     def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
-        """The mean gradients of a step are there, the variables have not been updated.
+        """Record the mean gradients of a step, before the variables are updated.
 
         Args:
             state: before the step.
@@ -82,7 +82,7 @@ class StepWatcher(Protocol):
         """
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """A step is complete.
+        """Record that a step is complete.
 
         Raises:
             SystemExit: with status 0, after the last step that is to be made.
@@ -108,7 +108,7 @@ def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
 
 
 def checkpoint_folder(directory: Path) -> Path:
-    """Where the checkpoints of a program go: where it says, and elsewhere while it is verified."""
+    """Return the folder for a program's checkpoints: the one that it asks for, or another while it is verified."""
     wanted = Recording.from_environ(os.environ)
     if wanted is None:
         return directory
@@ -217,7 +217,7 @@ class StepRecorder:
         }
 
     def _parts(self, leaf: Leaf) -> list[np.ndarray]:
-        """The rows of each local replica."""
+        """Return the rows of each local replica."""
         array = _on_host(leaf)
         return np.split(array, len(self._replicas.local_replicas))
 
@@ -333,7 +333,7 @@ def _on_host(leaf: Leaf) -> np.ndarray:
 
 
 def _host_random() -> dict[str, str]:
-    """A digest of the state of each of the two global generators."""
+    """Return a digest of the state of each of the two global generators."""
     state: Any = np.random.get_state(legacy=False)
     key, position = state["state"]["key"], state["state"]["pos"]
     return {
@@ -376,7 +376,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> dict[str, str]:
-    """Its name, what it can do with vectors, and a digest of all that it can do."""
+    """Return the processor's name, its vector instructions, and a digest of all its features."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

@@ -62,7 +62,7 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
-        """The optimizer state before the first step, a pytree of arrays."""
+        """Return the optimizer state before the first step, a pytree of arrays."""
 
     def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers ask for nothing more
         """Refuse variables that it cannot update, or a step that has not what it asks for.
@@ -84,7 +84,7 @@ class StepOptimizer(ABC):
         known: Known,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
-        """New variables and optimizer state.
+        """Return new variables and optimizer state.
 
         Args:
             gradients: like the variables, and so are the parts of them where the state is sharded.
@@ -263,5 +263,5 @@ AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGrad
 
 
 def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
-    """An optimizer of either kind."""
+    """Return an optimizer of either kind."""
     return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

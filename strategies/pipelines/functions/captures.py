@@ -89,7 +89,7 @@ class Captures:
         return CapturingVariables(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
 
     def loss(self, loss_fn: Function) -> Function:
-        """The loss of what is trained, where `loss_fn` is that of variables."""
+        """Return the loss function of the trained tree; `loss_fn` is that of the variables."""
         if not self.shapes:
             return loss_fn
 
@@ -134,7 +134,7 @@ class Captures:
         return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 
     def shown(self, state: TrainState) -> TrainState:
-        """A state with the variables only, as the program of the user knows them."""
+        """Return a state with the variables only, as the program of the user knows them."""
         return replace(state, variables=state.variables.variables) if self.shapes else state
 
     def of(self, state: TrainState) -> dict[str, np.ndarray]:

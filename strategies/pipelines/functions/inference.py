@@ -83,7 +83,7 @@ class Inference:
     def __call__(
         self, variables: Variables, elements: Sequence[Sequence[Sequence[StageArray]]]
     ) -> Mapping[int, Sequence[Tree]]:
-        """For each local replica the outputs of its micro-batches.
+        """Return for each local replica the outputs of its micro-batches.
 
         Raises:
             BaseException: what a stage has raised.

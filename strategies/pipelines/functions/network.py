@@ -113,7 +113,7 @@ class Pipeline:
         self._reads: Reads | None = None  # what the stages had when they were traced
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """The first state, with instance 0's on every instance; a collective call where there are several.
+        """Return the first state, with instance 0's on every instance; a collective call where there are several.
 
         Args:
             variables: what stages get as their first argument.
@@ -272,14 +272,14 @@ class Pipeline:
     # ---- what comes in and goes out
 
     def _elements(self) -> _Elements:
-        """For each local replica and micro-batch the arrays of its element."""
+        """Return for each local replica and micro-batch the arrays of its element."""
         replication = self.strategy.replicas.reducer.replication
         if self._functions.infeed is None:
             return [[[] for _ in range(self._count)] for _ in replication.local]
         return self._functions.infeed.take(replication, self._count)
 
     def _batch(self, elements: _Elements) -> list[np.ndarray]:
-        """All of them one after another; the first array is there for pipelines without an infeed."""
+        """Join the arrays of all elements; the first array is there for pipelines without an infeed."""
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
 
@@ -312,7 +312,7 @@ class Pipeline:
 
 
 def _or_zeros(value: Tree, shapes: Tree) -> Tree:
-    """A value that is known, and zeros in the place of one that is computed."""
+    """Return a value that is known, and zeros in the place of one that is computed."""
     return jax.tree.map(
         lambda leaf, shape: jnp.zeros(shape.shape, shape.dtype) if isinstance(leaf, jax.core.Tracer) else leaf,
         value,

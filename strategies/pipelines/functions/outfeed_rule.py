@@ -92,7 +92,7 @@ class OutfeedRule:
         return [output for output, is_dropped in zip(outputs, mask, strict=True) if not is_dropped]
 
     def summed(self, outputs: Sequence[Tree]) -> Tree:
-        """The sum of what all micro-batches put out, one after another."""
+        """Return the sum of what all micro-batches put out, one after another."""
         return jax.tree.map(self._sum, *outputs)
 
     def _dtype_for(self, output: np.ndarray | jax.ShapeDtypeStruct) -> np.dtype:

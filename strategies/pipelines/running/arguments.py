@@ -80,7 +80,7 @@ class Arguments:
         return frozenset([*batch, *number, *model_state, *total])
 
     def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Tree]:
-        """The loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
+        """Return the loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
         structure = jax.tree.structure(self.like)
         variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
         with counting(number):
@@ -138,7 +138,7 @@ class Arguments:
         control: StageArray,
         model_state: Tree,
     ) -> StepArguments:
-        """The arguments of a step of a replica."""
+        """Return the arguments of a step of a replica."""
         of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
         count = self.program.accumulation.count
         each: dict[int, Sequence[StageArray]] = {number: [np.int32(n) for n in range(count)]}
@@ -152,7 +152,7 @@ class Arguments:
 
 
 def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:
-    """The device of a segment; None if it is on several."""
+    """Return the device of a segment; None if it is on several."""
     for own, devices in zip(staged.numbers, mapping, strict=True):
         if number in own:
             return devices[number - own[0]] if len(own) == len(devices) else None

@@ -63,7 +63,7 @@ class StashPolicy:
     in_blocks: frozenset[int] = frozenset()
 
     def runs_again(self, number: int) -> bool:
-        """Whether the forward pass of a segment does."""
+        """Return whether the forward pass of a segment runs again."""
         return self.recomputes and number not in self.in_blocks
 
 
@@ -130,7 +130,7 @@ class ReplicaStages:
         self._cotangents: dict[tuple[int, int, int], StageArray] = {}
 
     def perform(self, device: int, action: StageAction) -> None:
-        """A device's part of an action that is no update; returns when it is done."""
+        """Carry out a device's part of an action that is no update; return when it is done."""
         assert action.micro_batch is not None
         for number in self.segments_of(device, action.stage):
             if action.kind is ActionKind.FORWARD:
@@ -141,7 +141,7 @@ class ReplicaStages:
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
-        """The segments of a stage that a device computes. A stage of one function is computed by its first device."""
+        """Return the segments of a stage that a device computes; its first device computes a stage of one function."""
         return self._segments[device, stage]
 
     # ---- actions
@@ -212,7 +212,7 @@ class ReplicaStages:
         self._given = StepArguments({}, {}, {})
 
     def outputs_of(self, outputs: MicroBatchOutputs) -> list[Tree]:
-        """For each micro-batch what it has put out."""
+        """Return the outputs of each micro-batch."""
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
 
@@ -256,12 +256,12 @@ class ReplicaStages:
 
 
 def on_host(tree: Tree, device: jax.Device) -> Tree:
-    """A tree with its JAX arrays in host memory."""
+    """Move a tree's JAX arrays to host memory."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
 
 def back_on(tree: Tree, device: jax.Device) -> Tree:
-    """A tree with its JAX arrays in the memory of a device."""
+    """Move a tree's JAX arrays to the memory of a device."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device))
 
 

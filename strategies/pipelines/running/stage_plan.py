@@ -113,7 +113,7 @@ class StagePlan:
     # ---- what leaves with which segment
 
     def _owned(self, number: int) -> list[int]:
-        """The gradients that leave with a segment; with the first one also those that no segment has."""
+        """Return the gradients that leave with a segment; with the first one also those that no segment has."""
         found = []
         for leaf, place in enumerate(self.staged.weights):
             readers = self.staged.readers(place) or [0]
@@ -138,7 +138,7 @@ class StagePlan:
     # ---- programs
 
     def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
-        """All compiled programs for the devices of a replica, by what they compute."""
+        """Return all compiled programs for the devices of a replica, by what they compute."""
         found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
@@ -154,7 +154,7 @@ class StagePlan:
         return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
 
     def _named(self, number: int) -> str:
-        """A segment in words."""
+        """Return the name of a segment."""
         stage, own = next((stage, own) for stage, own in enumerate(self.staged.numbers) if number in own)
         return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
 
@@ -178,12 +178,12 @@ class StagePlan:
         self.end(devices[0])
 
     def device_of(self, number: int) -> int:
-        """The device of a segment."""
+        """Return the device of a segment."""
         pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
         return next(devices[number - own[0]] for own, devices in pairs if number in own)
 
     def finish(self, bucket: StageBucket, device: jax.Device) -> jax.stages.Compiled:
-        """The program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
+        """Return the program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
         key = (bucket.segment, device)
         if key not in self._found:
             shapes = [self._sum_shape(reader) for sums in bucket.sums for reader in sums]
@@ -191,7 +191,7 @@ class StagePlan:
         return self._found[key]
 
     def end(self, device: jax.Device) -> jax.stages.Compiled:
-        """The program `(sum of the values, index, control, *model state, *which are not finite, *buffers) -> ...`.
+        """Return the program `(sum of values, index, control, *model state, *which are not finite, *buffers) -> ...`.
 
         It returns buffers, and what is kept of the model state.
         """

@@ -52,7 +52,7 @@ class Executables:
     def compiled(
         self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
     ) -> jax.stages.Compiled:
-        """The executable of a function for arguments of some shapes on a device."""
+        """Return the executable of a function for arguments of some shapes on a device."""
         closed = jax.make_jaxpr(function)(*shapes)
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
@@ -216,7 +216,7 @@ class StagePrograms:
     # ---- compiling
 
     def compiled(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
-        """The executables of the three passes on a device, None for those that have nothing to compute.
+        """Return the executables of the three passes on a device, None for those that have nothing to compute.
 
         They are compiled when they are asked for first.
         """
