@@ -100,7 +100,7 @@ class Trainer:
 
     @property
     def strategy(self) -> Strategy:
-        """Where the replicas are."""
+        """The strategy whose replicas train."""
         return self._strategy
 
     @property

@@ -254,10 +254,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trainable:
-    """For each variable whether it is trained.
+    """The choice of the variables that are trained.
 
     Attributes:
-        flags: in the order of the variables.
+        flags: for each variable, in order, whether it is trained.
     """
 
     flags: tuple[bool, ...]

@@ -22,7 +22,7 @@ class ReplicaGradients(ABC):
     @property
     @abstractmethod
     def means(self) -> list[np.ndarray]:
-        """Where the means of all that leaves the replicas are, once all buckets have been reduced.
+        """The memory with the means of all that leaves the replicas, once all buckets have been reduced.
 
         Of those that are cut this instance's part, in its shape.
         """
@@ -30,7 +30,7 @@ class ReplicaGradients(ABC):
     @property
     @abstractmethod
     def tail(self) -> np.ndarray:
-        """Where the mean tail is, once the last bucket has been reduced."""
+        """The memory with the mean tail, once the last bucket has been reduced."""
 
     @abstractmethod
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:

@@ -86,7 +86,7 @@ class MeansMemory:
 
     @property
     def means(self) -> list[np.ndarray]:
-        """Where the means are, once there is a bucket for each; of those that are cut this instance's part."""
+        """The memory of the means, once there is a bucket for each; of means that are cut this instance's part."""
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:

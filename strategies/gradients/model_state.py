@@ -15,10 +15,14 @@ from strategies.replicas.devices import is_key
 from strategies.typing import Leaf, Tree
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
-"""The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum
-of what replicas have made of zero, in their order; what every replica has, which is the same; what there was."""
+"""The new value of a leaf of the model state.
+
+`mean`: the mean over all replicas, in their order. `first`: the value of replica 0. `per_replica`: for each replica its
+own value. `sum`: the old value and the sum, in the order of replicas, of what they have made of zero. `alike`: the
+value that every replica has made, the same on all. `constant`: the old value.
+"""
 KEPT = (FIRST, ALIKE, PER_REPLICA)
-"""Those of which a replica keeps something, in the order in which it does. Nothing travels for the second."""
+"""The words of leaves that a replica keeps, in the order in which it keeps them. Nothing travels for the second."""
 
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that begins as the model state does"
 

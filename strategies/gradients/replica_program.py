@@ -219,12 +219,12 @@ class ReplicaProgram:
 
     @property
     def notice_place(self) -> int:
-        """Where the tail has the notice."""
+        """The place of the notice in the tail."""
         return len(self.names)
 
     @property
     def finite_place(self) -> int:
-        """Where the tail says, with loss scaling, whether a gradient is not finite."""
+        """The place in the tail that says, with loss scaling, whether a gradient is not finite."""
         return len(self.names) + 1
 
     def __call__(

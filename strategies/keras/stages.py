@@ -23,7 +23,7 @@ Stage: TypeAlias = Any
 """A stage, the stages of a nested model, or None."""
 
 Stages: TypeAlias = tuple[Stage, ...]
-"""For each call of a layer its stage, or the stages of a nested model; None where it has none."""
+"""The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
 _MARK = "_strategies_stage"
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)

@@ -20,7 +20,7 @@ Stage = Function | Sequence[Function]
 """A function, or a list of functions that run at the same time, with the same arguments."""
 
 DeviceMapping = Sequence[int | Sequence[int]]
-"""For each stage its device; for a stage that is a list of functions the list of theirs."""
+"""The device of each stage; for a stage that is a list of functions, the list of their devices."""
 
 
 def places_of(

@@ -98,7 +98,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> dict[int, list[int]]:
-        """For each device the stages that it has, both in their order."""
+        """The stages of each device, both in their order."""
         devices: dict[int, set[int]] = {}
         for span in self.spans:
             devices.setdefault(span.device, set()).add(span.action.stage)

@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """For each stage the greatest number of micro-batches that it keeps something of, for the backward pass.
+        """The greatest number of micro-batches of which each stage keeps something for the backward pass.
 
         With recomputation that is what goes into the stage, otherwise all that the backward pass needs.
         """

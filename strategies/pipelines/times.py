@@ -62,7 +62,7 @@ class StageTimes:
 
     @property
     def whole(self) -> tuple[float, ...]:
-        """For each stage its forward and its backward pass together."""
+        """The times of each stage's forward and backward pass together."""
         return tuple(there + back for there, back in zip(self.forward, self.backward, strict=True))
 
     def durations(self, recompute: bool = False) -> Durations:

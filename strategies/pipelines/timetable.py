@@ -52,13 +52,13 @@ class Timed(NamedTuple):
 
 
 Places = tuple[tuple[int, ...], ...]
-"""For each stage the devices on which it runs: several where it is a list of functions, or shards itself."""
+"""The devices of each stage: several where it is a list of functions, or shards itself."""
 
 Durations = Mapping[tuple[ActionKind, int], float]
 """(kind, stage) -> how long such an action takes."""
 
 PARTS = {ActionKind.BACKWARD: 2}
-"""How long an action takes that has no other duration, where that is not 1: a whole backward pass has two parts."""
+"""The default durations of actions that are not 1: a whole backward pass has two parts."""
 
 
 def placed(mapping: Sequence[int | Sequence[int]]) -> Places:

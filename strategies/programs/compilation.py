@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
 WAIT_S = 600.0
-"""How long an instance waits for another one of its host to compile; then it compiles by itself."""
+"""The seconds that an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
 _CALLBACK = "python_cpu_callback"
 _NEVER_KEPT_BYTES = 1 << 62

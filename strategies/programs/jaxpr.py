@@ -22,7 +22,7 @@ from strategies.typing import Leaf, Tree
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn
 Atom = Any
-"""What an equation reads, and a program returns: a variable or a literal."""
+"""A variable or a literal: an operand of an equation, or a result of a program."""
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})

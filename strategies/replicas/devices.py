@@ -42,7 +42,7 @@ _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class ReplicaDevices:
-    """Where the local replicas run: `width` at a time, in as many waves as that takes.
+    """The devices of the local replicas, which run `width` at a time, in as many waves as that takes.
 
     A replica's program is compiled for a single device and knows neither its neighbours nor their number. On CPUs all
     replicas share one device, and one executable, which a thread for each of them runs.
@@ -198,7 +198,7 @@ class ReplicaDevices:
 
 @dataclass(frozen=True)
 class DeviceGrid:
-    """Where the local replicas run that span several devices each: replicas x stages.
+    """The devices of local replicas that span several devices each: replicas x stages.
 
     On CPUs all devices are simulated by the same one, so that a stage has one executable wherever it runs; each column
     has threads of its own.

@@ -22,7 +22,7 @@ from strategies.data.datasets import DistributedDataset
 T = TypeVar("T")
 
 LOSSES = (PeerLostError, BrokenError)
-"""What is raised where another instance is lost."""
+"""The errors that are raised where another instance is lost."""
 
 logger = logging.getLogger(__name__)
 

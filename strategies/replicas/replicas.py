@@ -164,7 +164,7 @@ class Replicas:
 
     @property
     def variables_device(self) -> jax.Device:
-        """Where variables and optimizer state lie and are updated: the host's CPU, or the first device."""
+        """The device of variables, optimizer state and updates: the host's CPU, or the first device."""
         first = self.devices.devices[0]
         if first.platform != "cpu" and self.variables_on_host:
             return jax.local_devices(backend="cpu")[0]

@@ -34,7 +34,7 @@ from strategies.updates.update import VariableUpdate
 logger = logging.getLogger("strategies.step")
 
 Contributions = Sequence[Sequence[np.ndarray]]
-"""For each buffer of a bucket the arrays of the local replicas, in their order."""
+"""The arrays of the local replicas, in their order, for each buffer of a bucket."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def _as_it_is(function: Function) -> Function:
 
 
 AS_WRITTEN = Arithmetic(rounded=_as_it_is)
-"""For looking at what is computed."""
+"""The arithmetic for traces that are only looked at."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from strategies.updates.optimizers import unwrapped
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
 _Elements = Sequence[Sequence[Sequence[np.ndarray]]]
-"""For each local replica and micro-batch the arrays of its element."""
+"""The arrays of the element of each local replica and micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Arguments:
 
     @property
     def places(self) -> tuple[range, ...]:
-        """For each of the pytrees the numbers of its leaves."""
+        """The numbers of each pytree's leaves."""
         counts = [len(jax.tree.leaves(tree)) for tree in self.like]
         ends = np.cumsum(counts).tolist()
         return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))

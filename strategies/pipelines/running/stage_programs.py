@@ -110,7 +110,7 @@ class StagePrograms:
 
     @property
     def _first(self) -> int:
-        """Where the accumulators begin among the arguments of the backward pass for the weights."""
+        """The place of the first accumulator among the arguments of the backward pass for the weights."""
         return len(self._weights.inputs) + len(self._weights.takes)
 
     # ---- tracing

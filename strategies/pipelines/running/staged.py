@@ -46,7 +46,7 @@ class Staged:
 
     @cached_property
     def numbers(self) -> tuple[range, ...]:
-        """For each stage the numbers of its segments."""
+        """The numbers of each stage's segments."""
         ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
         return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
 
