@@ -194,5 +194,4 @@ def results_of(model: ModelLike, metrics: Values) -> Logs:
 
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype that an array has in a program."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # such as of jax.random.key
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
 from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
-from strategies.keras.state import Seeds, shape_of, words_of
+from strategies.keras.state import Seeds, words_of
 
 SEEDS = Seeds((True, False))
 VALUES = [jnp.array([3, 7], jnp.uint32), jnp.float32(5)]
@@ -43,9 +42,3 @@ def test_replicas_agree_on_a_variable_as_it_says():
     variables = [first, mean, count, mean, count]
     flags, changed = [False] * 4 + [True], [True] * 3 + [False, True]
     assert words_of(variables, flags, changed) == [FIRST, MEAN, FIRST, CONSTANT, ALIKE]
-
-
-def test_a_leaf_has_the_dtype_of_a_program_and_a_key_its_own():
-    key = jax.random.key(0)
-    assert shape_of(np.zeros(3)) == jax.ShapeDtypeStruct((3,), jnp.float32)
-    assert shape_of(key) == jax.ShapeDtypeStruct((), key.dtype)
