@@ -1,4 +1,4 @@
-"""What distribution means to a training program: replicas, steps, data and reductions."""
+"""Distributed training: replicas, steps, data and reductions."""
 
 import gc
 from importlib import import_module
@@ -63,7 +63,7 @@ from strategies.updates.optimizers import MapGradientOptimizer
 
 
 def __getattr__(name: str) -> ModuleType:
-    """What is there for models of Keras, which is imported when it is asked for, and imports Keras."""
+    """Return `strategies.keras`, which is imported, with Keras, when a program asks for it."""
     if name == "keras":
         return import_module("strategies.keras")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Checks of what users give: whole numbers, axes of arrays, and names of options."""
+"""Checks of arguments: types, whole numbers, axes of arrays, and names of options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+Axis = int | tuple[int, ...] | list[int]
+"""One axis or several, counted from the end where negative."""
+
+_ELSEWHERE = dict.fromkeys(
+    (
+        *("accumulate_grad_batches", "accumulation", "accumulation_steps", "grad_accumulation"),
+        *("gradient_accumulation", "gradient_accumulation_steps"),
+    ),
+    "gradient_accumulation_count",
+)
+"""Names that other libraries give to an option."""
+
+
+def wrong_type(name: str, value: object, way_out: str) -> TypeError:
+    """Return the TypeError for an argument, with its name, value and type, and the way out."""
+    return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
+
 
 # ---- whole numbers
 
@@ -37,9 +55,6 @@ def integer(value: Any) -> int | None:
 
 
 # ---- axes
-
-Axis = int | tuple[int, ...] | list[int]
-"""One axis or several, counted from the end where negative."""
 
 
 def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
@@ -89,15 +104,6 @@ def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
 
 
 # ---- names of options
-
-_ELSEWHERE = dict.fromkeys(
-    (
-        *("accumulate_grad_batches", "accumulation", "accumulation_steps", "grad_accumulation"),
-        *("gradient_accumulation", "gradient_accumulation_steps"),
-    ),
-    "gradient_accumulation_count",
-)
-"""Names that other libraries give to an option."""
 
 
 def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:

@@ -28,17 +28,17 @@ from strategies.typing import Leaf, Tree
 
 
 def replication_index() -> jax.Array:
-    """The global index of this replica, 0 to R - 1; an int32 scalar."""
+    """Return the global index of this replica, 0 to R - 1; an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 
 
 def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
-    """The sum over the replicas of a group; its gradient is the sum of their gradients."""
+    """Return the sum over the replicas of a group; its gradient is the sum of their gradients."""
     return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("sum"), x)
 
 
 def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
-    """The mean over the replicas of a group; its gradient is the mean of their gradients.
+    """Return the mean over the replicas of a group; its gradient is the mean of their gradients.
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
     """
@@ -65,7 +65,7 @@ def replication_normalise(x: Tree) -> Tree:
 
 
 def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
-    """The same values; says to readers that they do not differ between replicas, as conditions of loops must not.
+    """Return the same values; tell readers that replicas agree on them, as conditions of loops must.
 
     Nothing is checked and nothing is sent. A condition that does differ makes replicas wait for each other for ever
     when a collective stands in its branches. `inplace` is the original's: here nothing is copied either way.
@@ -75,7 +75,7 @@ def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
 
 
 def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
-    """The values of a group's k replicas, of shape [k, *shape], on each of them.
+    """Return the values of a group's k replicas, of shape [k, *shape], on each of them.
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
     """
@@ -151,11 +151,11 @@ class _ReplicaGroup:
         return lambda x: self._collect(Reduce(op), x)
 
     def gather(self, x: Tree) -> jax.Array:
-        """The values of the group, in order, along a new first axis."""
+        """Return the values of the group, in order, along a new first axis."""
         return self._collect(Gather(), x)
 
     def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
-        """This replica's blocks of what all have, one behind the other."""
+        """Return this replica's blocks of what all have, one behind the other."""
         shape = jnp.shape(x)
         for dimension in (split, concat):
             if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < len(shape):
@@ -168,7 +168,7 @@ class _ReplicaGroup:
         return self._collect(BlockExchange(split, concat), x)
 
     def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
-        """This replica's part of the reduction of vectors."""
+        """Return this replica's part of the reduction of vectors."""
         value = jnp.asarray(x)
         name = self._context.next_name()
 

@@ -1,4 +1,4 @@
-"""What programs written for the original ask of `strategy.extended`."""
+"""The attributes of `strategy.extended` that programs written for the original use."""
 
 from __future__ import annotations
 

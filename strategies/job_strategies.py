@@ -61,9 +61,6 @@ class PopDistStrategy(Strategy):
         super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)
 
 
-# ---- Horovod
-
-
 @final
 class HorovodJob(Membership):
     """The instances of the job, connected by Horovod; who is lost ends the job of all."""
@@ -104,7 +101,7 @@ class IPUHorovodStrategy(Strategy):
 
 
 class ClusterResolver(Protocol):
-    """What the strategy needs of a cluster resolver; `popdist.TFConfigClusterResolver` is one."""
+    """The interface of a cluster resolver; `popdist.TFConfigClusterResolver` is one."""
 
     @property
     def task_type(self) -> str:
@@ -115,7 +112,7 @@ class ClusterResolver(Protocol):
         """Its index in that job."""
 
     def cluster_spec(self) -> Any:
-        """The cluster; `as_dict` gives the addresses of each job."""
+        """Return the cluster; `as_dict` gives the addresses of each job."""
 
 
 @final

@@ -134,7 +134,7 @@ class _Loop:
         return iterate
 
     def flat_condition(self, *leaves: jax.Array) -> jax.Array:
-        """Whether the loop goes on."""
+        """Return whether the loop goes on."""
         assert self.condition is not None
         answer = jnp.asarray(self.condition(*jax.tree.unflatten(self.structure, leaves)))
         if answer.shape != () or answer.dtype != np.bool_:
@@ -168,7 +168,7 @@ class _Loop:
         raise TypeError(f"the body of the loop does not take its arguments: {' and '.join(filter(None, taken))}")
 
     def _checked(self, result: Tree) -> list[jax.Array]:
-        """The leaves of what the body returned, if they can be the next loop variables."""
+        """Return the leaves of what the body returned, if they can be the next loop variables."""
         count = len(jax.tree.unflatten(self.structure, [None] * len(self.shapes)))
         leaves, structure = jax.tree.flatten(_next_variables(result, count, self.structure))
         refuse_float64(leaves, "output")
@@ -286,7 +286,7 @@ def _call(loop: _Loop, leaves: Values, count: Leaf) -> Values:
 
 
 def _count(name: str, n: object) -> Leaf:
-    """An int, or an array that the program computes."""
+    """Return a count as an int, or as an array that the program computes."""
     if isinstance(n, jax.Array) and n.shape == () and jnp.issubdtype(n.dtype, jnp.integer):
         return n
     count = integer(n)
@@ -313,7 +313,7 @@ def _listed(inputs: Tree) -> list[Tree]:
 
 
 def _next_variables(result: Tree, count: int, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
-    """What the body returned as a list of loop variables, without what `enqueue` returned."""
+    """Return the loop variables that the body returned as a list, without the results of `enqueue`."""
     if count == 1 and jax.tree.structure([result]) == structure:
         return [result]
     values = _listed(result)

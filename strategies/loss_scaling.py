@@ -19,7 +19,7 @@ MOST = 2.0**24
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 @dataclass(frozen=True)
 class LossScale:
-    """What loss scaling knows after a step, the same on all instances.
+    """The state of loss scaling after a step, the same on all instances.
 
     Attributes:
         scale: what the next loss is multiplied with; float32.

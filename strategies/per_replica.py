@@ -41,7 +41,7 @@ class Shared:
 
 
 def dealt(value: Tree, replicas: range) -> Tree:
-    """The value; where a part of it is a `PerReplica`, one `PerReplica` of whole trees.
+    """Return the value; where a part of it is a `PerReplica`, one `PerReplica` of whole trees.
 
     Args:
         value: a pytree whose leaves may be `PerReplica`.

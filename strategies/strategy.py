@@ -1,4 +1,4 @@
-"""What all strategies are: replicas spread over instances, programs that run once per replica, and reductions."""
+"""The base class of strategies: replicas spread over instances, programs that run once per replica, and reductions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Strategy(ABC):
 
     @property
     def instance(self) -> Instance:
-        """Which replicas this process drives, as the instances are numbered now."""
+        """The instance with the replicas that this process drives, as the instances are numbered now."""
         return self._replicas.instance
 
     @property
@@ -118,7 +118,7 @@ class Strategy(ABC):
 
     @property
     def instruments(self) -> Instruments:
-        """Those that see what this instance does."""
+        """The instruments attached to this instance."""
         return self._replicas.instruments
 
     @property
@@ -134,7 +134,7 @@ class Strategy(ABC):
 
     @property
     def instance_index(self) -> int:
-        """Which instance this is, 0 to n - 1."""
+        """The index of this instance, 0 to n - 1."""
         note_question("strategy.instance_index")
         return self._replicas.instance_index
 
@@ -194,7 +194,7 @@ class Strategy(ABC):
         return config
 
     def for_stages(self, stages: int) -> Strategy:
-        """The strategy for a model whose replicas span so many devices, which is known only when it is made.
+        """Return the strategy for a model whose replicas span so many devices, which is known only when it is made.
 
         It is this one, unless the number of replicas follows from that of the devices: then it is another one, of fewer
         replicas that span more.
@@ -227,7 +227,7 @@ class Strategy(ABC):
     def variable(
         self, initial: Tree, synchronization: Synchronization = "on_write", aggregation: str = "mean"
     ) -> MirroredVariable | SyncOnReadVariable:
-        """A variable that begins with instance 0's `initial` everywhere; a collective call.
+        """Make a variable that begins with instance 0's `initial` everywhere; a collective call.
 
         Args:
             initial: a pytree of arrays, or a function that returns one.
@@ -243,7 +243,7 @@ class Strategy(ABC):
         return self._replicas.per_replica(function)
 
     def dealt(self, tree: Tree) -> PerReplica:
-        """Each local replica's rows of a tree that has those of all of them one after another along the first axis.
+        """Return each local replica's rows of a tree in which they lie one after another along the first axis.
 
         A batch of a distributed data set need not be given to it, but what is computed of one outside of `run`.
 
@@ -259,11 +259,11 @@ class Strategy(ABC):
         return self._replicas.dealing.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
-        """A pytree that `run` gives whole to every replica, and of which it does not ask whether it is a batch."""
+        """Return a pytree that `run` gives whole to every replica, without asking whether it is a batch."""
         return Shared(tree)
 
     def broadcast(self, tree: Same, root: int = 0) -> Same:
-        """The values of instance `root` on every instance, as JAX arrays.
+        """Return the values of instance `root` on every instance, as JAX arrays.
 
         Raises:
             LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
@@ -298,7 +298,7 @@ class Strategy(ABC):
         return self._replicas.reduce(op, values_of(value), axis)
 
     def gather(self, value: Tree, axis: int) -> Tree:
-        """The values of all replicas one after another along an axis, in the order of the replicas, on every instance.
+        """Return the values of all replicas one after another along an axis, in replica order, on every instance.
 
         Args:
             value: see `reduce`; replicas may have different lengths along the axis, and are alike otherwise.
@@ -369,7 +369,7 @@ class Strategy(ABC):
         return PerReplica(tuple(result for result, _ in results), self.local_replicas)
 
     def experimental_run_v2(self, *arguments: object, **named: object) -> NoReturn:
-        """The name that `run` once had.
+        """Refuse the name that `run` once had.
 
         Raises:
             RuntimeError: always, as of the original.
@@ -379,7 +379,7 @@ class Strategy(ABC):
         )
 
     def _shared(self, value: Tree) -> Tree:
-        """A value that all replicas get whole; on which device it lies does not matter."""
+        """Return a value that all replicas get whole; on which device it lies does not matter."""
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
@@ -498,7 +498,7 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, function: Callable[[InputContext], Iterable[Element]]
     ) -> Iterable[Element]:
-        """The data set that `function` makes for this instance; with one instance untouched.
+        """Return the data set that `function` makes for this instance; with one instance untouched.
 
         With several, taking a batch is a collective call: all end at the step at which the first of them has none,
         with a warning.
@@ -526,7 +526,7 @@ class Strategy(ABC):
 
 
 def get_strategy() -> Strategy | None:
-    """The strategy whose scope this is, or None."""
+    """Return the strategy whose scope this is, or None."""
     return _scope.get()
 
 
@@ -544,7 +544,7 @@ def _is_on_one_device(leaf: Leaf) -> bool:
 
 
 def _alike(values: Sequence[Tree]) -> list[Tree]:
-    """The replicas' values on the host, for one program."""
+    """Return the replicas' values on the host, for one program."""
     for value in values:
         refuse_float64(value)
     hosted = [jax.tree.map(as_jax_would, value) for value in values]

@@ -1,4 +1,4 @@
-"""What training changes."""
+"""The state of a training: variables, optimizer state, step and loss scale."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _forget(identity: int, _: weakref.ref[TrainState]) -> None:
 
 
 def is_trained(leaf: Leaf) -> bool:
-    """Whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
+    """Return whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
     states = [state for reference in list(_alive.values()) if (state := reference()) is not None]
     trees = [(state.variables, state.optimizer_state, state.model_state) for state in states]
     return any(leaf is other for other in jax.tree.leaves(trees))

@@ -26,7 +26,7 @@ from strategies.step.states import TrainStates
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
-from strategies.typing import Batch, LossFunction, Tree, Variables
+from strategies.typing import Batch, Function, LossFunction, Tree, Variables
 from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 
@@ -86,11 +86,11 @@ class Trainer:
         """Make the parts of a step, of evaluations and of plans."""
         replicas, options = self._strategy.replicas, self._options
         check_loss_function(loss_fn)
+        traced: list[Function] = [] if options.map_gradient is None else [options.map_gradient]
         if not isinstance(optimizer, StepOptimizer):
             check_optimizer(optimizer)
+            traced.append(optimizer.update)
         update, recorder = update_for(replicas, optimizer, options.of_update), recorder_for(replicas, options)
-        others = [options.map_gradient, None if isinstance(optimizer, StepOptimizer) else optimizer.update]
-        traced = [one for one in others if one is not None]
         engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
         self._single = SingleStep(replicas, engine, update, options, self.notice, recorder)
         self._executions = Executions(replicas, engine, update, self._single, options.may_fuse)
@@ -100,7 +100,7 @@ class Trainer:
 
     @property
     def strategy(self) -> Strategy:
-        """Where the replicas are."""
+        """The strategy whose replicas train."""
         return self._strategy
 
     @property
@@ -109,11 +109,11 @@ class Trainer:
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         return self._states.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """The first state: instance 0's variables on every instance.
+        """Return the first state: instance 0's variables on every instance.
 
         Args:
             variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
@@ -147,7 +147,7 @@ class Trainer:
         return self._states.adopt(state)
 
     def plan(self, batch: Batch, variables: Variables = None, model_state: Tree = None) -> MemoryPlan:
-        """How much memory this instance will need, before anything runs; no collective call.
+        """Return the memory that this instance will need, before anything runs; no collective call.
 
         It compiles the programs of a step, and asks XLA what each of them takes. `print` it, or take its `to_json`.
 
@@ -194,7 +194,7 @@ class Trainer:
         return self._executions.run(state, dataset, steps_per_execution, after_execution)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One update; `state` is used up.
+        """Make one update; `state` is used up.
 
         Args:
             state: what `init` or `step` returned last.
@@ -227,7 +227,7 @@ class Trainer:
         *,
         metrics_fn: MetricsFunction | None = None,
     ) -> Evaluation:
-        """Means over all rows of a data set, each of which counts once; a collective call. The state stays as it is.
+        """Return means over all rows of a data set, each counted once; a collective call. The state is unchanged.
 
         The bits depend on the number of replicas and the batch size, and not on the instances.
 
@@ -247,7 +247,7 @@ class Trainer:
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
-        """What the model says of each row, in the order of the data; taking a batch is a collective call.
+        """Yield the model's outputs for each row, in the order of the data; taking a batch is a collective call.
 
         Args:
             state: see `evaluate`; not to be used up before the last batch is taken.
@@ -264,6 +264,5 @@ class Trainer:
     def told(
         self, task: EvaluationTask, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
     ) -> Generator[Told, None, None]:
-        """For each batch what a task tells of it; what `evaluate` and `predict` are made of."""
-        batches: Batch = dataset
-        return self._evaluator.told(task, state, batches)
+        """Yield the results of a task for each batch; `evaluate` and `predict` are built on it."""
+        return self._evaluator.told(task, state, dataset)

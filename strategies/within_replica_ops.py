@@ -18,7 +18,7 @@ from strategies.replicas.reduction_ops import base_of, check_dtype, operand, par
 
 
 def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:
-    """The arrays of all shards, concatenated along `axis`, on each of them; scalars are stacked.
+    """Return the arrays of all shards, concatenated along `axis`, on each of them; scalars are stacked.
 
     Raises:
         ValueError: if dtypes, ranks or other dimensions differ, an array is there twice, or there is no such axis.
@@ -39,7 +39,7 @@ def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:
 
 
 def all_reduce(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
-    """The reduction of all shards, on each of them, as long as the longest of them.
+    """Return the reduction of all shards, on each of them, as long as the longest of them.
 
     Args:
         shards: vectors, the shorter ones taken as if zeros followed; or scalars, taken as vectors of length 1.
@@ -57,7 +57,7 @@ def all_reduce(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
 
 
 def reduce_scatter(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
-    """The reduction of all k shards, of which each gets its part, of length ceil(longest / k), zeros at the end.
+    """Return the reduction of all k shards, of which each gets its part, of length ceil(longest / k), zeros at the end.
 
     Args:
         shards: as in `all_reduce`.

@@ -91,13 +91,13 @@ class DataPass:
                 yield told
         finally:
             self._stop()
-            self._replicas.place.passes += 1
-            self._replicas.place.batches = 0
+            self._replicas.done_so_far.passes += 1
+            self._replicas.done_so_far.batches = 0
             if not self._is_at_end:
                 self._rows.leave(done)
 
     def _surviving(self, done: int) -> Told:
-        self._replicas.place.batches = done
+        self._replicas.done_so_far.batches = done
         if self._passing.meet is None:
             return self._next(done)
         return surviving(self._replicas, lambda: self._next(done), lambda: self._catch_up(done))
@@ -140,7 +140,7 @@ class DataPass:
         """
         assert self._passing.meet is not None
         self._stop()
-        meeting, own = self._passing.meet(), self._replicas.place.passes
+        meeting, own = self._passing.meet(), self._replicas.done_so_far.passes
         if meeting.passes.max() > own:
             if not self._is_at_end:
                 raise StrategyError(

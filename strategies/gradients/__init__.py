@@ -1,1 +1,1 @@
-"""What a replica computes in a step, its gradients and model state, and how these leave it."""
+"""The computation of a replica's gradients and model state in a step, and their transfer out of it."""

@@ -20,7 +20,7 @@ loop 0.81 to 0.91.)"""
 
 
 class GradientAccumulationReductionMethod(Enum):
-    """How the gradients of a replica's micro-batches become one; the original's enum.
+    """The way to combine the gradients of a replica's micro-batches into one; the original's enum.
 
     For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
     g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit
@@ -33,7 +33,7 @@ class GradientAccumulationReductionMethod(Enum):
 
     @classmethod
     def parse(cls, method: object) -> GradientAccumulationReductionMethod:
-        """The method of that name, in any case, or the method itself.
+        """Return the method of that name, in upper or lower case, or the method itself.
 
         Raises:
             ValueError: "Cannot parse ..." for anything else.
@@ -49,7 +49,7 @@ class GradientAccumulationReductionMethod(Enum):
 
 
 def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[np.dtype]:
-    """The dtype in which the gradient of each leaf is accumulated.
+    """Return the dtype in which the gradient of each leaf is accumulated.
 
     Raises:
         ValueError: if it is not of a floating-point dtype.
@@ -73,12 +73,12 @@ def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[n
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether it is a floating-point dtype that JAX does not replace by another, as it does float64."""
+    """Return whether a dtype is floating-point and JAX keeps it, as it does not keep float64."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def asks_for_each(dtype: Any) -> bool:
-    """Whether it is a function of the variable; the scalar types of NumPy and JAX can be called as well."""
+    """Return whether a dtype is a function of the variable; the scalar types of NumPy and JAX are callable too."""
     return callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype")
 
 
@@ -92,7 +92,7 @@ def accumulate(
     accumulators: Sequence[jax.ShapeDtypeStruct],
     values: int,
 ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
-    """The gradients of all micro-batches of a replica; traceable.
+    """Accumulate the gradients of all micro-batches of a replica; traceable.
 
     Args:
         gradients: `(micro-batch, key, model state) -> (values, gradients, new model state)`; values are float32 of
@@ -167,7 +167,7 @@ def accumulated(
     number: jax.Array,
     count: int,
 ) -> jax.Array:
-    """An accumulator with the gradient of one more micro-batch; traceable.
+    """Add the gradient of one more micro-batch to an accumulator; traceable.
 
     Args:
         method: see there.
@@ -190,7 +190,7 @@ def accumulated(
 
 
 def _narrowed(mean: jax.Array, dtype: np.dtype) -> jax.Array:
-    """In the dtype of the accumulator. A mean of finite numbers is finite, though the last one may be rounded up."""
+    """Round to the accumulator's dtype. A mean of finite numbers stays finite, though the last may be rounded up."""
     if mean.dtype == dtype:
         return mean
     largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What programs give to a `Trainer`, looked at before JAX does, and which of the variables are trained.
+"""Checks of a `Trainer`'s arguments before JAX sees them, and the choice of trained variables.
 
 Mistakes of a beginner get one sentence each.
 """
@@ -88,7 +88,7 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
 
 
 def _takes(function: Function, arguments: Sequence[str]) -> bool:
-    """Whether a function can be called with so many arguments."""
+    """Return whether a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # one that is not written in Python does not tell
@@ -174,7 +174,7 @@ def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
 
 
 def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of metrics.
+    """Return the names of metrics.
 
     Args:
         metrics: what the loss function returns besides the loss, as shapes.
@@ -215,7 +215,7 @@ def _has_dtype(leaf: Leaf) -> bool:
 
 
 def are_used_up(variables: Variables) -> bool:
-    """Whether a step has written new variables where these were."""
+    """Return whether a step has written new variables into the memory of these."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))
 
 
@@ -229,7 +229,7 @@ def are_used_up(variables: Variables) -> bool:
 )
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss function may return instead of the loss, or of the loss and metrics.
+    """The complete result of a loss function, which may also return the loss alone, or the loss and metrics.
 
     Attributes:
         loss: a floating-point scalar, the mean over the rows of the batch.
@@ -246,7 +246,7 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: Tree) -> Outcome:
-        """Of what a loss function has returned: an `Outcome`, the loss and its metrics, or the loss."""
+        """Return an `Outcome` of a loss function's result: an `Outcome`, the loss and its metrics, or the loss."""
         if isinstance(returned, cls):
             return returned
         return cls(*returned) if isinstance(returned, tuple) and len(returned) == 2 else cls(returned)
@@ -254,17 +254,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trainable:
-    """For each variable whether it is trained.
+    """The choice of the variables that are trained.
 
     Attributes:
-        flags: in the order of the variables.
+        flags: for each variable, in order, whether it is trained.
     """
 
     flags: tuple[bool, ...]
 
     @classmethod
     def of(cls, variables: Variables, trainable: Filter) -> Trainable:
-        """What a filter says of variables, or of their shapes and dtypes.
+        """Apply a filter to variables, or to their shapes and dtypes.
 
         Raises:
             TypeError: if it says anything but True or False.
@@ -297,19 +297,19 @@ class Trainable:
         return all(self.flags)
 
     def pick(self, variables: Variables) -> Variables:
-        """Those that are trained: the same tree, with None for the others."""
+        """Return the trained variables: the same tree, with None in the place of each other variable."""
         if self.is_all:
             return variables
         leaves, structure = jax.tree.flatten(variables)
         return jax.tree.unflatten(structure, [leaf if flag else None for leaf, flag in self._pairs(leaves)])
 
     def frozen(self, variables: Variables) -> Variables:
-        """The others: the same tree, with None for those that are trained."""
+        """Return the variables that are not trained: the same tree, with None in the place of each trained one."""
         leaves, structure = jax.tree.flatten(variables)
         return jax.tree.unflatten(structure, [None if flag else leaf for leaf, flag in self._pairs(leaves)])
 
     def put(self, variables: Variables, picked: Variables) -> Variables:
-        """The variables with others for those that are trained."""
+        """Replace the trained variables by others."""
         if self.is_all:
             return picked
         leaves, structure = jax.tree.flatten(variables)

@@ -1,4 +1,4 @@
-"""What computes the gradients of local replicas: one program for each of them, or stages of a pipeline."""
+"""The interface of the computation of local replicas' gradients: a program per replica, or stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReplicaGradients(ABC):
     @property
     @abstractmethod
     def means(self) -> list[np.ndarray]:
-        """Where the means of all that leaves the replicas are, once all buckets have been reduced.
+        """The memory with the means of all that leaves the replicas, once all buckets have been reduced.
 
         Of those that are cut this instance's part, in its shape.
         """
@@ -30,7 +30,7 @@ class ReplicaGradients(ABC):
     @property
     @abstractmethod
     def tail(self) -> np.ndarray:
-        """Where the mean tail is, once the last bucket has been reduced."""
+        """The memory with the mean tail, once the last bucket has been reduced."""
 
     @abstractmethod
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
@@ -44,7 +44,7 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """Each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+        """Yield each bucket when it is ready, with the local replicas' arrays for each of its buffers.
 
         Raises:
             BaseException: what the program of a replica has raised, when all have ended.
@@ -52,16 +52,16 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def kept(self) -> list[list[Tree]]:
-        """What each local replica keeps for its next step, once all buckets are collected."""
+        """Return the values that each local replica keeps for its next step, once all buckets are collected."""
 
     @abstractmethod
     def leaves(self) -> list[list[np.ndarray]]:
-        """What was begun last, for each local replica: the tail (loss and metrics), gradients, and what is kept."""
+        """Return the last results of each local replica: the tail (loss and metrics), gradients, and kept values."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the devices of a stage keep between the passes of a step.
+    """The memory that the devices of a stage need between the passes of a step.
 
     Attributes:
         stage: its number.
@@ -80,11 +80,11 @@ class ReplicaPlan(ABC):
     @property
     @abstractmethod
     def leaving(self) -> Leaving:
-        """What leaves a replica to be averaged."""
+        """The layout of the values that leave a replica to be averaged."""
 
     @abstractmethod
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """What travels together, in the order in which it is finished.
+        """Return the buckets, each of values that travel together, in the order in which they are finished.
 
         Args:
             memory: for the means.
@@ -93,25 +93,25 @@ class ReplicaPlan(ABC):
     @property
     @abstractmethod
     def sum_bytes(self) -> int:
-        """What a replica takes to add micro-batches up, besides what its programs do."""
+        """The bytes of a replica's accumulators of micro-batches, besides the memory of its programs."""
 
     @abstractmethod
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """The compiled programs of a replica, by what they compute; compiled when they are asked for first."""
+        """Return the compiled programs of a replica, by what they compute; compiled when they are asked for first."""
 
     @abstractmethod
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """What stages keep between the passes of a micro-batch; empty without a pipeline."""
+        """Return the memory that each stage needs between the passes of a micro-batch; empty without a pipeline."""
 
     @abstractmethod
     def equations(self) -> core.ClosedJaxpr:
-        """What a replica computes, to be compared with other instances."""
+        """Return the computation of a replica, to be compared with other instances."""
 
     @abstractmethod
     def gradients_on(
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> ReplicaGradients:
-        """What computes the gradients of local replicas.
+        """Return the computation of local replicas' gradients on their devices.
 
         Args:
             grid: where they run.

@@ -127,7 +127,7 @@ class JaxGradientPlan(ReplicaPlan):
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
     def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """The executables of the segments on a device; compiled when they are asked for first."""
+        """Return the executables of the segments on a device; compiled when they are asked for first."""
         if device not in self._executables:
             self._executables[device] = self._compile(device)
         return self._executables[device]
@@ -151,11 +151,11 @@ class JaxGradientPlan(ReplicaPlan):
         return [found[number] for number in range(len(self.segments))]
 
     def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the buffers of a segment."""
+        """Return the shapes of the buffers of a segment."""
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
     def of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those of what a segment finishes that are for the next step."""
+        """Return the results of a segment that the replica keeps for its next step."""
         return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
 
     def gradients_on(
@@ -244,7 +244,7 @@ class GradientPrograms(ReplicaGradients):
             yield bucket, contributions
 
     def _finished(self, run: _ReplicaGradientRun, number: int) -> Sequence[jax.Array]:
-        """The buffers of a segment, when a replica has computed it."""
+        """Return the buffers of a segment, when a replica has computed it."""
         if not self._begun:
             return run.wait(number)
         run.finished[number].wait()
@@ -323,7 +323,7 @@ class _ReplicaGradientRun:
             pass
 
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """The buffers of a segment that was dispatched, when they are ready."""
+        """Return the buffers of a segment that was dispatched, when they are ready."""
         try:
             ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
         except BaseException:
@@ -362,7 +362,7 @@ class _ReplicaGradientRun:
 
 
 def _uncut(function: GradientFunction, shapes: Sequence[Tree], results: int) -> ProgramSegment:
-    """All of it as one segment."""
+    """Return the whole program as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:

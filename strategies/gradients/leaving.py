@@ -1,4 +1,4 @@
-"""How what leaves a replica lies in buffers, and the memory for its means.
+"""The layout of a replica's gradients in flat buffers, and the memory for their means.
 
 Gradients leave the programs that compute them flat, one buffer per dtype, or as int8 with error feedback.
 """
@@ -27,7 +27,7 @@ TAIL = 0  # the first result of a gradient function, before the gradients
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves a replica to be averaged.
+    """The values that leave a replica to be averaged.
 
     Attributes:
         leaves: the shapes and dtypes of the gradients, and of others behind them that are averaged like them.
@@ -41,11 +41,11 @@ class Leaving:
     whole: int = 0
 
     def of_gradients(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Those that are averaged, of what a segment finishes."""
+        """Return the results of a segment that are averaged over replicas."""
         return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.leaves))
 
     def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        """The shape of a gradient, or of the rows of it that are a part."""
+        """Return the shape of a gradient, or of the rows of it that are a part."""
         leaf = self.leaves[part.result - TAIL - 1]
         if part.rows is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -53,15 +53,15 @@ class Leaving:
         return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
-        """How the means of gradients that travel together are cut."""
+        """Return the shards of the means of gradients that travel together; None if they stay whole."""
         return None if any(part.rows for part in parts) else self.shards
 
     def is_cut(self, part: Part, shards: Shards) -> bool:
-        """Whether the mean of a gradient is cut where its bucket is."""
+        """Return whether the mean of a gradient is cut where its bucket is."""
         return part.result <= TAIL + len(self.leaves) - self.whole and shards.divides(self.shape_of(part))
 
     def layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
-        """How what a segment finishes lies in buffers, with so many values behind it."""
+        """Return the layout of a segment's averaged results in flat buffers, with a tail of so many values."""
         leaves = [self.shape_of(part) for part in self.of_gradients(parts)]
         shards = self.shards_of(parts)
         return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
@@ -82,7 +82,7 @@ class MeansMemory:
 
     @property
     def means(self) -> list[np.ndarray]:
-        """Where the means are, once there is a bucket for each; of those that are cut this instance's part."""
+        """The memory of the means, once there is a bucket for each; of means that are cut this instance's part."""
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:
@@ -112,7 +112,7 @@ class MeansMemory:
         return Bucket(name, layout, tuple(results), frozenset(scattered))
 
     def _piece(self, part: Part) -> np.ndarray:
-        """The place of some rows in the mean of the whole gradient."""
+        """Return the place of some rows in the mean of the whole gradient."""
         assert part.rows is not None
         leaf = self._leaving.leaves[part.result - TAIL - 1]
         if part.result not in self._means:
@@ -130,7 +130,7 @@ class MeansMemory:
 
 
 def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An `Allocate` for those who only look: arrays that take no memory, and cannot be written to."""
+    """Allocate arrays that take no memory and cannot be written to, for callers that only look at shapes."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
@@ -154,7 +154,7 @@ def flatten(
 def encode(
     layout: Int8Layout, leaves: Sequence[jax.Array], residuals: Sequence[jax.Array], into: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """One replica's payload, and what it lost; traceable.
+    """Return one replica's payload, and what it lost; traceable.
 
     Blocks that are not finite keep the residual that they had. If the step is not applied, keep the old residuals
     of all of them (and where the gradients are multiplied by a loss scale, divide before they are encoded).
@@ -181,7 +181,7 @@ def encode(
 
 
 def _quantise(leaf: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The blocks of a gradient: values int8[n * 64], scales int8[n]; and what they lost, float32 like the gradient."""
+    """Quantise a gradient: return values int8[n * 64], scales int8[n], and the error, float32 like the gradient."""
     exact = leaf.astype(FLOAT32) + residual
     blocks = _in_blocks(exact)
     largest = jnp.max(jnp.abs(blocks), axis=1)  # NaN if one of them is; of floats, because integers take XLA far longer
@@ -208,5 +208,5 @@ def _in_blocks(values: jax.Array) -> jax.Array:
 
 
 def _power_of_two(exponents: jax.Array) -> jax.Array:
-    """The powers of two that have these exponents in float32, as a column; their bits, because exp2 may round."""
+    """Return the powers of two with these exponents in float32, as a column, made of bits: exp2 may round."""
     return jax.lax.bitcast_convert_type(exponents << MANTISSA_BITS, FLOAT32)[:, None]

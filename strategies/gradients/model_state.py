@@ -1,4 +1,4 @@
-"""What changes with every batch and is not trained, such as moving means: how replicas agree on it."""
+"""The agreement of replicas on the model state: values such as moving means, which change without being trained."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from strategies.replicas.devices import is_key
 from strategies.typing import Leaf, Tree
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
-"""The mean over all replicas, in their order; what replica 0 has; to each replica its own; what there was, and the sum
-of what replicas have made of zero, in their order; what every replica has, which is the same; what there was."""
+"""The new value of a leaf of the model state.
+
+`mean`: the mean over all replicas, in their order. `first`: the value of replica 0. `per_replica`: for each replica its
+own value. `sum`: the old value and the sum, in the order of replicas, of what they have made of zero. `alike`: the
+value that every replica has made, the same on all. `constant`: the old value.
+"""
 KEPT = (FIRST, ALIKE, PER_REPLICA)
-"""Those of which a replica keeps something, in the order in which it does. Nothing travels for the second."""
+"""The words of leaves that a replica keeps, in the order in which it keeps them. Nothing travels for the second."""
 
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that begins as the model state does"
 
@@ -35,13 +39,13 @@ def check_aggregation(aggregation: Tree) -> None:
 
 
 def has_own(aggregation: Tree) -> bool:
-    """Whether replicas have parts of their own."""
+    """Return whether replicas have parts of their own."""
     return any(word == PER_REPLICA for word in jax.tree.leaves(aggregation))
 
 
 @dataclass(frozen=True)
 class ModelStateRule:
-    """How replicas agree on the leaves of a model state.
+    """The ways in which replicas agree on the leaves of a model state.
 
     What each replica has for itself lies in a state with the local replicas along a first axis of its own.
 
@@ -101,11 +105,11 @@ class ModelStateRule:
         return cls(jax.tree.structure(model_state), words, names)
 
     def pick(self, model_state: Tree, word: str) -> list[Tree]:
-        """The leaves on which replicas agree in one way."""
+        """Return the leaves on which replicas agree in one way."""
         return [leaf for leaf, own in zip(jax.tree.leaves(model_state), self.words, strict=True) if own == word]
 
     def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Leaf]]) -> Tree:
-        """The model state with others in place of all leaves on which replicas agree in some ways."""
+        """Return the model state with others in place of all leaves on which replicas agree in some ways."""
         others = {word: iter(of_word) for word, of_word in leaves.items()}
         pairs = zip(jax.tree.leaves(model_state), self.words, strict=True)
         return jax.tree.unflatten(
@@ -113,11 +117,11 @@ class ModelStateRule:
         )
 
     def travelling(self, model_state: Tree) -> list[Tree]:
-        """The leaves of which there are means: those that are to be averaged, then those that are to be added."""
+        """Return the leaves of which there are means: first those to be averaged, then those to be added."""
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
-        """What a replica sends for those leaves; traceable.
+        """Return the values that a replica sends for the leaves that are averaged or added; traceable.
 
         A sum is the mean of what is so many times as large: exact for whole numbers, and where their number is a power
         of two for all.
@@ -130,7 +134,7 @@ class ModelStateRule:
         return [*self.pick(model_state, MEAN), *sums]
 
     def arrived(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Tree]]:
-        """The new leaves of which there are means.
+        """Return the new leaves of which there are means.
 
         Args:
             model_state: before the step.
@@ -141,16 +145,16 @@ class ModelStateRule:
         return {MEAN: [mean.copy() for mean in means[:averaged]], SUM: [np.asarray(old) + mean for old, mean in pairs]}
 
     def begun(self, model_state: Tree) -> Tree:
-        """The model state with which replicas begin a step: zeros for what is to be added."""
+        """Return the model state with which replicas begin a step: zeros for what is to be added."""
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.pick(model_state, SUM)]
         return self.put(model_state, {SUM: zeros})
 
     def map_own(self, function: Callable[[Leaf], Leaf], model_state: Tree) -> Tree:
-        """The model state with something made of each leaf that replicas have for themselves."""
+        """Return the model state with something made of each leaf that replicas have for themselves."""
         return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
     def with_own(self, shared: Tree, own: Sequence[Tree]) -> Tree:
-        """The model state of what replicas have for themselves, and the rest, which has None for that."""
+        """Return the model state of what replicas have for themselves, and the rest, which has None for that."""
         leaves, parts = iter(jax.tree.leaves(shared)), iter(own)
         every = [next(parts) if word == PER_REPLICA else next(leaves) for word in self.words]
         return jax.tree.unflatten(self.structure, every)
@@ -194,7 +198,7 @@ def check_model_state(model_state: Tree) -> None:
 
 
 def as_arrays(model_state: Tree) -> Tree:
-    """The model state with arrays for the numbers of Python."""
+    """Return the model state with arrays for the numbers of Python."""
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jnp.asarray(leaf), model_state)
 
 

@@ -1,4 +1,4 @@
-"""What one replica computes in a step: the gradients of its micro-batches, in the precision that was asked for."""
+"""The computation of one replica in a step: the gradients of its micro-batches, in the precision that was asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of 
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
-    """A floating-point dtype, or None for None.
+    """Return a floating-point dtype, or None for None.
 
     Raises:
         ValueError: for anything else.
@@ -89,7 +89,7 @@ class Precision:
     scales_loss: bool = False
 
     def cast(self, tree: Tree) -> Tree:
-        """The floating-point arrays of a tree in the compute dtype."""
+        """Cast the floating-point arrays of a tree to the compute dtype."""
         if self.compute is None:
             return tree
         return jax.tree.map(
@@ -99,7 +99,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the micro-batches of a replica become one gradient; see `strategies.gradients.accumulation`."""
+    """The options with which a replica's micro-batches become one gradient; see `strategies.gradients.accumulation`."""
 
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
@@ -208,23 +208,23 @@ class ReplicaProgram:
 
     @property
     def num_kept(self) -> int:
-        """How many arrays a replica keeps for its next step."""
+        """The number of arrays that a replica keeps for its next step."""
         residuals = 0 if self.quantised is None else len(self.quantised.shapes)
         return residuals + sum(self.rule.words.count(word) for word in KEPT)
 
     @property
     def tail_size(self) -> int:
-        """How many values the tail has."""
+        """The number of values in the tail."""
         return self.finite_place + self._precision.scales_loss + self.flags
 
     @property
     def notice_place(self) -> int:
-        """Where the tail has the notice."""
+        """The place of the notice in the tail."""
         return len(self.names)
 
     @property
     def finite_place(self) -> int:
-        """Where the tail says, with loss scaling, whether a gradient is not finite."""
+        """The place in the tail that says, with loss scaling, whether a gradient is not finite."""
         return len(self.names) + 1
 
     def __call__(
@@ -237,7 +237,7 @@ class ReplicaProgram:
         own_state: Sequence[jax.Array] = (),
         model_state: Tree = None,
     ) -> tuple[jax.Array, ...]:
-        """The tail, the results, and what is kept: see `unpack_kept`; traceable.
+        """Return the tail, the results, and what is kept: see `unpack_kept`; traceable.
 
         Args:
             variables: whole.
@@ -260,7 +260,7 @@ class ReplicaProgram:
         return (tail, *results, *means, *residuals, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Of the model state that a replica has made what it sends, and what it keeps; traceable."""
+        """Return the values of a replica's new model state that it sends, and those that it keeps; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 
@@ -271,13 +271,13 @@ class ReplicaProgram:
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-        """For each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        """Return for each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
         return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
 
     def tail(
         self, values: jax.Array, index: jax.Array, control: jax.Array, is_bad: jax.Array | None = None
     ) -> jax.Array:
-        """The tail of a replica; traceable.
+        """Return the tail of a replica; traceable.
 
         Args:
             values: the loss and the metrics.
@@ -317,7 +317,7 @@ class ReplicaProgram:
         control: jax.Array,
         model_state: Tree,
     ) -> tuple[jax.Array, jax.Array, Outcome]:
-        """What is differentiated, the loss and the metrics, and all that is returned, of one micro-batch; traceable.
+        """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
 
         Args:
             variables: whole.
@@ -334,7 +334,7 @@ class ReplicaProgram:
             return self._computed(variables, part, key, control, model_state)
 
     def micro_batch_of(self, batch: Batch) -> Tree:
-        """The shapes of one micro-batch of those that a replica's batch has.
+        """Return the shapes of one micro-batch of those that a replica's batch has.
 
         Raises:
             ValueError: if it cannot be divided.
@@ -342,7 +342,7 @@ class ReplicaProgram:
         return jax.tree.map(self._micro_shape, batch)
 
     def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
-        """Of what a replica keeps the new residuals, and the leaves of the model state by the words of `KEPT`."""
+        """Split a replica's kept values into the new residuals, and the model state's leaves by the words of `KEPT`."""
         rest = iter(kept)
         counts = {word: self.rule.words.count(word) for word in KEPT}
         residuals = list(itertools.islice(rest, len(kept) - sum(counts.values())))
@@ -351,7 +351,7 @@ class ReplicaProgram:
     def _on_the_way(
         self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """The gradients as they leave the replica, and the new residuals."""
+        """Return the gradients as they leave the replica, and the new residuals."""
         if self.quantised is None:
             return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
         if self._precision.scales_loss:  # residuals outlive the scale
@@ -396,14 +396,14 @@ class ReplicaProgram:
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
-        """What the loss function returns. The model state keeps its dtypes: means that move need them."""
+        """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
         return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
 
     def _loss(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
     ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-        """What is differentiated; the loss and the metrics as float32, and the new model state."""
+        """Return the differentiated value; the loss and the metrics as float32, and the new model state."""
         loss, values, outcome = self._computed(variables, batch, key, control, model_state)
         return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
@@ -420,7 +420,7 @@ class ReplicaProgram:
     # ---- shapes
 
     def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
-        """What the loss function returns besides the loss; checks that all of it is scalar, and the model state."""
+        """Return the names of the loss and metrics; check that all of them are scalars, and check the model state."""
         micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
@@ -440,7 +440,7 @@ class ReplicaProgram:
         return ("loss", *metric_names(metrics))
 
     def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The shape of one micro-batch of a replica."""
+        """Return the shape of one micro-batch of a replica."""
         count = self.accumulation.count
         rows = leaf.shape[0]
         if rows == 0:
@@ -454,7 +454,7 @@ class ReplicaProgram:
         return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
-        """What the loss function returns, as arrays."""
+        """Return the results of the loss function for one micro-batch, as arrays."""
         with replica_context(self._replicas.new_context(index, "shapes")):
             result = self._called(variables, batch, jax.random.key(0), model_state)
         try:

@@ -25,7 +25,6 @@ WAY_OUT = (
 _FEW = 4  # elements of a variable that are shown
 _OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
 
-
 T = TypeVar("T")
 
 

@@ -102,7 +102,7 @@ class _Dealer:
         return range(local[0] * count, (local[-1] + 1) * count)
 
     def is_even(self, batches: Sequence[Batch]) -> bool:
-        """Whether these batches fill a step."""
+        """Return whether these batches fill a step."""
         return len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}
 
     def dealt(self, batches: Sequence[Batch]) -> Batch | None:

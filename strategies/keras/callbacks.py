@@ -39,6 +39,7 @@ WRITERS: tuple[type, ...] = (
     keras.callbacks.TensorBoard,
 )
 """The callbacks that write, and tell the other instances nothing but what the model becomes."""
+
 Callback: TypeAlias = Any
 """A callback of Keras, or None."""
 
@@ -56,7 +57,7 @@ class OnChief(keras.callbacks.Callback):
     One that becomes the chief in the midst of a loop is told first how that began: there may be files to open.
 
     Args:
-        callback: it is.
+        callback: the callback of Keras to call on the chief only.
         strategy: knows the chief; None for the current one.
     """
 

@@ -46,6 +46,11 @@ _OF_PIPELINE = {
     "watch": "watch",
     "memory_limit_bytes": "memory_limit_bytes",
 }
+_STEP_OF_PIPELINE = {
+    "offload_weight_update_variables": "offload_optimizer_state",
+    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
+    "gradient_accumulation_dtype": "gradient_accumulation_dtype",
+}
 _OF_INFEED: Mapping[str, None] = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
 _OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_latency"))
 _BY_KERAS = ("computational_stages", "repeat_count", "inputs", "infeed_queue", "outfeed_queue", "optimizer_function")
@@ -356,13 +361,6 @@ METHODS = [name for name, value in vars(Extensions).items() if isinstance(value,
 
 def _as_tuples(stages: Tree) -> Tree:
     return tuple(map(_as_tuples, stages)) if isinstance(stages, list) else stages
-
-
-_STEP_OF_PIPELINE = {
-    "offload_weight_update_variables": "offload_optimizer_state",
-    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
-    "gradient_accumulation_dtype": "gradient_accumulation_dtype",
-}
 
 
 def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:

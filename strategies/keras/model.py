@@ -88,7 +88,7 @@ class ReplicatedModel:
 
     @property
     def strategy(self) -> Strategy:
-        """Whose replicas train it: that of the scope, or of a model in stages the one over the same devices."""
+        """The strategy that trains the model: the scope's, or for a model in stages one over the same devices."""
         devices = self._extensions.devices
         if devices not in self._strategies:
             self._strategies[devices] = self.in_scope.for_stages(devices)

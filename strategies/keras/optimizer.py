@@ -109,7 +109,7 @@ class KerasOptimizer(StepOptimizer):
         return list(values[:count]), list(values[count:])
 
     def scale_of(self, own: Values, skipped: Number) -> LossScale | None:
-        """The scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
+        """Return the scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
         if self.scaling is None:
             return None
         named = dict(zip([variable.name for variable in self._own], own, strict=True))

@@ -235,7 +235,7 @@ class OwnTrainFunction:
 
     def _refuse_other_changes(self, depends: Mapping[str, Sequence[bool]]) -> None:
         """Refuse a step that makes variables of a replica's rows without the mean over replicas."""
-        assert self._model.optimizer is not None  # it was refused otherwise
+        assert self._model.optimizer is not None  # refuse_optimizer has refused it
         variables = {TRAINED: self._model.trainable_variables, OPTIMIZER: self._model.optimizer.variables}
         for part, of_part in variables.items():
             for variable, is_own in zip(of_part, depends[part], strict=True):

@@ -23,7 +23,7 @@ Stage: TypeAlias = Any
 """A stage, the stages of a nested model, or None."""
 
 Stages: TypeAlias = tuple[Stage, ...]
-"""For each call of a layer its stage, or the stages of a nested model; None where it has none."""
+"""The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
 _MARK = "_strategies_stage"
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
@@ -133,7 +133,10 @@ def PipelineStage(stage: int) -> Iterator[None]:
 
 @functools.cache
 def _mark_nodes() -> None:
-    """Have each call of a layer in a `PipelineStage` know its stage, from now on."""
+    """Have each call of a layer in a `PipelineStage` know its stage.
+
+    `Node` stays patched: another thread may be in a stage.
+    """
     node: Any = keras_node.Node
     create = node.__init__
 

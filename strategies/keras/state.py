@@ -137,7 +137,7 @@ class ModelFunctions:
     """The stateless functions of a model, as they were when it was compiled last.
 
     Attributes:
-        model: it is.
+        model: the model of Keras.
         seeds: which of its variables that are not trained are states of seed generators.
         unscaled: values of the first variables of the optimizer, with which Keras does not scale the loss.
         tracing: entered while losses to train with are traced.

@@ -1,4 +1,4 @@
-"""Says how fast a program's data set is, and whether data or compute holds its training up.
+"""The command that measures a program's data set, and tells whether data or compute limits its training.
 
 python -m strategies.dataset_benchmark program.py:make_dataset [program.py:make_step] [options]
 """
@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m strategies.dataset_benchmark",
         usage="%(prog)s PROGRAM.py:FUNCTION [PROGRAM.py:FUNCTION] [options]",
         description="How fast a data set is, and whether data or compute holds the training up.",
-        epilog="The functions are called with the strategy if they take an argument, and within its scope.",
+        epilog="The functions are called with the strategy if they take an argument, and within its scope: import "
+        "Keras at the top of the program.",
     )
     parser.add_argument("make_dataset", metavar="PROGRAM.py:FUNCTION", help="makes the data set")
     parser.add_argument(

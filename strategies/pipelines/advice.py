@@ -18,19 +18,25 @@ from strategies.pipelines.mapping import timetable_for
 from strategies.pipelines.pictures import said_s
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
 from strategies.pipelines.running.stage_plan import StagePlan
-from strategies.pipelines.running.staged import Array
+from strategies.pipelines.running.staged import StageArray
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.times import StageTimes, StashBytes, measured_times
 from strategies.pipelines.timetable import ActionKind, Places, StageAction, Timed, Timetable
 from strategies.replicas.replicas import Replicas
 
-# ---- the choice of a schedule
-
 DIGITS = 6
 """Lengths that agree in so many digits are equal: then less memory counts."""
 
+ROUNDS = 4
+"""The number of times that a micro-batch goes through all stages; the first, with compilation, does not count."""
+
+WORTH = 0.01
+"""The smallest gain of a cut that is reported, as a share: measured times differ by about as much."""
+
 MIB = 2**20
 SIZES = (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10))
+
+# ---- the choice of a schedule
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Candidate:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Of the device that keeps the most."""
+        """The bytes kept on the device that keeps the most."""
         return max(self.kept_bytes)
 
     def __str__(self) -> str:
@@ -154,9 +160,6 @@ def _said(number: int) -> str:
 
 # ---- measuring, for schedule="auto"
 
-ROUNDS = 4
-"""How often a micro-batch goes through all stages; the first time, when programs are compiled, does not count."""
-
 
 def choose_for(replicas: Replicas, plan: StagePlan, memory_limit_bytes: int | None) -> Choice:
     """Choose the schedule for the stages of a plan by what instance 0 measures; a collective call.
@@ -211,16 +214,13 @@ def _round(plan: StagePlan, devices: Sequence[jax.Device], keeping: StashPolicy)
     return spans, kept
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
+def _zeros(shape: jax.ShapeDtypeStruct) -> StageArray:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape.shape, shape.dtype)
     return np.zeros(shape.shape, shape.dtype)
 
 
 # ---- cuts
-
-WORTH = 0.01
-"""Gains of a smaller share are not named: measured times differ by more."""
 
 
 @dataclass(frozen=True)

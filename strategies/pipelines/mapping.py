@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from strategies.argument_checks import integer, positive
+from strategies.argument_checks import integer, positive, wrong_type
 from strategies.errors import FailedPreconditionError
 from strategies.pipelines.schedules import PipelineSchedule, Schedule, schedule_named, serialized
 from strategies.pipelines.timetable import Places, Timetable
@@ -20,7 +20,7 @@ Stage = Function | Sequence[Function]
 """A function, or a list of functions that run at the same time, with the same arguments."""
 
 DeviceMapping = Sequence[int | Sequence[int]]
-"""For each stage its device; for a stage that is a list of functions the list of theirs."""
+"""The device of each stage; for a stage that is a list of functions, the list of their devices."""
 
 
 def places_of(
@@ -64,15 +64,12 @@ def places_of(
     )
 
 
-def wrong_type(name: str, value: object, way_out: str) -> TypeError:
-    """Return the error that an argument has a value of another type than the way out says."""
-    return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
-
-
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
-    """Return functions in the place of so many stages of which only the mapping is known."""
+    """Return one placeholder for each stage of a pipeline that is known by its number of stages and its mapping."""
     given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
-    known: list[Stage] = [[_unknown] * len(devices) if isinstance(devices, Sequence) else _unknown for devices in given]
+    known: list[Stage] = [
+        [_unknown] * len(devices) if isinstance(devices, Sequence) and devices else _unknown for devices in given
+    ]
     return known + [_unknown] * (number - len(known))
 
 
@@ -81,7 +78,7 @@ def _unknown() -> None:
 
 
 def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
-    """Return one more than the greatest device of a mapping; where it is no mapping, the number of stages."""
+    """Return the number of devices of a mapping; without a mapping, the number of stages."""
     if not isinstance(device_mapping, Sequence):
         return max(num_stages, 1)
     return 1 + max(

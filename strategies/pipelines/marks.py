@@ -37,7 +37,7 @@ _ON_SHARD = re.compile(rf"{_SHARD}(\d+)")
 
 
 def pipeline_stage(stage: int) -> AbstractContextManager[None]:
-    """What is computed inside belongs to this stage of a pipeline; does nothing without one.
+    """Assign the computations in the block to this stage of a pipeline; without a pipeline, do nothing.
 
     What lies between the stages belongs to the one before; what depends on no stage to those that need it. A
     number that depends on variables alone, such as a penalty, belongs to the stage of these.
@@ -53,7 +53,7 @@ def pipeline_stage(stage: int) -> AbstractContextManager[None]:
 
 
 def ipu_shard(index: int) -> AbstractContextManager[None]:
-    """What is computed inside is for this device of the replica, in a stage that is on all of them (-1).
+    """Assign the computations in the block to this device of the replica, in a stage that is on all of them (-1).
 
     Semantics: the original's `ipu_shard`. Here it is checked only: the first device of a stage computes all of it,
     with the same results. Without a pipeline it does nothing.

@@ -19,7 +19,18 @@ LETTERS = {
     ActionKind.BACKWARD_WEIGHTS: "W",
     ActionKind.UPDATE: "U",
 }
-"""How actions are marked where there is no room for words."""
+"""The letters that stand for actions."""
+
+COLUMNS = 100
+MOST_BANDS = 6
+"""The most bands of lines that are drawn below each other; of more, those in the middle are left out."""
+
+IDLE, ELSEWHERE, GOES_ON = ".", " ", "-"
+BETWEEN_TICKS = 15
+
+MICROSECONDS = 1e6
+
+Event = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def round_step(at_least: float) -> float:
 
 @dataclass(frozen=True)
 class Panel:
-    """What the devices of one replica did, or would do.
+    """The actions of one replica's devices, measured or planned, for a picture.
 
     Attributes:
         title: a line that says what it is.
@@ -87,7 +98,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> dict[int, list[int]]:
-        """For each device the stages that it has, both in their order."""
+        """The stages of each device, both in their order."""
         devices: dict[int, set[int]] = {}
         for span in self.spans:
             devices.setdefault(span.device, set()).add(span.action.stage)
@@ -113,13 +124,6 @@ def label_of(span: Timed) -> str:
 
 
 # ---- in letters: a line for each device and stage, time from left to right
-
-COLUMNS = 100
-MOST_BANDS = 6
-"""Times that do not fit beside each other go below each other; the middle of more than so many is left out."""
-
-IDLE, ELSEWHERE, GOES_ON = ".", " ", "-"
-BETWEEN_TICKS = 15
 
 
 def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
@@ -151,7 +155,7 @@ def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """How times become columns.
+    """The scale that turns times into columns.
 
     Attributes:
         per_time: columns for each unit of time.
@@ -237,10 +241,6 @@ def _legend(panel: Panel) -> str:
 
 
 # ---- for Perfetto
-
-Event = Mapping[str, object]
-
-MICROSECONDS = 1e6
 
 
 def perfetto(replicas: Mapping[int, Sequence[Timed]]) -> str:

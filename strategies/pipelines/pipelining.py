@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
+from strategies.argument_checks import positive, wrong_type
 from strategies.config.configured import in_force
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.pipelines.advice import choose_for
@@ -23,7 +23,6 @@ from strategies.pipelines.mapping import (
     schedule_for,
     stages_like,
     timetable_for,
-    wrong_type,
 )
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecomputationMode(Enum):
-    """How what backward passes need is recomputed; the original's enum.
+    """The way to recompute the values that backward passes need; the original's enum.
 
     The whole forward pass of a stage runs again before its backward pass, or one block between two
     `recomputation_checkpoint`s after another, each before the part of the backward pass that needs it.
@@ -169,12 +168,12 @@ class Pipelining:
         }
 
     def places(self, ipus_per_replica: int) -> Places:
-        """The devices of each stage; see `places_of` for what is refused."""
+        """Return the devices of each stage; see `places_of` for what is refused."""
         stages = stages_like(self.device_mapping, len(self.device_mapping))
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
     def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
-        """What each device does for an update.
+        """Return the actions of each device for an update.
 
         Raises:
             FailedPreconditionError: if the count is no multiple of what the schedule needs.
@@ -238,7 +237,7 @@ class Pipelining:
         )
 
     def widths(self, timetable: Timetable) -> list[int]:
-        """For each stage how many functions it has."""
+        """Return the number of functions of each stage."""
         pairs = zip(timetable.mapping, self.device_mapping, strict=True)
         return [len(places) if isinstance(given, Sequence) else 1 for places, given in pairs]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
+from strategies.argument_checks import positive, wrong_type
 from strategies.config.configured import in_force
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
@@ -36,7 +36,6 @@ from strategies.pipelines.mapping import (
     num_devices,
     places_of,
     schedule_for,
-    wrong_type,
 )
 from strategies.pipelines.pipelining import Pipelining, RecomputationMode
 from strategies.pipelines.plan import Plan, plan
@@ -105,7 +104,7 @@ def pipeline(
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
 ) -> Pipeline:
-    """A pipeline of functions; it learns if there is an optimizer function, and is only run otherwise.
+    """Make a pipeline of functions; it learns if there is an optimizer function, and is only run otherwise.
 
     A stage is `stage(variables, *inputs)`: of all variables it uses some, which lie on its device. The first one gets
     `inputs` and an element of the infeed (a dictionary as keyword arguments), each of the others what the one before
@@ -224,7 +223,7 @@ def pipeline(
 
 
 def _recomputes(mode: RecomputationMode | None) -> bool:
-    """As in the original `allow_recompute` decides; where nothing is configured, that there is a mode."""
+    """Return whether stages recompute: as configured, like the original; by default if a mode is given."""
     allowed = in_force().recomputes
     if allowed is False and mode is not None:
         logger.warning(
@@ -260,7 +259,7 @@ def _refuse_sharding_without_offloading(shards: bool | None, offloads: bool | No
 
 
 def _whole(count: Number) -> Number:
-    """A count that may be an array of one whole number."""
+    """Convert a count that may be an array of one whole number."""
     is_array = isinstance(count, np.ndarray | jax.Array) and not count.ndim
     return int(count) if is_array and jnp.issubdtype(count.dtype, jnp.integer) else count
 

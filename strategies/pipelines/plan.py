@@ -1,4 +1,4 @@
-"""What a pipeline would do, without running anything: its timetable in pictures and numbers."""
+"""The plan of a pipeline, made without running anything: its timetable in pictures and numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strategies.pipelines.timetable import Timed, Timetable, bubble_share
 
 @dataclass(frozen=True)
 class Plan:
-    """What the devices of a replica would do for one update; `str` of it is a table.
+    """The planned actions of a replica's devices for one update; `str` of a plan is a table.
 
     Attributes:
         schedule: its name.
@@ -43,12 +43,12 @@ class Plan:
 
     @cached_property
     def spans(self) -> tuple[Timed, ...]:
-        """Who would do what when, if every action began as soon as it could."""
+        """The device, begin and end of each action, if each begins as soon as it can."""
         return self.timetable.timed(self.times.durations(self.recompute))
 
     @property
     def length(self) -> float:
-        """How long an update takes."""
+        """The length of an update."""
         return max(span.end_s for span in self.spans)
 
     @property
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """For each stage the greatest number of micro-batches that it keeps something of, for the backward pass.
+        """The greatest number of micro-batches of which each stage keeps something for the backward pass.
 
         With recomputation that is what goes into the stage, otherwise all that the backward pass needs.
         """
@@ -66,7 +66,7 @@ class Plan:
 
     @cached_property
     def panel(self) -> Panel:
-        """What pictures show."""
+        """The panel for pictures."""
         return Panel(self._title, self.spans, self.in_seconds)
 
     def text(self, columns: int = COLUMNS) -> str:

@@ -1,4 +1,4 @@
-"""What runs when in a pipeline: the schedules by their names, and the pieces of which they are made."""
+"""The schedules of pipelines by their names, and the pieces of which they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline take, and what they keep for their backward passes."""
+"""The times of a pipeline's stages, and the bytes that stages keep for their backward passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Average = Callable[[Sequence[float]], float]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long each stage takes for one micro-batch, without recomputation; in seconds or any other unit.
+    """The times of each stage for one micro-batch, without recomputation; in seconds or any other unit.
 
     Attributes:
         forward: for each stage its forward pass.
@@ -57,16 +57,16 @@ class StageTimes:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are times of."""
+        """The number of stages."""
         return len(self.forward)
 
     @property
     def whole(self) -> tuple[float, ...]:
-        """For each stage its forward and its backward pass together."""
+        """The times of each stage's forward and backward pass together."""
         return tuple(there + back for there, back in zip(self.forward, self.backward, strict=True))
 
     def durations(self, recompute: bool = False) -> Durations:
-        """How long each action takes. With recomputation a backward pass begins with a forward pass."""
+        """Return the duration of each action. With recomputation a backward pass begins with a forward pass."""
         found: dict[tuple[ActionKind, int], float] = {}
         for stage, forward in enumerate(self.forward):
             again = forward if recompute else 0.0
@@ -78,7 +78,7 @@ class StageTimes:
         return found
 
     def scaled(self, factors: Sequence[float]) -> StageTimes:
-        """The times of stages that take this many times as long; updates stay."""
+        """Return the times of stages that take this many times as long; updates stay."""
         forward, backward, weights = (
             tuple(time * factor for time, factor in zip(times, factors, strict=True))
             for times in (self.forward, self.backward, self.weights)
@@ -86,7 +86,7 @@ class StageTimes:
         return StageTimes(forward, backward, weights, self.update)
 
     def joined(self, sizes: Sequence[int]) -> StageTimes:
-        """The times of stages that are made of these, which are then parts: so many neighbours for each stage.
+        """Return the times of stages that are made of these, which are then parts: so many neighbours for each stage.
 
         Raises:
             ValueError: if a stage has none, or the parts are more or fewer.
@@ -105,14 +105,14 @@ class StageTimes:
 
 
 def equal_times(num_stages: int) -> StageTimes:
-    """The times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
+    """Return the times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
     return StageTimes((1,) * num_stages, (2,) * num_stages, (1,) * num_stages, (1,) * num_stages)
 
 
 def measured_times(
     pipelines: Iterable[Sequence[Timed]], recompute: bool = False, average: Average = median
 ) -> StageTimes:
-    """The times of stages that were measured, averaged over micro-batches and replicas.
+    """Return the times of stages that were measured, averaged over micro-batches and replicas.
 
     A stage on several devices takes as long as the slowest of them.
 
@@ -160,7 +160,7 @@ def _averaged(times: Mapping[tuple[ActionKind, int], float], stages: range, reco
 
 @dataclass(frozen=True)
 class StashBytes:
-    """What a stage keeps of one micro-batch until its backward pass, on each of its devices; in bytes.
+    """The bytes that each stage keeps of one micro-batch until its backward pass, on each of its devices.
 
     Attributes:
         stashed: for each stage all that the backward pass needs, besides variables.

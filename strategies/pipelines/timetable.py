@@ -1,4 +1,4 @@
-"""What each device of a pipeline does, in which order; checked before anything runs.
+"""The actions of each device of a pipeline in their order, checked before anything runs.
 
 A schedule makes a timetable, an engine carries it out: each device its own actions in their order, each of them as
 soon as the `dependencies` are done. Nothing here knows what a stage computes.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """What is done with a stage. The backward pass is one action, or two: for the inputs, and for the weights."""
+    """The kinds of actions. The backward pass is one action, or two: for the inputs, and for the weights."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -52,17 +52,17 @@ class Timed(NamedTuple):
 
 
 Places = tuple[tuple[int, ...], ...]
-"""For each stage the devices on which it runs: several where it is a list of functions, or shards itself."""
+"""The devices of each stage: several where it is a list of functions, or shards itself."""
 
 Durations = Mapping[tuple[ActionKind, int], float]
 """(kind, stage) -> how long such an action takes."""
 
 PARTS = {ActionKind.BACKWARD: 2}
-"""How long an action takes that has no other duration, where that is not 1: a whole backward pass has two parts."""
+"""The default durations of actions that are not 1: a whole backward pass has two parts."""
 
 
 def placed(mapping: Sequence[int | Sequence[int]]) -> Places:
-    """A device, or a list of devices, for each stage, as `Places`."""
+    """Return a device, or a list of devices, for each stage, as `Places`."""
     return tuple((devices,) if isinstance(devices, int) else tuple(devices) for devices in mapping)
 
 
@@ -98,7 +98,7 @@ class Timetable:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the pipeline has."""
+        """The number of stages."""
         return len(self.mapping)
 
     @cached_property
@@ -107,7 +107,7 @@ class Timetable:
         return any(action.kind is ActionKind.BACKWARD_INPUTS for actions in self.devices for action in actions)
 
     def actions_of(self, stage: int) -> Iterator[StageAction]:
-        """All that is to be done with a stage, on each of its devices."""
+        """Yield the actions of a stage, which each of its devices carries out."""
         for micro_batch in range(self.num_micro_batches):
             yield StageAction(ActionKind.FORWARD, stage, micro_batch)
             if self.training:
@@ -116,7 +116,7 @@ class Timetable:
             yield StageAction(ActionKind.UPDATE, stage, None)
 
     def dependencies(self, action: StageAction) -> tuple[StageAction, ...]:
-        """What has to be done before an action, on whichever devices; besides what its device does before."""
+        """Return the actions that have to end before an action begins, besides those that its device does before."""
         stage, number = action.stage, action.micro_batch
         if number is None:
             return tuple(StageAction(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
@@ -130,7 +130,7 @@ class Timetable:
         return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
-        """The greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
+        """Return the greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
 
         That is from the forward pass until the backward pass, or its part for the weights, is done.
         """
@@ -154,11 +154,11 @@ class Timetable:
         return tuple(simulated(self, durations or {})) if durations else self._spans
 
     def length(self, durations: Durations | None = None) -> float:
-        """How long all of it takes; see `timed`."""
+        """Return the length of the timetable; see `timed`."""
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
-        """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+        """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
         return bubble_share(self.timed(durations), len(self.devices))
 
     @cached_property
@@ -175,7 +175,7 @@ class Timetable:
         )
 
     def _ends_of(self, micro_batch: int) -> tuple[StageAction, ...]:
-        """The last actions for a micro-batch: when they are done all others are, too."""
+        """Return the last actions for a micro-batch: when they are done all others are, too."""
         if not self.training:
             return (StageAction(ActionKind.FORWARD, self.num_stages - 1, micro_batch),)
         if not self.has_split_backward:
@@ -260,12 +260,12 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
 
 
 def duration_of(action: StageAction, durations: Durations) -> float:
-    """How long an action takes; see `Timetable.timed`."""
+    """Return the duration of an action; see `Timetable.timed`."""
     return durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
-    """The share of the devices' time, from the first begin to the last end, in which they do nothing."""
+    """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
     whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
     busy = sum(span.end_s - span.begin_s for span in spans)
     return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline did when, as it was measured."""
+"""The measured actions of a pipeline's devices."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class Trace:
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """What pictures show: a panel for each replica."""
+        """The panels for pictures, one for each replica."""
         return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
 
     def text(self, columns: int = COLUMNS) -> str:
-        """What was done as lines of at most so many columns, one replica below another; see `draw_text`."""
+        """Draw the trace as lines of at most so many columns, one replica below another; see `draw_text`."""
         return "\n".join(draw_text(panel, columns) for panel in self.panels)
 
     def perfetto(self) -> str:
-        """What was done, for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
+        """Return the trace for ui.perfetto.dev: JSON to write into a file; see `perfetto`."""
         return perfetto(self.replicas)
 
     def timetable(self) -> Timetable:
-        """The order in which the first replica did it.
+        """Return the order in which the first replica did it.
 
         Raises:
             ValueError: if it is not all of one update.
@@ -77,7 +77,7 @@ class Trace:
         return observed(self.replicas[min(self.replicas)])
 
     def advice(self) -> str:
-        """Which stage is the slowest, and how the cuts would have to move for all devices to have equally much to do.
+        """Name the slowest stage, and how the cuts would have to move for all devices to have equally much to do.
 
         Whether the model can be cut there is not known here: `better_cut` knows the parts.
         """
@@ -103,7 +103,7 @@ class Trace:
         )
 
     def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
-        """A cut that is better, for parts of stages whose times are known; see `cuts.better_cut`.
+        """Return a better cut, for parts of stages whose times are known; see `cuts.better_cut`.
 
         Args:
             parts: the times of what the stages are made of (layers, blocks), in their order, in seconds.
@@ -139,7 +139,7 @@ class Trace:
 
 
 def observed(spans: Sequence[Timed]) -> Timetable:
-    """The timetable that one update followed.
+    """Return the timetable that one update followed.
 
     Raises:
         ValueError: if actions of it are missing, or it is more than one update.
@@ -160,7 +160,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
 
 
 def _is_in_turn(spans: Sequence[Timed]) -> bool:
-    """Whether every micro-batch began after the end of the one before."""
+    """Return whether every micro-batch began after the end of the one before."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for _, action, begin, end in spans:

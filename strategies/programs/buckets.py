@@ -60,7 +60,7 @@ def _fill(parts: dict[Part, Atom], bucket_bytes: int) -> list[dict[Part, Atom]]:
 
 
 def _groups(graph: Graph, buckets: Sequence[dict[Part, Atom]]) -> list[EquationGroup]:
-    """For each bucket the equations behind it that no earlier one has."""
+    """Return for each bucket the equations behind it that no earlier one has."""
     known: set[int] = set()
     groups = []
     for bucket in buckets:
@@ -89,7 +89,7 @@ def _divide(graph: Graph, result: int, piece_bytes: int) -> dict[Part, Atom]:
 
 
 def _product(graph: Graph, atom: Atom) -> _Product | None:
-    """How a value is a product, if it is one that nothing else reads."""
+    """Return the parts of a product; None if the value is no product, or something else reads it."""
     last = graph.producer(atom)
     if last is None or not atom.aval.shape or graph.readers(atom):
         return None
@@ -130,7 +130,7 @@ class _Product:
     dimension: int
 
     def add_rows(self, graph: Graph, start: int, stop: int) -> Variable:
-        """Some rows of the product, by equations that are added to the graph."""
+        """Return some rows of the product, by equations that are added to the graph."""
         operands = list(self.dot.invars)
         operand = operands[self.side]
         shape = operand.aval.shape
@@ -143,7 +143,7 @@ class _Product:
         return self._add_product(graph, operands, stop - start)
 
     def _add_product(self, graph: Graph, operands: Sequence[Atom], rows: int) -> Variable:
-        """The same product of other operands, with fewer rows."""
+        """Return the same product of other operands, with fewer rows."""
         last = self.turn or self.dot
         of_turn = Variable(last.outvars[0].aval.update(shape=(rows, *last.outvars[0].aval.shape[1:])))
         if self.turn is None:

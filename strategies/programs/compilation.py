@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
 WAIT_S = 600.0
-"""How long an instance waits for another one of its host to compile; then it compiles by itself."""
+"""The seconds that an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
 _CALLBACK = "python_cpu_callback"
 _NEVER_KEPT_BYTES = 1 << 62
@@ -77,7 +77,7 @@ def _private_folder(named: str, said_by: str) -> Path:
 
 
 def _processor() -> str:
-    """A name for processors that run the same instructions, and for nothing else."""
+    """Return a name for processors that run the same instructions, and for nothing else."""
     features = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -103,7 +103,7 @@ def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: fl
 
 
 def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
-    """The same jitted program, which is compiled with `compile_in_turn` at its first call.
+    """Return the same jitted program, which is compiled with `compile_in_turn` at its first call.
 
     Args:
         program: what `jax.jit` returned.

@@ -11,14 +11,28 @@ from jax.extend import core
 from strategies.programs.jaxpr import Atom, Equation, Graph, body_of_call, every_equation
 from strategies.typing import Function, Leaf
 
-# ---- from arrays to the arrays that replace them
-
 _SAME_VALUES = frozenset({"convert_element_type", "reshape", "copy", "broadcast_in_dim"})
 _SUMS = frozenset({"add", "add_any", "scatter-add"})
 
+_ACROSS = frozenset(
+    {
+        "argmax", "argmin", "cholesky", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin",
+        "cumprod", "cumsum", "dot_general", "eig", "eigh", "fft", "gather", "householder_product", "lu", "qr",
+        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
+        "reduce_window_max", "reduce_window_sum", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
+        "transpose", "triangular_solve", "dynamic_slice", "dynamic_update_slice",
+    }
+)  # fmt: skip
+
+_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
+_BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
+"""Operations whose elements follow from their places in the array."""
+
+# ---- from arrays to the arrays that replace them
+
 
 def looks(function: Function, old: Sequence[Leaf], *others: Leaf) -> tuple[list[bool], list[bool]]:
-    """For each of some arrays whether a function changes it, and whether it only adds to it.
+    """Return for each of some arrays whether a function changes it, and whether it only adds to it.
 
     Args:
         function: `(arrays, *others) -> new arrays`; traceable.
@@ -51,7 +65,7 @@ def depends_on(function: Function, old: Sequence[Leaf], matters: Sequence[bool],
 
 
 def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
-    """Whether what is made is a sum of which `before` is one part and on which no other part depends."""
+    """Return whether the new value is a sum with `before` as one part, on which no other part depends."""
     if new is before:
         return True
     equation = graph.producer(new)
@@ -71,23 +85,9 @@ def _depends(graph: Graph, atom: Atom, before: Atom) -> bool:
 
 # ---- between the elements of an array
 
-_ACROSS = frozenset(
-    {
-        "argmax", "argmin", "cholesky", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin",
-        "cumprod", "cumsum", "dot_general", "eig", "eigh", "fft", "gather", "householder_product", "lu", "qr",
-        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
-        "reduce_window_max", "reduce_window_sum", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
-        "transpose", "triangular_solve", "dynamic_slice", "dynamic_update_slice",
-    }
-)  # fmt: skip
-
-_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
-_BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
-"""What makes elements that follow from their places in the array."""
-
 
 def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
-    """The first operation of a traced function that combines or moves elements of an array, with its operand.
+    """Return the first operation of a traced function that combines or moves elements of an array, with its operand.
 
     Returns:
         Such as "reduce_sum of float32[784,1024]"; None where there is none.
@@ -107,13 +107,13 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
 
 
 def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
-    """The operations of a traced function in order, each with the numbers that it takes, and the function's own."""
+    """Return the operations of a traced function in order, each with its numbers, and the function's own numbers."""
     own = tuple(str(value) for value in closed.consts if np.size(value) == 1)
     return [own, *((equation.primitive.name, *_numbers(equation)) for equation in every_equation(closed.jaxpr))]
 
 
 def _is_looked_into(equation: Equation) -> bool:
-    """Whether all that it does with elements are equations of the programs in it."""
+    """Return whether all that an equation does with elements is in the equations of its programs."""
     return equation.primitive.name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
 
 

@@ -1,4 +1,4 @@
-"""What feeds and loops know of the program that is being traced."""
+"""The program that is being traced, as feeds and loops know it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _current: ContextVar[FeedProgram | None] = ContextVar("feed_program", default=No
 
 @dataclass(frozen=True)
 class Replication:
-    """Which replicas run a program.
+    """The replicas that run a program.
 
     Attributes:
         local: the global indices of those of this instance.
@@ -49,7 +49,7 @@ class Replication:
 
 @dataclass(frozen=True)
 class Enqueued:
-    """What the body of a loop enqueues in each iteration, and the loop hands over later.
+    """The values that the body of a loop enqueues in each iteration, and that the loop hands over later.
 
     Attributes:
         put: gives the queue one value of a replica; called at run time, with arrays that it may keep.
@@ -164,7 +164,7 @@ class FeedProgram:
         self.call(receive, [], arrays)
 
     def is_here(self, array: Leaf) -> bool:
-        """Whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
+        """Return whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
 
         Outside of there it is unknown.
         """
@@ -203,12 +203,12 @@ class FeedProgram:
 
 
 def next_token(token: Leaf) -> np.int32:
-    """The token that a call gives."""
+    """Return the token that a call gives."""
     return np.int32(FAILED if token < 0 else (int(token) + 1) % _TOKENS)
 
 
 def current_program() -> FeedProgram:
-    """The program that is being traced; one of a single replica where there is none of ours."""
+    """Return the program that is being traced; one of a single replica where there is none of ours."""
     return _current.get() or FeedProgram(
         replica=np.int32(0),
         replication=Replication(range(1), 1),
@@ -219,12 +219,12 @@ def current_program() -> FeedProgram:
 
 
 def is_in_program() -> bool:
-    """Whether `strategy.run`, a loss function or a loop is being traced."""
+    """Return whether `strategy.run`, a loss function or a loop is being traced."""
     return _current.get() is not None
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
-    """Whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
+    """Return whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
     return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))
 
 

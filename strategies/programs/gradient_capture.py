@@ -79,7 +79,7 @@ class GradientCaptureContext:
         self._captured = captured
 
     def value_and_grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
-        """As `jax.value_and_grad`; when what it returns is called the marked gradients are captured.
+        """Differentiate like `jax.value_and_grad`; a call of the result captures the marked gradients.
 
         Inside of `jax.jit` they are values of the function that is compiled, which has to return them to be read.
         """
@@ -96,7 +96,7 @@ class GradientCaptureContext:
         return differentiated
 
     def grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
-        """As `jax.grad`; see `value_and_grad`."""
+        """Differentiate like `jax.grad`; see `value_and_grad`."""
         both = self.value_and_grad(function, argnums, has_aux)
 
         def differentiated(*arguments: Tree) -> Tree:
@@ -107,7 +107,7 @@ class GradientCaptureContext:
 
 
 def shapes_by_tag(closed: jax.extend.core.ClosedJaxpr) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of the arrays that are marked in a traced function.
+    """Return the shapes and dtypes of the arrays that are marked in a traced function.
 
     Raises:
         ValueError: if a tag marks two arrays, or one in a loop or branch.
@@ -171,7 +171,7 @@ def _tag_of(equation: Equation) -> str | None:
 
 @jax.custom_vjp
 def _captured(value: jax.Array, handle: jax.Array) -> jax.Array:
-    """The value; its gradient goes to the handle too, as it is."""
+    """Return the value; its gradient goes to the handle too, as it is."""
     return value
 
 

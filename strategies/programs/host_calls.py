@@ -57,13 +57,13 @@ def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array],
 
 
 def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
-    """Whether a traced function calls into Python for more than a result: through `call_host`, or JAX's own means."""
+    """Return whether a traced function calls into Python for more than a result, by `call_host` or JAX's means."""
     return bool(jaxpr.effects & _effects_of_calls())
 
 
 @functools.cache
 def effects_of_calls() -> frozenset[object]:
-    """The effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
+    """Return the effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
 
     There it computes the equation once and keeps the result.
     """
@@ -81,14 +81,14 @@ def _effects_of_calls() -> frozenset[object]:
 
 
 def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The bits of small arrays as one."""
+    """Return the bits of small arrays as one."""
     words = [jax.lax.bitcast_convert_type(_constant(array), jnp.int32).reshape(-1) for array in arrays]
     return jnp.concatenate(words) if words else jnp.zeros(1, jnp.int32)
 
 
 @jax.custom_jvp
 def _constant(array: jax.Array) -> jax.Array:
-    """The same array, refused by JAX as it refuses what an `io_callback` gets, which bits of floats would pass."""
+    """Return the same array, refused by JAX like the arguments of an `io_callback`; bits of floats would pass."""
     return array
 
 

@@ -22,7 +22,7 @@ from strategies.typing import Leaf, Tree
 Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
 Equation: Any = core.JaxprEqn
 Atom = Any
-"""What an equation reads, and a program returns: a variable or a literal."""
+"""A variable or a literal: an operand of an equation, or a result of a program."""
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -32,12 +32,12 @@ _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Variable]:
-    """Those of some atoms that are no literals."""
+    """Return the atoms that are no literals."""
     return (atom for atom in atoms if not isinstance(atom, core.Literal))
 
 
 def bodies(equation: Equation) -> Iterator[core.Jaxpr]:
-    """The programs in an equation: of a loop, a branch or a call, or what combines two elements."""
+    """Yield the programs in an equation: of a loop, a branch or a call, or what combines two elements."""
     for value in equation.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, core.ClosedJaxpr):
@@ -47,7 +47,7 @@ def bodies(equation: Equation) -> Iterator[core.Jaxpr]:
 
 
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
-    """The equations of a program in their order, each before those of the programs in it."""
+    """Yield the equations of a program in their order, each before those of the programs in it."""
     for equation in jaxpr.eqns:
         yield equation
         for body in bodies(equation):
@@ -55,7 +55,7 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 
 
 def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJaxpr | None:
-    """What an equation evaluates once, of its operands as they are; None where it is not such a call.
+    """Return the program that an equation evaluates once, with its own operands; None if it is no such call.
 
     Args:
         equation: of a traced program.
@@ -72,12 +72,12 @@ def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJax
 
 
 def is_checkpoint(equation: Equation) -> bool:
-    """Whether it is a function under `jax.checkpoint`."""
+    """Return whether an equation is a function under `jax.checkpoint`."""
     return "prevent_cse" in equation.params
 
 
 def producers_of(equations: Sequence[Equation]) -> dict[Variable, int]:
-    """The number of the equation that makes each variable."""
+    """Return the number of the equation that makes each variable."""
     return {variable: number for number, equation in enumerate(equations) for variable in equation.outvars}
 
 
@@ -87,7 +87,7 @@ def ancestors(
     producers: Mapping[Variable, int],
     known: Collection[int] = frozenset(),
 ) -> set[int]:
-    """The numbers of the equations behind some values; what is known, and all behind it, is left out."""
+    """Return the numbers of the equations behind some values; what is known, and all behind it, is left out."""
     found: set[int] = set()
     stack = list(variables(atoms))
     while stack:
@@ -102,13 +102,13 @@ def ancestors(
 
 
 def needed(jaxpr: core.Jaxpr) -> list[Equation]:
-    """The equations on which results depend, in their order."""
+    """Return the equations on which results depend, in their order."""
     found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
     return [jaxpr.eqns[number] for number in sorted(found)]
 
 
 def is_read(jaxpr: core.Jaxpr, argument: Variable) -> bool:
-    """Whether anything reads an argument, or it is a result."""
+    """Return whether an argument is read by an equation, or is a result."""
     atoms = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
     return any(atom is argument for atom in atoms)
 
@@ -118,7 +118,7 @@ def evaluate(
     arguments: Sequence[Leaf],
     results_of: Callable[[Equation, list[Any]], Sequence[Any]],
 ) -> list[Leaf]:
-    """The results of a program whose equations are evaluated by a function.
+    """Return the results of a program whose equations are evaluated by a function.
 
     Args:
         closed: the program.
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
-    """What an equation makes of values, as JAX evaluates it in a program, with what surrounds it.
+    """Evaluate an equation as JAX does in a program, in its context.
 
     Args:
         like: any program of the same trace.
@@ -153,7 +153,7 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Le
 
 
 def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:
-    """The equation with other programs in it, which take and return the same shapes."""
+    """Return the equation with other programs in it, which take and return the same shapes."""
 
     def changed(value: Tree) -> Leaf:
         if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
@@ -206,7 +206,7 @@ class Graph:
 
     @classmethod
     def of(cls, closed: core.ClosedJaxpr) -> Graph:
-        """The graph of a traced function, which may be differentiated later."""
+        """Return the graph of a traced function, which may be differentiated later."""
         jaxpr = closed.jaxpr
         graph = cls(closed, [Variable(var.aval) for var in jaxpr.invars])
         names: dict[Any, Any] = dict(zip(jaxpr.invars, graph.arguments, strict=True))
@@ -252,16 +252,16 @@ class Graph:
         return values
 
     def producer(self, atom: Atom) -> Equation | None:
-        """The equation that makes a value; None for arguments, constants and literals."""
+        """Return the equation that makes a value; None for arguments, constants and literals."""
         number = self.place(atom)
         return None if number < 0 else self.equations[number]
 
     def place(self, atom: Atom) -> int:
-        """The number of the equation that makes a value; -1 for arguments, constants and literals."""
+        """Return the number of the equation that makes a value; -1 for arguments, constants and literals."""
         return -1 if isinstance(atom, core.Literal) else self.producers.get(atom, -1)
 
     def readers(self, atom: Atom) -> int:
-        """How often a value is an operand."""
+        """Return the number of times that a value is an operand."""
         return sum(atom is read for equation in self.equations for read in equation.invars)
 
     def ancestors(self, atoms: Iterable[Atom], known: Collection[int] = frozenset()) -> set[int]:
@@ -270,7 +270,7 @@ class Graph:
 
 
 def nbytes(atom: Atom) -> int:
-    """The size of a value."""
+    """Return the size of a value."""
     return int(math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 4))
 
 
@@ -280,7 +280,7 @@ def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
 
 @dataclass(frozen=True)
 class EquationGroup:
-    """Which equations of a graph make a segment.
+    """The equations of a graph that make a segment.
 
     Attributes:
         equations: their numbers.
@@ -329,7 +329,7 @@ def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """What a segment needs of earlier ones: equations to repeat, and intermediates."""
+    """Return what a segment needs of earlier segments: equations to repeat, and intermediates."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]

@@ -5,6 +5,8 @@ one for a single device (common expressions are merged earlier), and on CPUs a p
 the process may use when it is compiled. So no program of a replica, and no update, is compiled for more than one
 device, and all are compiled as if there were one core; what XLA's thread pool does inside of large operations depends
 on its size only, which is fixed (see `popdist.xla`).
+
+Also the variables that a function holds (`HeldState`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _LOOKS_AT_CORES = "cpu-parallel-task-assigner"
 
 
 def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """What `jax.jit` takes as `compiler_options`, so that cores do not decide bits; None on accelerators.
+    """Return `compiler_options` for `jax.jit`, with which cores do not decide bits; None on accelerators.
 
     Args:
         environ: of the process; passes of XLA that the user has disabled in `XLA_FLAGS` stay so.
@@ -70,7 +72,7 @@ class DeviceProgram:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
-        """The executable for a device and for arguments like these; traced once for all devices.
+        """Return the executable for a device and for arguments like these; traced once for all devices.
 
         Args:
             device: where it runs.
@@ -86,12 +88,12 @@ class DeviceProgram:
         return found
 
     def equations(self, *arguments: Tree) -> core.ClosedJaxpr:
-        """What is compiled for arguments like these; see `compiled`."""
+        """Return the equations that are compiled for arguments like these; see `compiled`."""
         closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
         return closed
 
     def results(self, *arguments: Tree) -> Tree:
-        """The shapes and dtypes of what is returned for arguments like these; see `compiled`."""
+        """Return the shapes and dtypes of what is returned for arguments like these; see `compiled`."""
         return self._trace(_key(arguments), arguments).out_info
 
     def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:
@@ -113,7 +115,7 @@ def _type(leaf: Leaf) -> Hashable:
 
 
 def _settings() -> Hashable:
-    """Those of JAX's settings that decide how a function is traced, as they are in this thread."""
+    """Return the settings of JAX in this thread that decide how a function is traced."""
     config: Any = jax.config
     return (
         config.jax_enable_x64,

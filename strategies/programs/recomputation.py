@@ -41,7 +41,7 @@ def recomputation_checkpoint(tree: Marked) -> Marked:
 
 
 def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
-    """A loss function with the same values and gradients that keeps less for its backward pass.
+    """Return a loss function with the same values and gradients that keeps less for its backward pass.
 
     Between blocks it keeps what one of them hands to others. Within a block it keeps nothing, or what the policy says,
     and computes the block again when its gradient is needed. Collectives over the replicas are never repeated.
@@ -128,7 +128,7 @@ def _is_mark(equation: Equation) -> bool:
 
 
 def _is_call(equation: Equation) -> bool:
-    """Whether it is a call of Python, through which no gradient flows."""
+    """Return whether an equation is a call of Python, through which no gradient flows."""
     return bool(equation.primitive.name == "io_callback")
 
 
@@ -163,7 +163,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """What is kept of a block.
+    """The values that are kept of a block.
 
     Attributes:
         backward: cotangents of floating-point results -> cotangents of some arguments; holds what was kept.
@@ -185,7 +185,7 @@ class _Residuals:
 def _repeated(
     function: Callable[..., Sequence[Leaf]], policy: Policy | None, is_variable: Sequence[bool]
 ) -> Callable[..., Sequence[Leaf]]:
-    """The same function, evaluated again for its gradient, and not before that is needed.
+    """Return the same function, evaluated again for its gradient, and not before that is needed.
 
     `jax.checkpoint` alone does not get that far: XLA:CPU drops its barriers, finds that the same is computed twice, and
     keeps the first; or it computes the second early. So what was kept is hidden behind a choice that depends on the
@@ -243,7 +243,7 @@ def _repeated(
 
 @jax.custom_jvp
 def _constant(value: jax.Array) -> jax.Array:
-    """A value that JAX does not differentiate, as it does results of a custom gradient, integers too."""
+    """Return a value that JAX does not differentiate, as it does results of a custom gradient, integers too."""
     return value
 
 

@@ -29,9 +29,23 @@ from strategies.typing import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 
-# ---- wrong sums
-
 _LIBRARY = "libjax_common.so"
+
+THREADS_RESERVE_BYTES = 5 << 28
+"""The address space that XLA's threads reserve when its first program runs, most of it never used.
+
+26 threads have each a stack and a region of malloc of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and
+more with more of them.
+"""
+
+_XLA_THREADS = "tf_"  # how their names begin, of which Linux knows 15 characters
+
+_PRODUCTS = frozenset(
+    {"mul", "square", "integer_pow", "div", "pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"}
+)
+"""Operations that end in a product, or may after XLA has rewritten them."""
+
+# ---- wrong sums
 
 
 def use_right_sums(environ: MutableMapping[str, str]) -> None:
@@ -63,7 +77,7 @@ def insist_on_right_sums(environ: Mapping[str, str]) -> None:
 
 
 def jax_has_started() -> bool:
-    """Whether JAX has made its devices: then, and only then, it refuses another number of them."""
+    """Return whether JAX has made its devices: then, and only then, it refuses another number of them."""
     number: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX adds its options later
     try:
         jax.config.update("jax_num_cpu_devices", number + 1)
@@ -75,7 +89,7 @@ def jax_has_started() -> bool:
 
 @cache
 def _can_be_wrong() -> bool:
-    """Whether the installed jaxlib adds up wrongly; a newer one than was looked at: as long as it knows the flag.
+    """Return whether the installed jaxlib adds up wrongly: a version that is not measured may if it knows the flag.
 
     XLA ends the process at a flag that it does not know.
     """
@@ -84,7 +98,7 @@ def _can_be_wrong() -> bool:
 
 
 def _is_in_library(word: str) -> bool:
-    """Whether jaxlib's library has a word in it: 15 ms where it does."""
+    """Return whether jaxlib's library has a word in it: 15 ms where it does."""
     library = Path(jaxlib.__file__).with_name(_LIBRARY)
     if not library.is_file():
         return False
@@ -94,41 +108,36 @@ def _is_in_library(word: str) -> bool:
 
 @cache
 def _warn(complaint: str) -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     logger.warning("%s", complaint)
 
 
 # ---- address space: XLA aborts the process without a word
 
-ROOM_BYTES = 5 << 28
-"""What XLA's threads reserve, most of it never used, when its first program runs: 26 threads, each with a stack and a
-region of malloc of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and more with more of them."""
-_THREADS = "tf_"  # of XLA; Linux knows the first 15 characters of their names
-
 
 def warn_of_little_address_space() -> None:
     """Warn that the process will probably abort when XLA starts, because of `ulimit -v`; before it starts."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and not _has_started() and (fault := describe_lack(limit, _used_bytes())):
+    if limit != resource.RLIM_INFINITY and not _xla_has_threads() and (fault := describe_lack(limit, _used_bytes())):
         logger.warning("%s", fault)
 
 
 def describe_lack(limit: int, used: int) -> str:
-    """What is to be said about a limit of so many bytes of which so many are used; empty if they will do."""
-    if limit - used >= ROOM_BYTES:
+    """Return the warning about a limit of address space that is too low; empty if the rest is enough."""
+    if limit - used >= THREADS_RESERVE_BYTES:
         return ""
     return (
         f"this process may use {limit / 1e9:.2f} GB of address space (ulimit -v) and uses {used / 1e9:.2f} GB; XLA's "
-        f"threads reserve {ROOM_BYTES / 1e9:.2f} GB and more, and it aborts where they cannot; raise the limit, or "
-        "limit memory by a cgroup instead (systemd-run -p MemoryMax=..., Slurm's --mem)"
+        f"threads reserve {THREADS_RESERVE_BYTES / 1e9:.2f} GB and more, and it aborts where they cannot; raise "
+        "the limit, or limit memory by a cgroup instead (systemd-run -p MemoryMax=..., Slurm's --mem)"
     )
 
 
-def _has_started() -> bool:
-    """Whether XLA has its threads already; JAX has no public way to ask."""
+def _xla_has_threads() -> bool:
+    """Return whether XLA has its threads already; JAX has no public way to ask."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            if name.read_text().startswith(_THREADS):
+            if name.read_text().startswith(_XLA_THREADS):
                 return True
     return False
 
@@ -142,7 +151,7 @@ def _used_bytes() -> int:
 
 
 def refuse_float64(value: Tree, role: str = "input") -> Tree:
-    """The value, if JAX will not silently change its precision.
+    """Return the value, if JAX will not silently change its precision.
 
     Raises:
         TypeError: if a leaf is float64, and JAX has no 64 bits enabled.
@@ -155,7 +164,7 @@ def refuse_float64(value: Tree, role: str = "input") -> Tree:
 
 
 def refuse_cut_integers(value: Tree) -> Tree:
-    """The value, if JAX will not cut off integers.
+    """Return the value, if JAX will not cut off integers.
 
     Raises:
         ValueError: if an array of NumPy has integers that do not fit into 32 bits, and JAX has no 64 bits enabled.
@@ -192,7 +201,7 @@ def is_true(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
-    """The same array, for programs that may read it only when the condition, a result of `is_true`, is there."""
+    """Return the same array, for programs that may read it only when the condition, a result of `is_true`, is there."""
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
@@ -205,14 +214,9 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 # `optax.MultiSteps`. Without it sums, products, quotients and square roots are those of IEEE 754, which leaves no
 # choice.
 
-# What ends in a product, or may after XLA has rewritten it.
-_PRODUCTS = frozenset(
-    {"mul", "square", "integer_pow", "div", "pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"}
-)
-
 
 def with_rounded_products(function: Function) -> Function:
-    """The same function, in which no product is contracted with the sum that it goes into; traceable.
+    """Return the same function, in which no product is contracted with the sum that it goes into; traceable.
 
     Args:
         function: of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are looked into; it
@@ -243,7 +247,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], zero: jax.Arr
 
 
 def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
-    """What goes into anything but products, so perhaps into a sum.
+    """Return the variables that go into anything but products, so perhaps into a sum.
 
     Of other products XLA may choose the form: it makes one division of two, which is the same everywhere, and faster.
     """
@@ -267,7 +271,7 @@ def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf], zero: 
 
 
 def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
-    """The product, by way of integers, through which LLVM does not contract."""
+    """Return the product, by way of integers, through which LLVM does not contract."""
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
     if product.dtype == jnp.float16:  # whose bits LLVM cannot take for an integer on CPUs with avx512_fp16: it aborts

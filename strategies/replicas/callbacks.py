@@ -22,7 +22,7 @@ _CALLBACKS = frozenset({"io_callback", EQUATION})
 
 
 def in_order(function: Function) -> Function:
-    """The same function, with its callbacks in the order of the code; not to be differentiated any more."""
+    """Return the same function, with its callbacks in the order of the code; not to be differentiated any more."""
 
     def ordered(*arguments: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -55,7 +55,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Le
 
 
 def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
-    """The operands, the smallest of which is there only when `last` is."""
+    """Return the operands, the smallest of which is there only when `last` is."""
     changed = list(given)
     if last and given:
         smallest = min(range(len(given)), key=lambda number: jax.numpy.size(given[number]))
@@ -64,7 +64,7 @@ def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _ordered_body(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The body of a loop or branch, with its callbacks in order."""
+    """Return the body of a loop or branch, with its callbacks in order."""
     if not any(map(_is_callback, every_equation(body.jaxpr))):
         return body
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in body.in_avals]

@@ -28,7 +28,7 @@ EQUATION = "cross_replica_collective"
 
 
 class CollectiveKind(ABC):
-    """What the replicas of a group make of their values; an immutable value.
+    """The kind of a collective: the function of the values of a group of replicas. It is immutable.
 
     Attributes:
         reduces: whether it does arithmetic.
@@ -40,19 +40,19 @@ class CollectiveKind(ABC):
 
     @abstractmethod
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """The shape of what each of a group of `size` replicas gets for values of this shape."""
+        """Return the shape of what each of a group of `size` replicas gets for values of this shape."""
 
     @abstractmethod
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """What each replica of a group gets of their values; both in the order of the group."""
+        """Return the result of each replica of a group; values and results are in the order of the group."""
 
     @abstractmethod
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The cotangent of this replica's value, from those of what all got."""
+        """Return the cotangent of this replica's value, from those of what all got."""
 
     @abstractmethod
     def batched(self) -> tuple[CollectiveKind, int]:
-        """The same for values that have one more axis in front, and where the results have that axis."""
+        """Return the same kind for values with one more axis in front, and the place of that axis in the results."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Reduce(CollectiveKind):
         return [out] * len(values)
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The same reduction."""
+        """Return the same reduction."""
         return collective(index, cotangent)
 
     def batched(self) -> tuple[CollectiveKind, int]:
@@ -99,7 +99,7 @@ class Gather(CollectiveKind):
         return [np.stack(values)] * len(values)
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The sum of what all replicas have for this one's value."""
+        """Return the sum of what all replicas have for this one's value."""
         total = replace(collective, kind=Reduce("sum"))(index, cotangent)
         rank = collective.groups.rank(index, collective.total)
         own: jax.Array = jax.lax.dynamic_index_in_dim(total, rank, keepdims=False)
@@ -130,7 +130,7 @@ class BlockExchange(CollectiveKind):
         return [np.concatenate(mine, self.concat) for mine in blocks]
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The blocks go back."""
+        """Send the blocks back."""
         return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
     def batched(self) -> tuple[CollectiveKind, int]:
@@ -166,7 +166,7 @@ class Collective:
         return self.groups.members(self.total)
 
     def __call__(self, index: jax.Array, value: jax.Array) -> jax.Array:
-        """What a replica gets; called while its program is traced.
+        """Return the replica's result of the collective; called while its program is traced.
 
         Args:
             index: its global index, an int32 scalar.
@@ -176,7 +176,7 @@ class Collective:
         return result
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the result for values of this shape."""
+        """Return the shape of the result for values of this shape."""
         return self.kind.shape(shape, len(self.members[0]))
 
 
@@ -185,7 +185,7 @@ OfReplica = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
-    """The same function, which may be computed within what is differentiated.
+    """Return the same function, which may be computed within what is differentiated.
 
     Args:
         function: gives what has no derivative.
@@ -239,7 +239,7 @@ def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective:
 
 
 def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Leaf:
-    """The call of Python that the compiled program makes.
+    """Return the call of Python that the compiled program makes.
 
     Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
     thread of XLA's pool (see `host_calls`).

@@ -1,4 +1,4 @@
-"""What of a value goes to which replica: batches are dealt out, and all replicas share what else there is.
+"""The distribution of values over replicas: batches are dealt out, and all replicas share anything else.
 
 A batch of a distributed data set is made of arrays like any other, which programs take apart and put into trees of
 their own. So that is known of each array, for as long as it lives.
@@ -39,7 +39,7 @@ class _Known(Generic[Fact]):
         self._of_identity.pop(identity, None)
 
     def of(self, leaf: Leaf) -> Fact | None:
-        """What is known of a leaf of a tree."""
+        """Return the known fact about a leaf of a tree; None if there is none."""
         found = self._of_identity.get(id(leaf))
         return found[1] if found is not None and found[0]() is leaf else None
 
@@ -49,12 +49,12 @@ _mirrored = _Known[bool]()
 
 
 def replication_of(leaf: Leaf) -> Replication | None:
-    """The replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
+    """Return the replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
     return _replications.of(leaf)
 
 
 def mirrored(tree: Tree) -> Tree:
-    """The same tree, of whose arrays it is known from now on that all replicas share them."""
+    """Return the same tree, and note that all replicas share its arrays."""
     _mirrored.note(tree, True)
     return tree
 
@@ -75,13 +75,13 @@ class Dealing:
         self._batch_sizes = batch_sizes
 
     def batch(self, tree: Tree) -> Tree:
-        """A host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
+        """Return a host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
         placed = self._devices.place(tree)
         _replications.note(placed, self._replication)
         return placed
 
     def split(self, tree: Tree) -> PerReplica:
-        """A tree, with all local replicas along the first axis of its leaves, cut into one for each of them.
+        """Return a tree, with all local replicas along the first axis of its leaves, cut into one for each of them.
 
         Raises:
             ValueError: if it cannot be divided among them, or is a batch for others.
@@ -91,7 +91,7 @@ class Dealing:
         return PerReplica(tuple(self._devices.parts(tree)), self._replication.local)
 
     def deal(self, value: Tree) -> Tree:
-        """The value; where a part of it is the replicas' own, one `PerReplica` of whole trees.
+        """Return the value; where a part of it is the replicas' own, one `PerReplica` of whole trees.
 
         Args:
             value: a pytree, whose leaves may be `PerReplica`, arrays of a batch, and `Shared`.
@@ -102,7 +102,7 @@ class Dealing:
         return dealt(jax.tree.map(self._of_replicas, value), self._replication.local)
 
     def deal_argument(self, value: Tree) -> Tree:
-        """As `deal`, of a value in which what was computed of a batch may stand.
+        """Deal a value as `deal` does; refuse arrays that may have been computed of a batch.
 
         Raises:
             ValueError: see `deal`; and if nobody can tell whether an array is to be dealt out.

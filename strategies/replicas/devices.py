@@ -42,7 +42,7 @@ _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class ReplicaDevices:
-    """Where the local replicas run: `width` at a time, in as many waves as that takes.
+    """The devices of the local replicas, which run `width` at a time, in as many waves as that takes.
 
     A replica's program is compiled for a single device and knows neither its neighbours nor their number. On CPUs all
     replicas share one device, and one executable, which a thread for each of them runs.
@@ -66,7 +66,7 @@ class ReplicaDevices:
 
     @property
     def waves(self) -> int:
-        """How often `width` replicas run for one step of all local replicas."""
+        """The number of rounds, each of `width` replicas, in one step of all local replicas."""
         return len(self.replicas) // self.width
 
     @property
@@ -80,7 +80,7 @@ class ReplicaDevices:
         return bool(self.devices[0].platform == "cpu")
 
     def device_of(self, position: int) -> jax.Device:
-        """Where the local replica at this position runs."""
+        """Return the device of the local replica at this position."""
         return self.devices[position % self.width]
 
     @functools.cached_property
@@ -90,7 +90,7 @@ class ReplicaDevices:
     # ---- programs
 
     def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
-        """The program of one replica, to be run by all of them.
+        """Return the program of one replica, to be run by all of them.
 
         Args:
             function: what a replica computes.
@@ -118,7 +118,7 @@ class ReplicaDevices:
         return [self._threads.submit(attempt, position) for position in range(len(self.replicas))]
 
     def each(self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None) -> list[T]:
-        """What `work` returns for each local replica; see `begin`. One replica alone runs in this thread.
+        """Return the result of `work` for each local replica; see `begin`. One replica alone runs in this thread.
 
         Raises:
             BaseException: what it has raised for the first of them, when all have ended.
@@ -150,7 +150,7 @@ class ReplicaDevices:
         return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """A tree whose leaves have all local replicas along the first axis, cut without a copy into one for each."""
+        """Cut a tree with all local replicas along the first axis of its leaves into one for each, without a copy."""
         if len(self.replicas) == 1:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
@@ -172,7 +172,7 @@ class ReplicaDevices:
         return [host[position * rows : (position + 1) * rows] for position in self._positions]
 
     def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
-        """The shape of what one replica takes of a leaf that has all local replicas along its first axis.
+        """Return the shape of what one replica takes of a leaf that has all local replicas along its first axis.
 
         Raises:
             ValueError: if it cannot be divided among them.
@@ -187,18 +187,18 @@ class ReplicaDevices:
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     def share(self, tree: Tree) -> Sequence[Tree]:
-        """A tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
+        """Return a tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
         return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
     def zeros(self, position: int, size: int, dtype: np.dtype) -> jax.Array:
-        """An array of `size` zeros of its own for the local replica at this position."""
+        """Return an array of `size` zeros of its own for the local replica at this position."""
         zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
         return zeros
 
 
 @dataclass(frozen=True)
 class DeviceGrid:
-    """Where the local replicas run that span several devices each: replicas x stages.
+    """The devices of local replicas that span several devices each: replicas x stages.
 
     On CPUs all devices are simulated by the same one, so that a stage has one executable wherever it runs; each column
     has threads of its own.
@@ -226,7 +226,7 @@ class DeviceGrid:
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
-    """A read-only view of an array on one device, or of NumPy's; on CPU nothing is copied. Keys stay what they are."""
+    """Return a read-only view of an array on one device, or of NumPy's; on CPU without a copy. Keys stay keys."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     array.block_until_ready()
@@ -241,7 +241,7 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
 
 
 def is_key(leaf: Leaf) -> bool:
-    """Whether a leaf of a tree is a typed random key, or an array of them."""
+    """Return whether a leaf of a tree is a typed random key, or an array of them."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -292,7 +292,7 @@ def choose_grid(
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
 ) -> DeviceGrid:
-    """Those of JAX's devices that `claim_devices` gives to local replicas, once JAX has started; changes nothing.
+    """Return the devices of JAX that `claim_devices` gives to local replicas, once JAX has started; change nothing.
 
     Where there are fewer devices than a replica spans, it uses some of them for several of its own.
 

@@ -1,4 +1,4 @@
-"""What all replicas have, on every instance or on the first."""
+"""Gathering of all replicas' values, on every instance or on the first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strategies.typing import Tree
 
 
 def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
-    """The host trees of all replicas, in their order; a collective call.
+    """Return the host trees of all replicas, in their order; a collective call.
 
     Args:
         replicas: connects the instances.
@@ -41,7 +41,7 @@ def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
 
 
 def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, name: str) -> np.ndarray:
-    """The arrays of all replicas one after another; each travels as long as the longest one."""
+    """Return the arrays of all replicas one after another; each travels as long as the longest one."""
     check_dtype(arrays[0].dtype, reduces=False)
     place = checked_axis(axis, arrays[0].shape)
     rows = [np.moveaxis(array, place, 0) for array in arrays]
@@ -56,7 +56,7 @@ def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, n
 
 
 def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape of a row and the dtype, which all replicas have."""
+    """Return the shape of a row and the dtype, which all replicas have."""
     kinds = {(one.shape[1:], one.dtype) for one in rows}
     if len(kinds) > 1:
         shown = " and ".join(sorted(f"{dtype}{list(rest)}" for rest, dtype in kinds))
@@ -68,13 +68,13 @@ def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _blocks(replicas: Replicas) -> list[range]:
-    """The replicas of each instance."""
+    """Return the replicas of each instance."""
     count = replicas.communicator.size
     return [replica_block(rank, count, replicas.num_replicas_in_sync) for rank in range(count)]
 
 
 def _message(replicas: Replicas, local: Sequence[Tree]) -> np.ndarray:
-    """The bytes of the local replicas' trees, one row each; some instances may have one replica less than others."""
+    """Return the bytes of the local replicas' trees, one row each; some instances may have one replica less."""
     packed = [_packed(tree) for tree in local]
     message = np.zeros((max(map(len, _blocks(replicas))), packed[0].size), np.uint8)
     message[: len(packed)] = packed
@@ -82,7 +82,7 @@ def _message(replicas: Replicas, local: Sequence[Tree]) -> np.ndarray:
 
 
 def _told_by(replicas: Replicas, whole: np.ndarray, like: Tree) -> list[Tree]:
-    """The trees of all replicas, of the messages of all instances."""
+    """Return the trees of all replicas, of the messages of all instances."""
     rows = [whole[rank, row] for rank, block in enumerate(_blocks(replicas)) for row in range(len(block))]
     return [_unpacked(row, like) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Who takes part, and going on without instances that are lost, with the same bits."""
+"""The membership of an instance in a job, and how a job goes on without lost instances, with the same bits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from strategies.data.datasets import DistributedDataset
 T = TypeVar("T")
 
 LOSSES = (PeerLostError, BrokenError)
-"""What is raised where another instance is lost."""
+"""The errors that are raised where another instance is lost."""
 
 logger = logging.getLogger(__name__)
 
 
 class Membership(ABC):
-    """Who takes part in a job: what this instance is, and what connects it with the others.
+    """The membership of this instance in a job: its identity, and its connection with the others.
 
     There is one for each way to connect instances, beside the strategy that chooses it. To make one joins the job: a
     collective call of all instances.
@@ -89,7 +89,7 @@ class Membership(ABC):
         self.instance = self._spanning(instance)
 
     def _spanning(self, instance: Instance) -> Instance:
-        """An instance whose replicas span the devices that the program asks for."""
+        """Return an instance whose replicas span the devices that the program asks for."""
         wanted = self._ipus_per_replica
         if wanted is None:
             return instance
@@ -103,7 +103,7 @@ class Membership(ABC):
 
 @dataclass
 class InstanceProgress:
-    """How far an instance has come in what all of them do one after another.
+    """The progress of an instance in the sequence of operations that all instances do together.
 
     Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
     it needs those who are behind.
@@ -122,14 +122,14 @@ class InstanceProgress:
     share: Callable[[int], object] | None = None
 
     def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """One thing more is done, on all instances."""
+        """Note that one more operation is complete on all instances."""
         self.done += 1
         self.share = share
 
 
 @dataclass(frozen=True)
 class SurvivorMeeting:
-    """What instances know of each other that have met after a loss.
+    """The progress of all instances that are left after a loss, as they have told each other.
 
     Attributes:
         is_late: whether others have done what this one is about to do.
@@ -145,15 +145,15 @@ class SurvivorMeeting:
 
 
 class SurvivingMembers(Protocol):
-    """Who takes part, as those know it who do something together: a strategy."""
+    """The members of a job, such as a strategy, as `surviving` needs them."""
 
     @property
     def kind(self) -> str:
-        """Of these instances, for messages."""
+        """The kind of these instances, for messages."""
 
     @property
-    def place(self) -> InstanceProgress:
-        """How far this instance has come."""
+    def done_so_far(self) -> InstanceProgress:
+        """The progress of this instance."""
 
     @property
     def communicator(self) -> Communicator:
@@ -193,7 +193,7 @@ def surviving(
         done = attempt()
     except LOSSES as loss:
         done = repeated(members, loss, attempt, catch_up)
-    members.place.complete(partial(share, done) if share is not None and members.can_carry_on else None)
+    members.done_so_far.complete(partial(share, done) if share is not None and members.can_carry_on else None)
     return done
 
 
@@ -253,7 +253,7 @@ def warn_where_none_goes_on(members: SurvivingMembers) -> None:
 
 
 def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -> str | None:
-    """What of a program the other instances do not have, in words; None where they have everything.
+    """Return the reason why the other instances cannot replace one that is lost; None if they can.
 
     Args:
         has_feeds: whether its loss function has feeds.
@@ -276,10 +276,10 @@ def meet(members: SurvivingMembers) -> SurvivorMeeting:
     Args:
         members: the instances.
     """
-    place = members.place
-    own = np.array([place.done, place.passes, place.batches])
+    progress = members.done_so_far
+    own = np.array([progress.done, progress.passes, progress.batches])
     done, passes, batches = members.communicator.all_gather(own, name="how far instances have come").T
-    newest, is_late = int(done.argmax()), bool(place.done < done.max())
-    if place.share is not None and done.min() < done.max() and not is_late:
-        place.share(newest)
+    newest, is_late = int(done.argmax()), bool(progress.done < done.max())
+    if progress.share is not None and done.min() < done.max() and not is_late:
+        progress.share(newest)
     return SurvivorMeeting(is_late, newest, passes, batches)

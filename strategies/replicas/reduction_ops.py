@@ -34,7 +34,7 @@ _COMBINE = {"sum": jnp.add, "mean": jnp.add, "min": jnp.minimum, "max": jnp.maxi
 
 
 def parse_op(op: str) -> str:
-    """The name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
+    """Return the name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
 
     Raises:
         ValueError: for another name.
@@ -65,12 +65,12 @@ def check_dtype(dtype: np.dtype, reduces: bool, members: str = "replicas") -> No
 
 
 def base_of(name: str) -> str:
-    """What is done with operands that `operand` has made: "sum", "mean", "prod", "min", "max" or "local"."""
+    """Return the operation that combines the results of `operand`: "sum", "mean", "prod", "min", "max" or "local"."""
     return _BASES[name]
 
 
 def operand(name: str, x: jax.Array) -> jax.Array:
-    """What a contribution is turned into before it is combined: a truth value, a square, or itself."""
+    """Return the operand that a contribution becomes before it is combined: a truth value, a square, or itself."""
     if name.startswith("LOGICAL"):
         return (x != 0).astype(jnp.uint8)
     if name == "SQUARE_ADD":
@@ -80,7 +80,7 @@ def operand(name: str, x: jax.Array) -> jax.Array:
 
 
 def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
-    """The arithmetic of `collectives.reduction`, inside a compiled program.
+    """Reduce values with the arithmetic of `collectives.reduction`, inside a compiled program.
 
     Args:
         op: "sum", "mean", "min", "max" or "prod".
@@ -101,7 +101,7 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
 
 
 def _mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
-    """The sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
+    """Return the sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
 
     JAX may have no wider integers, so quotients and remainders are added instead: neither sum leaves 32 bits, unless
     there are more than 46,340 values.

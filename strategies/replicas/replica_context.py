@@ -1,4 +1,4 @@
-"""What a replica sees inside a compiled function: its index, and collectives over all replicas of all instances."""
+"""The context of a replica inside a compiled function: its index, and collectives over all replicas."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
-    """What wants to know when the program has ended that used it, such as an outfeed."""
+    """The interface of objects, such as outfeeds, that are told when a program that used them has ended."""
 
     def end_program(self) -> None:
-        """All local replicas have ended the program.
+        """Learn that all local replicas have ended the program.
 
         Raises:
             FeedError: if they have not used it alike.
@@ -99,7 +99,7 @@ class ReplicaContext:
         return jax.tree.map(all_reduce, value)
 
     def next_name(self) -> str:
-        """A name for the next collective of this program, the same on every replica."""
+        """Return a name for the next collective of this program, the same on every replica."""
         name = f"{self._program()}/{self._calls}"
         self._calls += 1
         return name
@@ -116,7 +116,7 @@ class ReplicaContext:
 
 
 def get_replica_context() -> ReplicaContext:
-    """The replica whose program is being traced.
+    """Return the context of the replica whose program is being traced.
 
     Raises:
         RuntimeError: outside of `strategy.run` and of a loss function.
@@ -197,11 +197,11 @@ class CrossReplicaReducer:
         self._is_identity = is_identity
         self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
         self._lock = threading.Lock()
-        self._meetings: dict[str, _CollectiveCall] = {}
+        self._calls: dict[str, _CollectiveCall] = {}
         self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
 
     def begin(self) -> None:
-        """A program is about to run; what is left of one that has failed half-way is dropped."""
+        """Prepare for a program; drop what is left of one that has failed half-way."""
         self.end()
         self.last_error = None
 
@@ -212,7 +212,7 @@ class CrossReplicaReducer:
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
-        """All local replicas have ended the program: what not all of them have enqueued is dropped, and an error."""
+        """End the program; drop what not all local replicas have enqueued, and note that as an error."""
         if not self._outfeeds:
             return
         with self._lock:
@@ -237,7 +237,7 @@ class CrossReplicaReducer:
 
     @property
     def replication(self) -> Replication:
-        """Which replicas run the programs."""
+        """The replicas that run the programs."""
         return Replication(self._devices.replicas, self.total_replicas)
 
     def fail(self, error: BaseException) -> None:
@@ -252,17 +252,17 @@ class CrossReplicaReducer:
                 self.last_error = error
             if isinstance(error, EndOfDataError):
                 return
-            for meeting in self._meetings.values():
-                meeting.error = error
-                meeting.is_over.set()
-            self._meetings.clear()
+            for call in self._calls.values():
+                call.error = error
+                call.is_over.set()
+            self._calls.clear()
 
     @property
     def _has_failed(self) -> bool:
         return self.last_error is not None and not isinstance(self.last_error, EndOfDataError)
 
     def fail_and_raise(self, error: BaseException) -> None:
-        """As `fail`, and end the replica whose callback this is."""
+        """Note the error as `fail` does, and end the replica whose callback this is."""
         self.fail(error)
         raise error
 
@@ -273,7 +273,7 @@ class CrossReplicaReducer:
     def collect(
         self, kind: CollectiveKind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str
     ) -> jax.Array:
-        """What a replica gets of a collective within its group; called while its program is traced.
+        """Return a replica's result of a collective within its group; called while its program is traced.
 
         A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
         where they are.
@@ -308,30 +308,30 @@ class CrossReplicaReducer:
     # ---- when the program runs
 
     def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
-        """What a replica gets, once all others of this instance have come."""
+        """Return a replica's result, once all other replicas of this instance have contributed."""
         with self._lock:
             if self.last_error is not None and self._has_failed:
                 raise self.last_error
-            meeting = self._meetings.setdefault(collective.name, _CollectiveCall())
-            meeting.contributions[replica] = np.asarray(value, order="C")
-            is_last = len(meeting.contributions) == len(self._devices.replicas)
+            call = self._calls.setdefault(collective.name, _CollectiveCall())
+            call.contributions[replica] = np.asarray(value, order="C")
+            is_last = len(call.contributions) == len(self._devices.replicas)
             if is_last:
-                del self._meetings[collective.name]
+                del self._calls[collective.name]
         if is_last:
             try:
-                meeting.results = self._results(collective, meeting.contributions)
+                call.results = self._results(collective, call.contributions)
             except BaseException as error:
-                meeting.error = error
+                call.error = error
                 self.fail(error)
             finally:
-                meeting.is_over.set()
-        meeting.is_over.wait()
-        if meeting.error is not None:
-            raise meeting.error
-        return meeting.results[replica]
+                call.is_over.set()
+        call.is_over.wait()
+        if call.error is not None:
+            raise call.error
+        return call.results[replica]
 
     def _results(self, collective: Collective, contributions: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray]:
-        """What each local replica gets."""
+        """Return the result of each local replica."""
         kind, members = collective.kind, collective.members
         if isinstance(kind, Reduce) and len(members) == 1 and self._communicator.size > 1:
             ordered = [contributions[replica] for replica in self._devices.replicas]
@@ -347,11 +347,11 @@ class CrossReplicaReducer:
         }
 
     def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
-        """Whether no group, on any instance, crosses instances."""
+        """Return whether no group, on any instance, crosses instances."""
         return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
 
     def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
-        """The values of all replicas; instances with one replica less than others send a row that nobody reads."""
+        """Return the values of all replicas; instances with one replica less send a row that nobody reads."""
         ordered = [contributions[replica] for replica in self._devices.replicas]
         mine = np.empty((max(map(len, self._blocks)), *ordered[0].shape), ordered[0].dtype)
         for row, contribution in enumerate(ordered):

@@ -11,7 +11,7 @@ from strategies.typing import Leaf
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """How replicas are divided: blocks of neighbours, or orthogonal to such blocks.
+    """The division of replicas into groups: blocks of neighbours, or orthogonal to such blocks.
 
     Of 8 replicas in groups of 4, the consecutive ones are {0, 1, 2, 3} and {4, 5, 6, 7}, the orthogonal ones
     {0, 2, 4, 6} and {1, 3, 5, 7}.
@@ -33,7 +33,7 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]]) -> ReplicaGroups:
-        """The division that these lists of replicas describe.
+        """Return the division that these lists of replicas describe.
 
         Raises:
             ValueError: if they describe no division into equal groups, consecutive or orthogonal.
@@ -49,7 +49,7 @@ class ReplicaGroups:
         )
 
     def members(self, total_replicas: int) -> tuple[tuple[int, ...], ...]:
-        """The replicas of each group, in order.
+        """Return the replicas of each group, in order.
 
         Raises:
             ValueError: if the replicas cannot be divided like this.
@@ -63,7 +63,7 @@ class ReplicaGroups:
         return self._divide(total_replicas)
 
     def rank(self, replica: Leaf, total_replicas: int) -> Leaf:
-        """The place of a replica in its group; works for traced integers too."""
+        """Return the place of a replica in its group; works for traced integers too."""
         members = self.members(total_replicas)
         return replica // len(members) if self.is_orthogonal else replica % len(members[0])
 

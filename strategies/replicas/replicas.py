@@ -37,7 +37,7 @@ Same = TypeVar("Same")
 
 @final
 class Replicas:
-    """What a step, a checkpoint or a variable needs to know of a job; a strategy chooses the membership.
+    """The replicas of a job, as steps, checkpoints and variables need them; a strategy chooses the membership.
 
     Args:
         kind: the name of the strategy, for messages.
@@ -49,7 +49,7 @@ class Replicas:
     Attributes:
         kind: see above.
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
-        place: how far this instance has come, for those who go on when one is lost.
+        done_so_far: the progress of this instance, for those who go on when one is lost.
         progress: see above.
         faults: what the user wants to go wrong in this instance.
         variables_on_host: see above.
@@ -72,7 +72,7 @@ class Replicas:
         self.kind = kind
         self._membership = membership
         self.first_index = membership.instance.index
-        self.place = InstanceProgress()
+        self.done_so_far = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         self.faults = _injector_among(self.instruments)
@@ -107,7 +107,7 @@ class Replicas:
 
     @property
     def instance(self) -> Instance:
-        """Which replicas this process drives, as the instances are numbered now."""
+        """The instance with the replicas that this process drives, as the instances are numbered now."""
         return self._membership.instance
 
     @property
@@ -117,7 +117,7 @@ class Replicas:
 
     @property
     def instruments(self) -> Instruments:
-        """Those that see what this instance does."""
+        """The instruments attached to this instance."""
         return self.communicator.instruments
 
     @property
@@ -132,7 +132,7 @@ class Replicas:
 
     @property
     def instance_index(self) -> int:
-        """Which instance this is, 0 to n - 1."""
+        """The index of this instance, 0 to n - 1."""
         return self.instance.index
 
     @property
@@ -164,7 +164,7 @@ class Replicas:
 
     @property
     def variables_device(self) -> jax.Device:
-        """Where variables and optimizer state lie and are updated: the host's CPU, or the first device."""
+        """The device of variables, optimizer state and updates: the host's CPU, or the first device."""
         first = self.devices.devices[0]
         if first.platform != "cpu" and self.variables_on_host:
             return jax.local_devices(backend="cpu")[0]
@@ -182,7 +182,7 @@ class Replicas:
 
     @property
     def job(self) -> JobFacts:
-        """What sinks of metrics ask about it."""
+        """The facts about the job that sinks of metrics need."""
         at_first = self.num_instances
         waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
         return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
@@ -218,7 +218,7 @@ class Replicas:
         self._batch_sizes.add(rows)
 
     def replicas_batch(self, batch: Batch) -> Batch:
-        """The batch of the same step for the replicas that this instance drives since it has carried on.
+        """Return the batch of the same step for the replicas that this instance drives since it has carried on.
 
         Raises:
             StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
@@ -232,7 +232,7 @@ class Replicas:
         )
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
-        """The data set whose last batch this is; None if no data set of this strategy has given it last."""
+        """Return the data set whose last batch this is; None if it is no data set's last batch."""
         return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
@@ -272,7 +272,7 @@ class Replicas:
         return jax.tree.unflatten(structure, reduced)
 
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
-        """For each leaf of a value the arrays of the local replicas, and the structure.
+        """Return for each leaf of a value the arrays of the local replicas, and the structure.
 
         Raises:
             ValueError: the replicas' trees differ, or the value cannot be dealt out.
@@ -290,7 +290,7 @@ class Replicas:
     # ---- programs
 
     def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
-        """The context of a replica whose program is about to be traced.
+        """Return the context of a replica whose program is about to be traced.
 
         Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
 
@@ -309,7 +309,7 @@ def _host_array(leaf: Leaf) -> np.ndarray:
 
 
 def as_jax_would(leaf: Leaf) -> np.ndarray:
-    """What `jnp.asarray` would make of a leaf, but on the host: that compiles a program for each shape and dtype."""
+    """Convert a leaf as `jnp.asarray` does, but on the host: that one compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 

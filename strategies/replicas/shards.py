@@ -16,7 +16,7 @@ from strategies.typing import Leaf, Tree
 
 @dataclass(frozen=True)
 class Shards:
-    """How arrays are cut into one part for each of the replicas; of the parts one instance has its replicas'.
+    """The division of arrays into shards, one for each replica; an instance has the shards of its replicas.
 
     A part has the same number of elements on every replica, the last ones are padded with zeros. It keeps as many
     axes as the array, all but the first of length 1, so that optimizers which ask for the number of axes see it.
@@ -32,20 +32,20 @@ class Shards:
     min_elements: int
 
     def divides(self, leaf: Leaf) -> bool:
-        """Whether an array of that shape is cut."""
+        """Return whether an array of that shape is cut."""
         return bool(leaf.shape) and math.prod(leaf.shape) >= self.min_elements
 
     def part(self, leaf: Leaf) -> int:
-        """How many elements each replica has."""
+        """Return the number of elements that each replica has."""
         size: int = math.prod(leaf.shape)
         return -(-size // self.replicas)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """What this instance has of an array."""
+        """Return the shape of an instance's part of an array."""
         return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
 
     def take(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        """What the instance whose first replica is `first` has of an array; traceable."""
+        """Return the part of an array that the instance whose first replica is `first` has; traceable."""
         if not self.divides(leaf):
             return leaf
         flat, part = leaf.reshape(-1), self.part(leaf)
@@ -62,13 +62,13 @@ class Shards:
         return taken
 
     def join(self, parts: Tree, leaf: Leaf) -> Tree:
-        """The array, of the shape of `leaf`, whose parts on all instances lie one after another."""
+        """Return the array, of the shape of `leaf`, whose parts on all instances lie one after another."""
         return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
 
 
 @dataclass(frozen=True)
 class PartOfArray:
-    """What this instance has of an array that is cut into shards.
+    """The part that this instance has of an array that is cut into shards.
 
     Attributes:
         local: its part.
@@ -84,18 +84,18 @@ class PartOfArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         shape: tuple[int, ...] = self.whole.shape
         return shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array."""
+        """The dtype of the array."""
         dtype: np.dtype = np.dtype(self.whole.dtype)
         return dtype
 
     def gather(self, name: str) -> np.ndarray:
-        """The array; a collective call.
+        """Return the array; a collective call.
 
         Args:
             name: for messages.
@@ -107,7 +107,7 @@ class PartOfArray:
         return whole
 
     def of(self, array: Leaf) -> Tree:
-        """What this instance has of another array of that shape, where it has this one."""
+        """Return this instance's part of another array of the same shape, placed like this one."""
         if isinstance(self.local, np.ndarray):
             return self.shards.take_on_host(np.asarray(array), self.replicas.local_replicas.start)
         first = np.int32(self.replicas.local_replicas.start)

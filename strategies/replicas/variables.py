@@ -43,7 +43,7 @@ class MirroredVariable:
         return value
 
     def read_value(self) -> Tree:
-        """The current value; asks nobody."""
+        """Return the current value; asks nobody."""
         return self.value
 
     def assign(self, value: Tree) -> None:
@@ -84,7 +84,7 @@ class SyncOnReadVariable:
         self.values = replicas.per_replica(lambda _: first)
 
     def read_value(self) -> Tree:
-        """The values of all replicas of all instances, reduced; a collective call.
+        """Return the values of all replicas of all instances, reduced; a collective call.
 
         Raises:
             RuntimeError: in a program that is being compiled.
@@ -118,7 +118,7 @@ class SyncOnReadVariable:
 def make_variable(
     replicas: Replicas, initial: Tree, synchronization: Synchronization, aggregation: str
 ) -> MirroredVariable | SyncOnReadVariable:
-    """The variable that `strategy.variable` describes."""
+    """Make the variable that `strategy.variable` describes."""
     kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
         "on_write": MirroredVariable,
         "on_read": SyncOnReadVariable,
@@ -129,7 +129,7 @@ def make_variable(
 
 
 def values_of(tree: Tree) -> Tree:
-    """The tree, with what they hold in the place of variables."""
+    """Return a tree with the value of each variable in its place."""
     return jax.tree.map(_value_of, tree)
 
 
@@ -194,7 +194,7 @@ def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
 
 
 def _part(leaf: Leaf, parts: int) -> jax.Array:
-    """What each of so many replicas gets of a sum."""
+    """Return the share of a sum that each of so many replicas gets."""
     array = jnp.asarray(leaf)
     if parts == 1:
         return array

@@ -98,7 +98,7 @@ class Executions:
         return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
 
     def _make_all(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """A step with each of the batches, in one program if that has the same bits."""
+        """Make a step with each of the batches, in one program if that has the same bits."""
         check_state(state)
         step = self._engine.prepare(state, batches[0])
         if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
@@ -149,7 +149,7 @@ class Executions:
     def _make(
         self, fused: FusedSteps, program: ReplicaProgram, state: TrainState, batches: Sequence[Batch]
     ) -> tuple[TrainState, jax.Array]:
-        """The state after the last step, and the tails of all."""
+        """Make the steps; return the state after the last one, and the tails of all."""
         optimizer_state = self._update.on_device(state.optimizer_state)
         variables, optimizer_state, tails = fused(state.variables, optimizer_state, batches, state.step)
         after = replace(
@@ -196,13 +196,13 @@ class FusedSteps:
         return results
 
     def has_effects(self, variables: Variables, optimizer_state: OptimizerState, batches: Sequence[Batch]) -> bool:
-        """Whether the program calls back into Python."""
+        """Return whether the program calls back into Python."""
         words = control_words(0, False, 1.0)
         traced = jax.make_jaxpr(self._steps)(variables, optimizer_state, tuple(batches), np.int32(0), words)
         return bool(traced.effects)
 
     def last_gradients(self, variables: Variables, batches: Sequence[Batch], step: int) -> list[np.ndarray]:
-        """The tail and the gradients for the last of the batches, computed in such a loop; for comparison.
+        """Return the tail and the gradients for the last of the batches, computed in such a loop; for comparison.
 
         The variables stay as they are.
         """

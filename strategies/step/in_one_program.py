@@ -42,7 +42,7 @@ Made: TypeAlias = tuple[TrainState, jax.Array]
 
 @dataclass
 class _Tried:
-    """What is known of the steps of a replica's program.
+    """The results of trying to make the steps of a replica's program in one program.
 
     Attributes:
         program: of the replica.
@@ -75,7 +75,7 @@ class InOneProgram:
     def found(
         self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
-        """What makes such a step; None where it is to be made in parts.
+        """Return the program that makes such a step; None if the step is to be made in parts.
 
         Args:
             step: of the only replica.
@@ -96,7 +96,7 @@ class InOneProgram:
     def _compared(
         self, program: ReplicaProgram, state: TrainState, batch: Batch, control: np.ndarray, in_parts: MakeStep
     ) -> StepProgram | None:
-        """The program, if it has the same bits for a step and for random values."""
+        """Return the program, if it has the same bits for a step and for random values."""
         run = StepProgram(program, self.update, self.executables)
         if run.has_effects(state, batch, control):
             logger.info("steps are made in parts: the loss function calls back into Python")
@@ -128,7 +128,7 @@ class StepProgram:
         self._run = compiled_in_turn(self._jitted, executables)
 
     def __call__(self, state: TrainState, batch: Batch, control: np.ndarray) -> Made:
-        """The state after a step, and the tail of the replica; the state is used up."""
+        """Make a step; return the state after it, and the tail of the replica. The state before it is used up."""
         arguments = self._arguments(state, batch, control)
         trained, optimizer_state, new, tail = self._run(*arguments)
         after = replace(
@@ -141,7 +141,7 @@ class StepProgram:
         return after, tail
 
     def has_effects(self, state: TrainState, batch: Batch, control: np.ndarray) -> bool:
-        """Whether it calls back into Python."""
+        """Return whether the program calls back into Python."""
         return bool(self._jitted.trace(*self._arguments(state, batch, control)).jaxpr.effects)
 
     def _arguments(self, state: TrainState, batch: Batch, control: np.ndarray) -> tuple[Tree, ...]:
@@ -176,7 +176,7 @@ class StepProgram:
         return trained, optimizer_state, new, tail
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:
-        """The new leaves of a model state that other replicas would have a part in."""
+        """Return the new leaves of a model state that other replicas would have a part in."""
         averaged = self._program.rule.words.count(MEAN)
         pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
         return {MEAN: list(means[:averaged]), SUM: [old + mean for old, mean in pairs]}

@@ -34,7 +34,7 @@ from strategies.updates.update import VariableUpdate
 logger = logging.getLogger("strategies.step")
 
 Contributions = Sequence[Sequence[np.ndarray]]
-"""For each buffer of a bucket the arrays of the local replicas, in their order."""
+"""The arrays of the local replicas, in their order, for each buffer of a bucket."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What replicas compute in a step, however many of them are here; without memory for gradients.
+    """The computation of a replica in a step, however many replicas are here; without memory for gradients.
 
     Attributes:
         program: of a replica.
@@ -132,7 +132,7 @@ class JaxEngine:
         gradients.dispatch(state.variables, of_replicas, shared)
 
     def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
-        """What replicas have of a model state for themselves, and the rest of it, with None for that."""
+        """Split a model state into the leaves that each replica has for itself, and the rest, with None for them."""
         if model_state is None:
             return [], None
         rule = self._options.rule_of(model_state)
@@ -143,7 +143,7 @@ class JaxEngine:
         return step.gradients.collect()
 
     def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
-        """The gradients of each local replica, by some programs."""
+        """Return the gradients of each local replica, by some programs."""
         self._begin(programs, state, batch, control_of(state))
         return programs.leaves()
 
@@ -178,7 +178,7 @@ class JaxEngine:
         return found
 
     def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
-        """What a replica computes, by programs that are not compiled yet; without a word to other instances.
+        """Return a replica's computation, with programs that are not compiled yet; no collective call.
 
         Gradients that would be streamed, which is found out by running, come all at the end.
 
@@ -223,7 +223,7 @@ class JaxEngine:
         return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
 
     def _kept(self, key: Any) -> _Plan | None:
-        """A plan that was made before, if all instances have it; a collective call where some have been lost.
+        """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
 
         One that is lost while the first step is prepared may leave others of which some have their plan, and some have
         not: what is measured or compared for it is measured and compared by all of them, or by none.
@@ -234,7 +234,7 @@ class JaxEngine:
         return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
-        """What a replica computes of arguments of such shapes."""
+        """Return a replica's computation for arguments of such shapes."""
         options = self._options
         program = ReplicaProgram(
             self._replicas,
@@ -278,7 +278,7 @@ class JaxEngine:
         )
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
-        """The plan, with gradients that are streamed if they may be; a collective call then."""
+        """Return the plan, with gradients that are streamed if they may be; a collective call then."""
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
         if is_cut or not self._replicas.streams_gradients:
             return plan
@@ -340,7 +340,7 @@ class JaxEngine:
 
 
 def _key_of(tree: Tree) -> tuple[Tree, ...]:
-    """What is the same for trees of the same structure, shapes and dtypes."""
+    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
@@ -350,6 +350,6 @@ def _shapes(tree: Tree) -> Tree:
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
-    """The control words of a step that begins with a state."""
+    """Return the control words of a step that begins with a state."""
     scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
     return control_words(state.step, notice, scale)

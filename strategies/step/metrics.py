@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""The metrics of a step, and how sinks and instruments get them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Metrics(Mapping[str, float]):
         return len(self.names)
 
     def loss_at_hand(self) -> float | None:
-        """The loss, unless it is still being computed, is gone, or there is none."""
+        """Return the loss, unless it is still being computed, is gone, or there is none."""
         means = self.means
         if not self.names:
             return None
@@ -61,7 +61,7 @@ class Metrics(Mapping[str, float]):
 
 
 def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: LossScale | None) -> Metrics:
-    """The metrics of a step, and those of its loss scale where there is one.
+    """Return the metrics of a step, and those of its loss scale where there is one.
 
     Args:
         names: of the metrics.

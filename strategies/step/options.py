@@ -28,7 +28,7 @@ from strategies.updates.update import UpdateSettings
 
 
 class TrainerOptions(TypedDict, total=False):
-    """What `Trainer` takes by name; see `StepOptions`."""
+    """The options that `Trainer` takes by name; see `StepOptions`."""
 
     gradient_accumulation_count: int
     gradient_accumulation_dtype: AccumulationDtype
@@ -48,16 +48,16 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class PipelinePlanner(Protocol):
-    """How a replica is cut into stages; `strategies.Pipelining`."""
+    """The interface of options that cut a replica into stages; `strategies.Pipelining` has it."""
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """What all instances have to have alike."""
+        """The options that have to be alike on all instances."""
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> ReplicaPlan:
-        """The programs of the stages.
+        """Return the programs of the stages.
 
         Args:
             replicas: where they are.
@@ -72,7 +72,7 @@ class PipelinePlanner(Protocol):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is made.
+    """The options of a training step.
 
     Attributes:
         seed: of the keys.
@@ -195,12 +195,12 @@ class StepOptions:
 
     @cached_property
     def scaling(self) -> LossScaling | None:
-        """How losses are scaled; None where they are not."""
+        """The scaling of losses; None if they are not scaled."""
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """How micro-batches become one gradient."""
+        """The options with which micro-batches become one gradient."""
         return Accumulation(
             positive("gradient_accumulation_count", self.gradient_accumulation_count),
             GradientAccumulationReductionMethod.parse(self.reduction_method),
@@ -219,7 +219,7 @@ class StepOptions:
         return GradientTransfer.parse(self.gradient_transfer_dtype)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
-        """How replicas agree on such a model state.
+        """Return the rule by which replicas agree on such a model state.
 
         Raises:
             ValueError: see `ModelStateRule.of`; or gradients travel as int8.
@@ -232,7 +232,7 @@ class StepOptions:
         return ModelStateRule.of(model_state, self.model_state_aggregation if model_state is not None else None)
 
     def shapes_of_replica(self, model_state: Tree) -> Tree:
-        """The shapes and dtypes of what one replica has of a model state."""
+        """Return the shapes and dtypes of what one replica has of a model state."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
         return self.rule_of(shapes).map_own(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
 
@@ -244,7 +244,7 @@ class StepOptions:
 
     @property
     def of_update(self) -> UpdateSettings:
-        """What changes how variables are updated."""
+        """The options that change how variables are updated."""
         return UpdateSettings(
             seed=self.seed,
             gradient_dtype=self.gradient_accumulation_dtype,
@@ -257,7 +257,7 @@ class StepOptions:
 
     @property
     def own_part(self) -> str | None:
-        """What each instance has of the state that no other has, in words; None where all have the same."""
+        """The part of the state that differs between instances, in words; None if all have the same state."""
         kinds = {
             "sharded optimizer state": self.shards_state,
             "residuals of int8 gradients": self.transfer.is_quantised,
@@ -299,7 +299,7 @@ class StepOptions:
 def configured(
     seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, effects: Effects
 ) -> StepOptions:
-    """The options of a step, of which those that are left out are as the configuration in force says.
+    """Return the options of a step, of which those that are left out are as the configuration in force says.
 
     Args:
         seed: see `StepOptions`.
@@ -323,5 +323,5 @@ def configured(
 
 
 def _named(option: Any) -> str:
-    """An option that may be a function, of which only the name is the same on all instances."""
+    """Return an option that may be a function, of which only the name is the same on all instances."""
     return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)

@@ -81,11 +81,11 @@ class SingleStep:
             made = self._repeated(loss, state, batch)
         tell_end(self._replicas, batch, made[1], made[0].step, local)
         can_share = self._replicas.can_carry_on and not self._options.own_part
-        self._replicas.place.complete(partial(self.share, made[0]) if can_share else None)
+        self._replicas.done_so_far.complete(partial(self.share, made[0]) if can_share else None)
         return made
 
     def _repeated(self, loss: BaseException, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The step once more, on the batch of the replicas that this instance drives then."""
+        """Make the step once more, on the batch of the replicas that this instance drives then."""
 
         def catch_up() -> tuple[TrainState, Metrics] | None:
             nonlocal batch
@@ -97,7 +97,7 @@ class SingleStep:
         return repeated(self._replicas, loss, lambda: self._attempt(state, batch), catch_up)
 
     def _attempt(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """A step. Errors of collectives inside of the loss function are those that were raised there."""
+        """Make a step. Errors of collectives inside of the loss function are those that were raised there."""
         self._replicas.reducer.begin()
         with self._replicas.reducer.ending():
             return self._make(state, batch)
@@ -173,7 +173,7 @@ class SingleStep:
         return after, self.metrics
 
     def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
-        """The new residuals and model state; a collective call where the model state has leaves of replica 0."""
+        """Return the new residuals and model state; a collective call where the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
         rule, device = step.program.rule, self._replicas.variables_device
@@ -207,7 +207,7 @@ class SingleStep:
         return newest, self.metrics
 
     def share(self, state: TrainState, root: int) -> TrainState:
-        """The state, and `metrics`, of instance `root`; a collective call.
+        """Return the state, and `metrics`, of instance `root`; a collective call.
 
         Args:
             state: here what `root` has; elsewhere one of the same step, whose arrays may be others.
@@ -228,7 +228,7 @@ class SingleStep:
         self._notice.agree(self._notice.is_given)
 
     def _compared(self, state: TrainState) -> TrainState:
-        """The state, or that of most instances where this one has other bits."""
+        """Return the state, or that of most instances where this one has other bits."""
         rule = self._options.rule_of(state.model_state)
         mine = replace(
             state,
@@ -243,7 +243,7 @@ class SingleStep:
         return replace(compared, residuals=state.residuals, model_state=rule.with_own(compared.model_state, own))
 
     def _raise_if_feeds_differ(self) -> None:
-        """The replicas have ended their programs, and the state is still what it was."""
+        """Raise if replicas have used feeds differently; their programs have ended, and the state is unchanged."""
         reducer = self._replicas.reducer
         reducer.end()
         if reducer.last_error is not None:
@@ -264,7 +264,7 @@ class SingleStep:
 
 
 def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
-    """What replicas keep, with all of them along the first axis."""
+    """Join the values that replicas keep, with the replicas along the first axis."""
     if len(kept) == 1:
         return list(kept[0])
     return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

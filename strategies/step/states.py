@@ -46,7 +46,7 @@ class TrainStates:
         self._update = update
 
     def init(self, variables: Variables, model_state: Tree) -> TrainState:
-        """The first state on all instances; see `Trainer.init`."""
+        """Return the first state on all instances; see `Trainer.init`."""
         return self.adopt(TrainState(variables, None, 0, model_state=model_state))
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -70,7 +70,7 @@ class TrainStates:
         return surviving(self._replicas, attempt, catch_up, single.share)
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
         local = len(self._replicas.local_replicas)
         shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
 
@@ -87,7 +87,7 @@ class TrainStates:
         )
 
     def _checked(self, variables: Variables, model_state: Tree) -> tuple[Variables, Tree]:
-        """What a state is to begin with, as arrays; raises what `Trainer.init` does."""
+        """Return the variables and model state of a first state, as arrays; raises what `Trainer.init` does."""
         check_variables(variables, self._options.trainable)
         check_model_state(model_state)
         arrays = as_arrays(model_state)
@@ -95,7 +95,7 @@ class TrainStates:
         return variables, arrays
 
     def _first(self, state: TrainState) -> TrainState:
-        """The state, with what this instance keeps of it, and with what it has not got yet."""
+        """Return the state, with what this instance keeps of it, and with what it has not got yet."""
         scaling, place = self._options.scaling, self._replicas.devices.place
         trained = Trainable.of(state.variables, self._options.trainable).pick(state.variables)
         local = len(self._replicas.local_replicas)

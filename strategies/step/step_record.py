@@ -1,4 +1,4 @@
-"""What `poprun verify` compares: digests of each step's batch, gradients and variables, written as the step is made.
+"""The records that `poprun verify` compares: digests of each step's batch, gradients and variables.
 
 `popdist.records.recording` says how it is asked for. Nothing here talks to other instances, except where they have
 parts of the mean gradients. Every instance writes what it has, also what is to be the same on all: whether it is the
@@ -65,14 +65,14 @@ _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
 class StepWatcher(Protocol):
-    """What a Trainer tells of its steps."""
+    """The interface of objects to which a Trainer reports its steps."""
 
     @property
     def is_on(self) -> bool:
         """Whether anything is recorded: steps are then made one by one."""
 
     def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
-        """The mean gradients of a step are there, the variables have not been updated.
+        """Record the mean gradients of a step, before the variables are updated.
 
         Args:
             state: before the step.
@@ -82,7 +82,7 @@ class StepWatcher(Protocol):
         """
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """A step is complete.
+        """Record that a step is complete.
 
         Raises:
             SystemExit: with status 0, after the last step that is to be made.
@@ -102,13 +102,13 @@ class NoRecorder:
 
 
 def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
-    """What records the steps of one Trainer, if the environment asks for it."""
+    """Return the recorder of one Trainer's steps; it records nothing unless the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
     return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
 
 
 def checkpoint_folder(directory: Path) -> Path:
-    """Where the checkpoints of a program go: where it says, and elsewhere while it is verified."""
+    """Return the folder for a program's checkpoints: the one that it asks for, or another while it is verified."""
     wanted = Recording.from_environ(os.environ)
     if wanted is None:
         return directory
@@ -202,7 +202,7 @@ class StepRecorder:
             raise SystemExit(0)
 
     def _recorded(self, state: TrainState) -> dict[str, Leaf]:
-        """What is the same on all instances: variables that are trained, others, and leaves of the model state."""
+        """Return the values that are the same on all instances: variables, and leaves of the model state."""
         trainable = Trainable.of(state.variables, self._options.trainable)
         rule = self._options.rule_of(state.model_state)
         trees = (
@@ -217,7 +217,7 @@ class StepRecorder:
         }
 
     def _parts(self, leaf: Leaf) -> list[np.ndarray]:
-        """The rows of each local replica."""
+        """Return the rows of each local replica."""
         array = _on_host(leaf)
         return np.split(array, len(self._replicas.local_replicas))
 
@@ -267,7 +267,7 @@ class _RecordFile:
             data = data[os.write(self._descriptor, data) :]
 
     def write_process(self, replicas: Replicas) -> None:
-        """What this process is, once for each replicas."""
+        """Write the record of this process, again whenever the instances were renumbered."""
         instance = replicas.instance
         if self._described == (instance.index, instance.count):
             return
@@ -300,7 +300,7 @@ class _RecordFile:
 
     @property
     def steps_made(self) -> int:
-        """Of all trainings, those of which checkpoints were restored from their beginning on."""
+        """The number of steps of all trainings; a restored training counts from its beginning."""
         return sum(self._made.values())
 
 
@@ -333,7 +333,7 @@ def _on_host(leaf: Leaf) -> np.ndarray:
 
 
 def _host_random() -> dict[str, str]:
-    """A digest of the state of each of the two global generators."""
+    """Return a digest of the state of each of the two global generators."""
     state: Any = np.random.get_state(legacy=False)
     key, position = state["state"]["key"], state["state"]["pos"]
     return {
@@ -347,7 +347,7 @@ _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ el
 
 
 def what_decides_bits() -> dict[str, object]:
-    """What decides a training's bits besides the program, its seed, data and number of replicas."""
+    """Return the facts that decide a training's bits besides the program, its seed, data and number of replicas."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
     return {
@@ -376,7 +376,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> dict[str, str]:
-    """Its name, what it can do with vectors, and a digest of all that it can do."""
+    """Return the processor's name, its vector instructions, and a digest of all its features."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

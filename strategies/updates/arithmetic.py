@@ -18,7 +18,7 @@ _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
 def round_stochastically(values: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """One of the two neighbours in `dtype`, the nearer one with the greater probability, so that the mean is exact.
+    """Round to one of the two neighbours in `dtype`, more probably the nearer one, so that the mean is exact.
 
     Args:
         values: float32.

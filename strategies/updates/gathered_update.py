@@ -113,7 +113,7 @@ class GatheredStateUpdate(VariableUpdate):
         return PartOfArray(leaf, shape, self._shards, self._replicas) if self._is_cut(shape) else leaf
 
     def _gathered(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """All of the state, on the device of the variables."""
+        """Return all of the state, on the device of the variables."""
         leaves, structure = jax.tree.flatten(self.whole(optimizer_state))
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, PartOfArray):
@@ -200,5 +200,5 @@ class ShardedByAnyUpdate(VariableUpdate):
 
 
 def update_for(replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> VariableUpdate:
-    """The update with whole or with sharded optimizer state, as the settings want it."""
+    """Return the update with whole or with sharded optimizer state, as the settings want it."""
     return (ShardedByAnyUpdate if settings.shards_state else WholeStateUpdate)(replicas, optimizer, settings)

@@ -1,4 +1,4 @@
-"""What makes new variables of mean gradients: a gradient transformation of optax, or an optimizer of its own kind."""
+"""The optimizers that make new variables of mean gradients: optax's gradient transformations, or others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerS
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How the numbers of an update are rounded.
+    """The functions that decide how the numbers of an update are rounded.
 
     Attributes:
         add: `(variables, changes) -> variables`.
@@ -36,7 +36,7 @@ def _as_it_is(function: Function) -> Function:
 
 
 AS_WRITTEN = Arithmetic(rounded=_as_it_is)
-"""For looking at what is computed."""
+"""The arithmetic for traces that are only looked at."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
-        """The optimizer state before the first step, a pytree of arrays."""
+        """Return the optimizer state before the first step, a pytree of arrays."""
 
     def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers ask for nothing more
         """Refuse variables that it cannot update, or a step that has not what it asks for.
@@ -84,7 +84,7 @@ class StepOptimizer(ABC):
         known: Known,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
-        """New variables and optimizer state.
+        """Return new variables and optimizer state.
 
         Args:
             gradients: like the variables, and so are the parts of them where the state is sharded.
@@ -263,5 +263,5 @@ AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGrad
 
 
 def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
-    """An optimizer of either kind."""
+    """Return an optimizer of either kind."""
     return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

@@ -72,7 +72,7 @@ class ShardedStateUpdate(VariableUpdate):
         return self._shards if self._takes_parts else None
 
     def init(self, variables: Variables) -> OptimizerState:
-        """This instance's part of the optimizer state before the first step."""
+        """Return this instance's part of the optimizer state before the first step."""
         self._look_at(variables)
         return self._placed(self._compiled(self._begun), variables, self._first)
 
@@ -130,7 +130,7 @@ class ShardedStateUpdate(VariableUpdate):
         return self._of_whole
 
     def _gather(self, old: list[jax.Array], place: Buffer, part: jax.Array, name: str) -> list[jax.Array]:
-        """The variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
+        """Return the variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
         out = self._room_for(place)
         self.wait()  # the last variables may still be made from the same memory
         self._replicas.communicator.all_gather(borrow(part), out, name=name)
@@ -157,7 +157,7 @@ class ShardedStateUpdate(VariableUpdate):
     # ---- programs
 
     def _take(self, tree: Tree, first: jax.Array) -> Tree:
-        """This instance's parts, behind a barrier: XLA would round other expressions if it fused them with the cut."""
+        """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round otherwise."""
         return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: self._shards.take(leaf, first), tree))
 
     def _rest(self, means: Gradients, variables: Variables, first: jax.Array) -> Tree:
@@ -176,7 +176,7 @@ class ShardedStateUpdate(VariableUpdate):
         control: jax.Array,
         first: jax.Array,
     ) -> tuple[Variables, OptimizerState]:
-        """This instance's parts of the new variables, and of the optimizer state."""
+        """Return this instance's parts of the new variables, and of the optimizer state."""
         _, norm = self._gradients(variables, means, control)
         if self._takes_parts:
             norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
@@ -201,7 +201,7 @@ class ShardedStateUpdate(VariableUpdate):
         control: jax.Array,
         first: jax.Array,
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
-        """The parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
+        """Return the parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
         pairs = list(zip(jax.tree.leaves(shards), jax.tree.leaves(variables), strict=True))
         cut = [shard for shard, whole in pairs if self._shards.divides(whole)]
@@ -213,7 +213,7 @@ class ShardedStateUpdate(VariableUpdate):
     def _united(
         self, old: Sequence[jax.Array], gathered: jax.Array, starts: tuple[int, ...]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The new variables in the memory of the old ones, of their parts in one buffer of each instance."""
+        """Return the new variables in the memory of the old ones, of their parts in one buffer of each instance."""
         united = []
         for whole, start in zip(old, starts, strict=True):
             stop = start + math.prod(self._shards.shape(whole))
@@ -259,13 +259,13 @@ class ShardedStateUpdate(VariableUpdate):
             raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
 
     def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The shape of a part of some size that is not that of the whole."""
+        """Return the shape of a part of some size that is not that of the whole."""
         if not self._shards.divides(leaf):
             return leaf
         return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
 
     def _trace(self, tree: Tree) -> core.ClosedJaxpr:
-        """The equations of an update of a tree of such shapes."""
+        """Return the equations of an update of a tree of such shapes."""
         state = jax.eval_shape(self._optimizer.init, tree)
         given, _ = self._shapes_of(tree)
 
@@ -279,5 +279,5 @@ class ShardedStateUpdate(VariableUpdate):
 
 
 def _uses_last_argument(traced: core.ClosedJaxpr) -> bool:
-    """Whether anything depends on the last argument of these equations: of an update the norm of the gradients."""
+    """Return whether anything depends on the last argument of these equations, the norm of an update's gradients."""
     return is_read(traced.jaxpr, traced.jaxpr.invars[-1])

@@ -29,7 +29,7 @@ _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What changes how variables are updated, not by what.
+    """The settings of how variables are updated, whatever the optimizer is.
 
     Attributes:
         seed: of stochastic rounding.
@@ -75,21 +75,21 @@ class VariableUpdate(ABC):
     @property
     @abstractmethod
     def mean_shards(self) -> Shards | None:
-        """How mean gradients are cut of which `apply` takes this instance's part only; None: it takes them whole."""
+        """The shards of mean gradients if `apply` takes this instance's part only; None if it takes them whole."""
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
-        """The optimizer state before the first step."""
+        """Return the optimizer state before the first step."""
 
     @abstractmethod
     def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """What this instance keeps of an optimizer state that is given whole, instead of `init`."""
+        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
 
     @abstractmethod
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> tuple[Variables, OptimizerState]:
-        """New variables and optimizer state; the old ones are used up.
+        """Return new variables and optimizer state; the old ones are used up.
 
         Args:
             variables: whole.
@@ -101,7 +101,7 @@ class VariableUpdate(ABC):
 
     @abstractmethod
     def init_shapes(self, variables: Variables) -> OptimizerState:
-        """The shapes and dtypes of what `init` returns.
+        """Return the shapes and dtypes of what `init` returns.
 
         Args:
             variables: shapes and dtypes are enough.
@@ -111,7 +111,7 @@ class VariableUpdate(ABC):
     def lowered(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Lowered]:
-        """The programs of `apply`, to be compiled, by what they compute.
+        """Return the programs of `apply`, to be compiled, by what they compute.
 
         Args:
             variables: shapes and dtypes are enough here, and of the following two.
@@ -124,7 +124,7 @@ class VariableUpdate(ABC):
     def equations(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> core.ClosedJaxpr:
-        """What `apply` computes, or of sharded state the optimizer: the same on every instance.
+        """Return the computation of `apply`, or with sharded state the optimizer's: the same on every instance.
 
         Args:
             variables: see `apply`.
@@ -137,7 +137,7 @@ class VariableUpdate(ABC):
     def traced(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
     ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """The update of whole variables where one instance drives all replicas; traceable.
+        """Return the update of whole variables where one instance drives all replicas; traceable.
 
         Returns:
             New variables, new optimizer state, and a token that is ready when they are.
@@ -145,7 +145,7 @@ class VariableUpdate(ABC):
 
     @abstractmethod
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """The optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
 
     # ---- what all of them do alike
 
@@ -155,7 +155,7 @@ class VariableUpdate(ABC):
             self._reading.block_until_ready()
 
     def _placed(self, init: Function, *arguments: Tree) -> OptimizerState:
-        """What `init` returns, where optimizer state lies.
+        """Return the result of `init`, placed where optimizer state lies.
 
         Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
         """
@@ -164,7 +164,7 @@ class VariableUpdate(ABC):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
     def _compiled(self, function: Function, **options: Any) -> Function:
-        """A program that one instance of the host compiles, where executables are kept."""
+        """Return a program that one instance of the host compiles, where executables are kept."""
         return self._in_turn(jit(function, **options))
 
     def _in_turn(self, program: jax.stages.Wrapped) -> Function:
@@ -179,7 +179,7 @@ class VariableUpdate(ABC):
         return jax.tree.unflatten(structure, given), jax.tree.unflatten(structure, shapes)
 
     def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
-        """The mean gradients as the optimizer gets them, and their norm."""
+        """Return the mean gradients as the optimizer gets them, and their norm."""
         leaves, structure = jax.tree.flatten(means)
         if self._settings.unscales:
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
@@ -204,13 +204,13 @@ class VariableUpdate(ABC):
     # ---- where the state lies
 
     def offloaded(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """The state where it lies between updates."""
+        """Move the state to where it lies between updates."""
         if not self._settings.offloads_state:
             return optimizer_state
         return jax.device_put(optimizer_state, self._placement(HOST_MEMORY))
 
     def on_device(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """The state where it is updated."""
+        """Move the state to where it is updated."""
         if not self._settings.offloads_state:
             return optimizer_state
         return jax.device_put(optimizer_state, self._placement(None))

@@ -197,7 +197,7 @@ class TestFinalErrors:
 class TestMeeting:
     def test_nobody_is_late_where_all_have_done_the_same(self):
         def function(strategy):
-            strategy.replicas.place = InstanceProgress(done=2**40, share=pytest.fail)
+            strategy.replicas.done_so_far = InstanceProgress(done=2**40, share=pytest.fail)
             return meet(strategy.replicas).is_late
 
         assert run_instances(2, REPLICAS, function) == [False, False]
@@ -210,7 +210,7 @@ class TestMeeting:
             share = strategy.broadcast
             value = np.float32(number)
             if number:
-                strategy.replicas.place = InstanceProgress(done=1, share=lambda root: share(value, root))
+                strategy.replicas.done_so_far = InstanceProgress(done=1, share=lambda root: share(value, root))
             meeting = meet(strategy.replicas)
             return meeting.is_late, meeting.newest, float(share(value, meeting.newest)) if meeting.is_late else number
 
@@ -218,7 +218,7 @@ class TestMeeting:
 
     def test_passes_and_batches_are_those_of_all_in_their_order(self):
         def function(strategy):
-            strategy.replicas.place = InstanceProgress(passes=7, batches=10 - strategy.instance_index)
+            strategy.replicas.done_so_far = InstanceProgress(passes=7, batches=10 - strategy.instance_index)
             meeting = meet(strategy.replicas)
             return meeting.passes.tolist(), meeting.batches.tolist()
 
@@ -233,8 +233,8 @@ class TestMeeting:
 
             for value in (5, 6):
                 assert surviving(strategy.replicas, lambda value=value: value, lambda: None, share)
-            strategy.replicas.place.share(1)
+            strategy.replicas.done_so_far.share(1)
             surviving(strategy.replicas, lambda: 7, lambda: None)
-            return strategy.replicas.place, shared
+            return strategy.replicas.done_so_far, shared
 
         assert run_instances(1, REPLICAS, function) == [(InstanceProgress(done=3), [(6, 1)])]

@@ -467,7 +467,7 @@ def test_a_duty_that_is_done_is_not_done_again_by_those_who_have_not_heard_of_it
         if strategy.replicas.first_index == 2:  # as if its barrier had failed where that of the others had not
             strategy.on_chief(lambda: None)
             first_lost.wait(GUARD_S)
-            strategy.replicas.place.done = 0
+            strategy.replicas.done_so_far.done = 0
         elif strategy.replicas.first_index == 1:
             strategy.on_chief(lambda: done.append((0, 1)))
             first_lost.set()

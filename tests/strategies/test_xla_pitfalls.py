@@ -14,7 +14,7 @@ from optax import contrib
 
 import strategies
 from strategies.programs.xla_pitfalls import (
-    ROOM_BYTES,
+    THREADS_RESERVE_BYTES,
     behind,
     describe_lack,
     is_true,
@@ -193,15 +193,15 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import resource
 import strategies
-from strategies.programs.xla_pitfalls import ROOM_BYTES, _used_bytes
-resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + ROOM_BYTES - (300 << 20), resource.RLIM_INFINITY))
+from strategies.programs.xla_pitfalls import THREADS_RESERVE_BYTES, _used_bytes
+resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + THREADS_RESERVE_BYTES - (300 << 20), resource.RLIM_INFINITY))
 strategy = strategies.IPUStrategy()
 """
 STARTED = PROGRAM.replace("resource.setrlimit", "import jax; jax.devices(); resource.setrlimit")
 
 
 def test_a_limit_that_will_do_is_not_mentioned():
-    assert describe_lack(10**9 + ROOM_BYTES, 10**9) == ""
+    assert describe_lack(10**9 + THREADS_RESERVE_BYTES, 10**9) == ""
 
 
 def test_one_that_will_not_is_explained_with_its_numbers():

@@ -58,7 +58,7 @@ class CapturingState(NamedTuple):
 
 @dataclass(frozen=True)
 class Captures:
-    """Which gradients a pipeline captures; none by default, and then everything stays as it is.
+    """The gradients that a pipeline captures; none by default, and then everything stays as it is.
 
     Attributes:
         shapes: of the marked arrays, by their tags.
@@ -76,7 +76,7 @@ class Captures:
     dtype: AccumulationDtype = None
 
     def extended(self, variables: Variables) -> Variables:
-        """What is trained."""
+        """Return the trained tree: the variables, and an array of zeros for each gradient that is captured."""
         if not self.shapes:
             return variables
         lead = () if self.accumulates else (self.count,)
@@ -84,12 +84,12 @@ class Captures:
         return CapturingVariables(variables, handles)
 
     def trainable(self, trainable: Tree) -> Tree:
-        """Which of those are, where a tree of bools says which variables are."""
+        """Return the `trainable` of that tree, given the `trainable` of the variables."""
         is_tree = trainable is not None and not callable(trainable)
         return CapturingVariables(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
 
     def loss(self, loss_fn: Function) -> Function:
-        """The loss of what is trained, where `loss_fn` is that of variables."""
+        """Return the loss function of the trained tree; `loss_fn` is that of the variables."""
         if not self.shapes:
             return loss_fn
 
@@ -134,11 +134,11 @@ class Captures:
         return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 
     def shown(self, state: TrainState) -> TrainState:
-        """A state with the variables only, as the program of the user knows them."""
+        """Return a state with the variables only, as the program of the user knows them."""
         return replace(state, variables=state.variables.variables) if self.shapes else state
 
     def of(self, state: TrainState) -> dict[str, np.ndarray]:
-        """What was captured for the last update; a collective call where the optimizer state is sharded.
+        """Return the gradients captured for the last update; a collective call where the optimizer state is sharded.
 
         Args:
             state: with a `PartOfArray` wherever this instance has only a part of an array.

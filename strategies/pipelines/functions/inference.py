@@ -17,7 +17,7 @@ from strategies.pipelines.running.micro_batch import counting
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, ReplicaStages, StepArguments
 from strategies.pipelines.running.stage_gradients import Watch
 from strategies.pipelines.running.stage_programs import Executables, StagePrograms
-from strategies.pipelines.running.staged import Accumulators, Array, Staged
+from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices
@@ -81,9 +81,9 @@ class Inference:
         self._course = Course.of(timetable)
 
     def __call__(
-        self, variables: Variables, elements: Sequence[Sequence[Sequence[Array]]]
+        self, variables: Variables, elements: Sequence[Sequence[Sequence[StageArray]]]
     ) -> Mapping[int, Sequence[Tree]]:
-        """For each local replica the outputs of its micro-batches.
+        """Return for each local replica the outputs of its micro-batches.
 
         Raises:
             BaseException: what a stage has raised.
@@ -98,12 +98,17 @@ class Inference:
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
 
     def _run(
-        self, grid: DeviceGrid, position: int, variables: Variables, elements: Sequence[Sequence[Array]], begin_s: float
+        self,
+        grid: DeviceGrid,
+        position: int,
+        variables: Variables,
+        elements: Sequence[Sequence[StageArray]],
+        begin_s: float,
     ) -> tuple[ReplicaStages, Drive]:
         devices = [column.device_of(position) for column in grid.columns]
         run = ReplicaStages(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
-        each: dict[int, Sequence[Array]] = dict(enumerate(zip(*elements, strict=True), self._count))
+        each: dict[int, Sequence[StageArray]] = dict(enumerate(zip(*elements, strict=True), self._count))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
         lasting = dict(enumerate(jax.tree.leaves(variables)))
         lasting[number + 1] = np.int32(grid.replicas[position])

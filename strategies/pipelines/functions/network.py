@@ -34,12 +34,12 @@ from strategies.updates.optimizers import unwrapped
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
 _Elements = Sequence[Sequence[Sequence[np.ndarray]]]
-"""For each local replica and micro-batch the arrays of its element."""
+"""The arrays of the element of each local replica and micro-batch."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a pipeline learns.
+    """The options with which a pipeline learns.
 
     Attributes:
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
@@ -54,7 +54,7 @@ class Learning:
     is_sum: bool = True
 
     def of(self, *outputs: Tree) -> OptimizerFunctionOutput:
-        """What the optimizer function returns.
+        """Call the optimizer function with the outputs of the last stage.
 
         Raises:
             TypeError: if it is something else.
@@ -68,7 +68,7 @@ class Learning:
         return found
 
     def captures(self, output: OptimizerFunctionOutput, closed: core.ClosedJaxpr, count: int) -> Captures:
-        """What is captured in a traced program."""
+        """Return the gradients that are captured in a traced program."""
         if output.gradient_capture_context is None:
             return Captures()
         dtype = self.options["gradient_accumulation_dtype"]
@@ -113,7 +113,7 @@ class Pipeline:
         self._reads: Reads | None = None  # what the stages had when they were traced
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """The first state, with instance 0's on every instance; a collective call where there are several.
+        """Return the first state, with instance 0's on every instance; a collective call where there are several.
 
         Args:
             variables: what stages get as their first argument.
@@ -193,7 +193,7 @@ class Pipeline:
         return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
 
     def _described(self, variables: Variables, model_state: Tree) -> tuple[core.ClosedJaxpr, Tree]:
-        """What is computed, and the shapes of what the last stage returns; keeps what the optimizer function does."""
+        """Return the traced pipeline and the shapes of its outputs; keep the optimizer function's result."""
         replicas = self.strategy.replicas
         seen: list[Tree] = []
 
@@ -272,14 +272,14 @@ class Pipeline:
     # ---- what comes in and goes out
 
     def _elements(self) -> _Elements:
-        """For each local replica and micro-batch the arrays of its element."""
+        """Return for each local replica and micro-batch the arrays of its element."""
         replication = self.strategy.replicas.reducer.replication
         if self._functions.infeed is None:
             return [[[] for _ in range(self._count)] for _ in replication.local]
         return self._functions.infeed.take(replication, self._count)
 
     def _batch(self, elements: _Elements) -> list[np.ndarray]:
-        """All of them one after another; the first array is there for pipelines without an infeed."""
+        """Join the arrays of all elements; the first array is there for pipelines without an infeed."""
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
 
@@ -312,7 +312,7 @@ class Pipeline:
 
 
 def _or_zeros(value: Tree, shapes: Tree) -> Tree:
-    """A value that is known, and zeros in the place of one that is computed."""
+    """Return a value that is known, and zeros in the place of one that is computed."""
     return jax.tree.map(
         lambda leaf, shape: jnp.zeros(shape.shape, shape.dtype) if isinstance(leaf, jax.core.Tracer) else leaf,
         value,

@@ -1,4 +1,4 @@
-"""What the optimizer function of a pipeline returns, and options that only the original's hardware has."""
+"""The result of a pipeline's optimizer function, and options that only the original's hardware has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 import optax
 
+from strategies.argument_checks import wrong_type
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.pipelines.mapping import wrong_type
 from strategies.programs.gradient_capture import GradientCaptureContext
 from strategies.typing import Tree
 from strategies.updates.optimizers import MapGradientOptimizer, unwrapped
@@ -21,7 +21,7 @@ NO_VARIABLES = (
 
 @dataclass(frozen=True)
 class OptimizerFunctionOutput:
-    """How a pipeline learns from the loss.
+    """The result of an optimizer function: the optimizer and the loss with which a pipeline learns.
 
     Semantics: the original's class of that name. An optimizer of optax computes no gradients by itself and needs no
     tape, so what is about them is refused.

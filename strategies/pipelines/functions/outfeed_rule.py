@@ -1,4 +1,4 @@
-"""What of the outputs of a pipeline goes into its outfeed."""
+"""The choice of a pipeline's outputs that go into its outfeed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from strategies.argument_checks import wrong_type
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.accumulation import asks_for_each
-from strategies.pipelines.mapping import wrong_type
 from strategies.typing import AccumulationDtype, Tree
 
 
 @dataclass(frozen=True)
 class OutfeedRule:
-    """What of the outputs of the last stage goes into the outfeed.
+    """The choice of the last stage's outputs that go into the outfeed.
 
     Attributes:
         queue: the outfeed; None if there is none.
@@ -83,7 +83,7 @@ class OutfeedRule:
                 self._dtype_for(output)
 
     def chosen(self, outputs: Sequence[Tree], loss: jax.Array | jax.ShapeDtypeStruct) -> Tree:
-        """Of what a micro-batch puts out what goes into the outfeed; None if there is none."""
+        """Return the outputs of a micro-batch that go into the outfeed; None if there is no outfeed."""
         if self.queue is None:
             return None
         if self.loss:
@@ -92,7 +92,7 @@ class OutfeedRule:
         return [output for output, is_dropped in zip(outputs, mask, strict=True) if not is_dropped]
 
     def summed(self, outputs: Sequence[Tree]) -> Tree:
-        """The sum of what all micro-batches put out, one after another."""
+        """Return the sum of what all micro-batches put out, one after another."""
         return jax.tree.map(self._sum, *outputs)
 
     def _dtype_for(self, output: np.ndarray | jax.ShapeDtypeStruct) -> np.dtype:

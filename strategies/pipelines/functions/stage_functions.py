@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """What a pipeline computes of a micro-batch.
+    """The functions with which a pipeline computes a micro-batch, and where their arguments come from.
 
     Attributes:
         stages: a function, or a list of functions, for each.

@@ -1,1 +1,1 @@
-"""What carries a pipeline out: the programs of its stages, and a thread for each device of each replica."""
+"""The execution of a pipeline: the programs of its stages, and a thread for each device of each replica."""

@@ -12,7 +12,7 @@ import numpy as np
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.pipelines.running.micro_batch import counting
 from strategies.pipelines.running.replica_run import StepArguments
-from strategies.pipelines.running.staged import Array, Staged
+from strategies.pipelines.running.staged import StageArray, Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
 from strategies.typing import Tree
@@ -38,7 +38,7 @@ class Arguments:
 
     @classmethod
     def of(cls, program: ReplicaProgram, shapes: ReplicaShapes, has_outputs: bool) -> Arguments:
-        """Those of a program, for arguments of some shapes."""
+        """Return the arguments of a program, for values of some shapes."""
         return cls(
             program,
             (
@@ -55,12 +55,12 @@ class Arguments:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of all of them, flat."""
+        """The shapes of all arguments, flat."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.like)]
 
     @property
     def places(self) -> tuple[range, ...]:
-        """For each of the pytrees the numbers of its leaves."""
+        """The numbers of each pytree's leaves."""
         counts = [len(jax.tree.leaves(tree)) for tree in self.like]
         ends = np.cumsum(counts).tolist()
         return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
@@ -80,7 +80,7 @@ class Arguments:
         return frozenset([*batch, *number, *model_state, *total])
 
     def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Tree]:
-        """The loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
+        """Return the loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
         structure = jax.tree.structure(self.like)
         variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
         with counting(number):
@@ -91,7 +91,7 @@ class Arguments:
         return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
 
     def carried(self, graph: Graph) -> tuple[dict[int, int], frozenset[int]]:
-        """What a micro-batch hands to the next one: arguments with their results; and results that are arguments."""
+        """Return what the next micro-batch takes over: arguments with their results; and results that are arguments."""
         *_, state, (total,) = self.places
         pairs = {number: TOTAL + 1 + place for place, number in enumerate(state)} | {total: TOTAL}
         same = {number for number, result in pairs.items() if graph.results[result] is graph.arguments[number]}
@@ -132,16 +132,16 @@ class Arguments:
 
     def given(
         self,
-        variables: Sequence[Array],
+        variables: Sequence[StageArray],
         rows: Sequence[jax.Array | np.ndarray],
-        index: Array,
-        control: Array,
+        index: StageArray,
+        control: StageArray,
         model_state: Tree,
     ) -> StepArguments:
-        """The arguments of a step of a replica."""
+        """Return the arguments of a step of a replica."""
         of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
         count = self.program.accumulation.count
-        each: dict[int, Sequence[Array]] = {number: [np.int32(n) for n in range(count)]}
+        each: dict[int, Sequence[StageArray]] = {number: [np.int32(n) for n in range(count)]}
         for place, leaf in zip(batch, rows, strict=True):
             size = leaf.shape[0] // count
             each[place] = [leaf[n * size : (n + 1) * size] for n in range(count)]
@@ -152,7 +152,7 @@ class Arguments:
 
 
 def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:
-    """The device of a segment; None if it is on several."""
+    """Return the device of a segment; None if it is on several."""
     for own, devices in zip(staged.numbers, mapping, strict=True):
         if number in own:
             return devices[number - own[0]] if len(own) == len(devices) else None

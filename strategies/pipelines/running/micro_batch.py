@@ -1,4 +1,4 @@
-"""What a stage may ask: which micro-batch it works on, its random key, and the model state."""
+"""The questions that a stage may ask: the number of its micro-batch, its random key, and the model state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strategies.typing import Tree
 
 @dataclass
 class MicroBatch:
-    """What is known of the micro-batch that is traced.
+    """The micro-batch that is being traced.
 
     Attributes:
         number: an int32 scalar, from 0 on for each update.
@@ -33,7 +33,7 @@ _current: ContextVar[MicroBatch | None] = ContextVar("micro_batch", default=None
 
 
 def get_current_iteration_counter() -> jax.Array:
-    """The number of the micro-batch that a stage works on, from 0 on for each update; an int32 scalar.
+    """Return the number of the micro-batch that a stage works on, from 0 on for each update; an int32 scalar.
 
     Semantics: the original's operation of that name. Without a pipeline, as in evaluation, it is 0.
 
@@ -53,7 +53,7 @@ def get_current_iteration_counter() -> jax.Array:
 
 
 def get_random_key() -> jax.Array:
-    """The random key of the micro-batch that a stage of a pipeline of functions works on, for dropout.
+    """Return the random key of the micro-batch that a stage of a pipeline of functions works on, for dropout.
 
     It differs for each replica, update and micro-batch, and not for stages: a stage that is not the only one to use it
     folds a number of its own in.
@@ -71,7 +71,7 @@ def get_random_key() -> jax.Array:
 
 
 def get_model_state() -> Tree:
-    """The model state (moving means, counters) of a pipeline of functions, in a stage; see `Pipeline.init`.
+    """Return the model state (moving means, counters) of a pipeline of functions, in a stage; see `Pipeline.init`.
 
     A leaf is for the stage that updates it: another one would have to wait for it.
 

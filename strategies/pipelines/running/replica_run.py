@@ -1,4 +1,4 @@
-"""What one replica computes in a step: values between stages, what is kept of micro-batches, and accumulators."""
+"""The run of one replica in a step: values between stages, the stash of micro-batches, and accumulators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from strategies.pipelines.running.stage_programs import StagePrograms
-from strategies.pipelines.running.staged import Array, Staged
+from strategies.pipelines.running.staged import StageArray, Staged
 from strategies.pipelines.timetable import ActionKind, Places, StageAction
 from strategies.programs.segments import ProgramSegment
 from strategies.typing import Tree
@@ -28,27 +28,27 @@ class StepArguments:
         first: likewise those that the first micro-batch gets, and that it makes for the next one.
     """
 
-    lasting: Mapping[int, Array]
-    of_each: Mapping[int, Sequence[Array]]
-    first: Mapping[int, Array]
+    lasting: Mapping[int, StageArray]
+    of_each: Mapping[int, Sequence[StageArray]]
+    first: Mapping[int, StageArray]
 
 
 @dataclass
 class _Kept:
-    """What a segment keeps of a micro-batch for its backward passes.
+    """The values that a segment keeps of a micro-batch for its backward passes.
 
     Attributes:
         values: of the segment, None for those that nothing reads any more.
         residuals: what the forward pass has made; None where it is run again.
     """
 
-    values: list[Array | None]
+    values: list[StageArray | None]
     residuals: dict[int, jax.Array] | None
 
 
 @dataclass(frozen=True)
 class StashPolicy:
-    """What is kept of micro-batches for backward passes, and where.
+    """The options of what is kept of micro-batches for backward passes, and where.
 
     Attributes:
         recomputes: whether forward passes are run again for the backward passes.
@@ -63,13 +63,13 @@ class StashPolicy:
     in_blocks: frozenset[int] = frozenset()
 
     def runs_again(self, number: int) -> bool:
-        """Whether the forward pass of a segment does."""
+        """Return whether the forward pass of a segment runs again."""
         return self.recomputes and number not in self.in_blocks
 
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """What each micro-batch puts out.
+    """The outputs of each micro-batch.
 
     Attributes:
         structure: of it.
@@ -122,15 +122,15 @@ class ReplicaStages:
     def prepare(self, given: StepArguments) -> None:
         """Take the arguments of a step."""
         self._given = given
-        self.carried: dict[int, Array] = dict(given.first)
-        self.outputs: dict[int, list[Array]] = {}
-        self._handed: dict[tuple[int, int], Array] = {}
+        self.carried: dict[int, StageArray] = dict(given.first)
+        self.outputs: dict[int, list[StageArray]] = {}
+        self._handed: dict[tuple[int, int], StageArray] = {}
         self._left: Counter[tuple[int, int]] = Counter()
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._cotangents: dict[tuple[int, int, int], Array] = {}
+        self._cotangents: dict[tuple[int, int, int], StageArray] = {}
 
     def perform(self, device: int, action: StageAction) -> None:
-        """A device's part of an action that is no update; returns when it is done."""
+        """Carry out a device's part of an action that is no update; return when it is done."""
         assert action.micro_batch is not None
         for number in self.segments_of(device, action.stage):
             if action.kind is ActionKind.FORWARD:
@@ -141,7 +141,7 @@ class ReplicaStages:
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
-        """The segments of a stage that a device computes. A stage of one function is computed by its first device."""
+        """Return the segments of a stage that a device computes; its first device computes a stage of one function."""
         return self._segments[device, stage]
 
     # ---- actions
@@ -166,9 +166,9 @@ class ReplicaStages:
             self._kept[number, micro_batch] = _Kept(kept, None if self._keeping.runs_again(number) else residuals)
 
     def _offloaded(
-        self, segment: ProgramSegment, kept: Sequence[Array | None], device: jax.Device
-    ) -> list[Array | None]:
-        """What is kept, in host memory; what all micro-batches share, as weights, is there once and stays."""
+        self, segment: ProgramSegment, kept: Sequence[StageArray | None], device: jax.Device
+    ) -> list[StageArray | None]:
+        """Return the kept values in host memory; values that all micro-batches share, such as weights, stay."""
         stays = {place for place, number in enumerate(segment.inputs) if number in self._given.lasting}
         return [value if place in stays else on_host(value, device) for place, value in enumerate(kept)]
 
@@ -212,12 +212,12 @@ class ReplicaStages:
         self._given = StepArguments({}, {}, {})
 
     def outputs_of(self, outputs: MicroBatchOutputs) -> list[Tree]:
-        """For each micro-batch what it has put out."""
+        """Return the outputs of each micro-batch."""
         of_each = zip(*(self.outputs[result] for result in outputs.results), strict=True)
         return [jax.tree.unflatten(outputs.structure, leaves) for leaves in of_each]
 
     def kept_bytes(self, number: int, micro_batch: int) -> int:
-        """How many bytes are kept of a micro-batch for the backward passes of a segment, besides its arguments."""
+        """Return the bytes kept of a micro-batch for the backward passes of a segment, besides its arguments."""
         kept = self._kept.get((number, micro_batch))
         if kept is None:
             return 0
@@ -227,13 +227,13 @@ class ReplicaStages:
 
     # ---- values
 
-    def _argument(self, place: int, micro_batch: int) -> Array:
+    def _argument(self, place: int, micro_batch: int) -> StageArray:
         given = self._given
         if place in self.carried:
             return self.carried[place]
         return given.of_each[place][micro_batch] if place in given.of_each else given.lasting[place]
 
-    def _take(self, micro_batch: int, value: int) -> Array:
+    def _take(self, micro_batch: int, value: int) -> StageArray:
         key = (micro_batch, value)
         with self._lock:
             self._left[key] -= 1
@@ -242,13 +242,13 @@ class ReplicaStages:
             del self._left[key]
             return self._handed.pop(key)
 
-    def _here(self, values: list[Array], device: jax.Device) -> list[Array]:
+    def _here(self, values: list[StageArray], device: jax.Device) -> list[StageArray]:
         """Values of other devices on this one."""
         if not self._moves:
             return values
         return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
 
-    def _finish(self, result: int, value: Array) -> None:
+    def _finish(self, result: int, value: StageArray) -> None:
         if result in self._results:
             self.carried[self._results[result]] = value
         elif result != self._staged.loss:
@@ -256,12 +256,12 @@ class ReplicaStages:
 
 
 def on_host(tree: Tree, device: jax.Device) -> Tree:
-    """A tree with its JAX arrays in host memory."""
+    """Move a tree's JAX arrays to host memory."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
 
 def back_on(tree: Tree, device: jax.Device) -> Tree:
-    """A tree with its JAX arrays in the memory of a device."""
+    """Move a tree's JAX arrays to the memory of a device."""
     return _placed(tree, jax.sharding.SingleDeviceSharding(device))
 
 

@@ -141,7 +141,7 @@ class StageGradients(ReplicaGradients):
             yield bucket, contributions
 
     def _finished(self, run: _ReplicaStep, number: int) -> Sequence[jax.Array]:
-        """The buffers of a bucket, when a replica has filled them."""
+        """Return the buffers of a bucket, when a replica has filled them."""
         if self.buckets[number] is self.buckets[-1]:
             return run.end()
         run.finished[number].wait()
@@ -291,7 +291,7 @@ class _ReplicaStep:
         return back_on(found[place], device) if self._plan.keeping.offloads_sums else found[place]
 
     def end(self) -> Sequence[jax.Array]:
-        """The buffers of what is no gradient, when all devices have ended."""
+        """Return the buffers of what is no gradient, when all devices have ended."""
         plan, device = self._plan, self._devices[0]
         *_, state, (total,) = plan.arguments.places
         carried = self._replica.carried

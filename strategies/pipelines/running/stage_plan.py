@@ -18,13 +18,11 @@ from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
-from strategies.pipelines.running.stage_programs import Executables, Shape, StagePrograms
+from strategies.pipelines.running.stage_programs import PASSES, Executables, Shape, StagePrograms
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
-
-PASSES = ("forward", "backward for what goes in", "backward for weights")
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class StagePlan:
     # ---- what leaves with which segment
 
     def _owned(self, number: int) -> list[int]:
-        """The gradients that leave with a segment; with the first one also those that no segment has."""
+        """Return the gradients that leave with a segment; with the first one also those that no segment has."""
         found = []
         for leaf, place in enumerate(self.staged.weights):
             readers = self.staged.readers(place) or [0]
@@ -133,14 +131,14 @@ class StagePlan:
         return StageBucket(number, tuple(leaves), sums, layout)
 
     def buckets_in(self, memory: MeansMemory) -> list[Bucket]:
-        """What travels together, with memory for the means; the model state and the tail come last."""
+        """Return the buckets, with memory for their means; the model state and the tail come last."""
         found = [memory.bucket(f"gradients/{n}", each.parts, each.layout) for n, each in enumerate(self.buckets)]
         return [*found, memory.bucket("gradients/tail", self.state_parts, self.state_layout)]
 
     # ---- programs
 
     def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
-        """All compiled programs for the devices of a replica, by what they compute."""
+        """Return all compiled programs for the devices of a replica, by what they compute."""
         found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
@@ -151,17 +149,17 @@ class StagePlan:
 
     @property
     def sum_bytes(self) -> int:
-        """What the accumulators of a replica take."""
+        """The bytes of a replica's accumulators."""
         sums = [each for stage in self.stages for each in stage.sum_shapes]
         return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
 
     def _named(self, number: int) -> str:
-        """A segment in words."""
+        """Return the name of a segment."""
         stage, own = next((stage, own) for stage, own in enumerate(self.staged.numbers) if number in own)
         return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
 
     def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
-        """What stages keep of micro-batches for backward passes, as `ReplicaStages.kept_bytes` counts it."""
+        """Return the memory that stages need for backward passes, as `ReplicaStages.kept_bytes` counts it."""
         found = []
         for stage, own in enumerate(self.staged.numbers):
             of_segments = [
@@ -180,12 +178,12 @@ class StagePlan:
         self.end(devices[0])
 
     def device_of(self, number: int) -> int:
-        """The device of a segment."""
+        """Return the device of a segment."""
         pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
         return next(devices[number - own[0]] for own, devices in pairs if number in own)
 
     def finish(self, bucket: StageBucket, device: jax.Device) -> jax.stages.Compiled:
-        """The program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
+        """Return the program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
         key = (bucket.segment, device)
         if key not in self._found:
             shapes = [self._sum_shape(reader) for sums in bucket.sums for reader in sums]
@@ -193,7 +191,7 @@ class StagePlan:
         return self._found[key]
 
     def end(self, device: jax.Device) -> jax.stages.Compiled:
-        """The program `(sum of the values, index, control, *model state, *which are not finite, *buffers) -> ...`.
+        """Return the program `(sum of values, index, control, *model state, *which are not finite, *buffers) -> ...`.
 
         It returns buffers, and what is kept of the model state.
         """

@@ -20,12 +20,17 @@ from jax.extend import core
 
 from strategies.comparing.agreement import lines_of
 from strategies.gradients.accumulation import accumulated, mapped
-from strategies.pipelines.running.staged import Accumulators, Array, Staged
+from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.programs.buckets import MOVEMENTS
 from strategies.programs.jaxpr import EquationGroup, Graph, Variable, cut, every_equation, variables
 from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment
 from strategies.typing import Function
+
+PASSES = ("forward", "backward for what goes in", "backward for weights")
+"""The names of the passes of a stage, in the order of their programs."""
+
+FORWARD, INPUTS, WEIGHTS = range(len(PASSES))
 
 Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
 
@@ -47,7 +52,7 @@ class Executables:
     def compiled(
         self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
     ) -> jax.stages.Compiled:
-        """The executable of a function for arguments of some shapes on a device."""
+        """Return the executable of a function for arguments of some shapes on a device."""
         closed = jax.make_jaxpr(function)(*shapes)
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
@@ -58,10 +63,6 @@ class Executables:
 def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
     """Return whether all that is computed is in the text, and nothing is called in Python."""
     return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
-
-
-FORWARD, INPUTS, WEIGHTS = range(3)
-"""The passes of a stage, in the order of their programs."""
 
 
 class StagePrograms:
@@ -109,7 +110,7 @@ class StagePrograms:
 
     @property
     def _first(self) -> int:
-        """Where the accumulators begin among the arguments of the backward pass for the weights."""
+        """The place of the first accumulator among the arguments of the backward pass for the weights."""
         return len(self._weights.inputs) + len(self._weights.takes)
 
     # ---- tracing
@@ -215,7 +216,7 @@ class StagePrograms:
     # ---- compiling
 
     def compiled(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
-        """The executables of the three passes on a device, None for those that have nothing to compute.
+        """Return the executables of the three passes on a device, None for those that have nothing to compute.
 
         They are compiled when they are asked for first.
         """
@@ -273,23 +274,25 @@ class StagePrograms:
         """Return new accumulators."""
         return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
-    def forward(self, device: jax.Device, values: Sequence[Array]) -> tuple[list[Array], dict[int, jax.Array]]:
+    def forward(
+        self, device: jax.Device, values: Sequence[StageArray]
+    ) -> tuple[list[StageArray], dict[int, jax.Array]]:
         """Return the parts and what is given; and what the backward passes read of it, by numbers."""
         found = self._run_forward(device, values)
         given = [values[place] for place in self._outputs.inputs] + [found[one] for one in self._outputs.takes]
         handed = [given[one] if isinstance(one, _Handed) else one for one in self._handed]
         return handed, {number: found[number] for number in self._kept}
 
-    def forward_again(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+    def forward_again(self, device: jax.Device, values: Sequence[StageArray | None]) -> dict[int, jax.Array]:
         """Return what the backward passes read, made once more of the values that `needed` names."""
         found = self._run_forward(device, values)
         return {number: found[number] for number in self._kept}
 
-    def _run_forward(self, device: jax.Device, values: Sequence[Array | None]) -> dict[int, jax.Array]:
+    def _run_forward(self, device: jax.Device, values: Sequence[StageArray | None]) -> dict[int, jax.Array]:
         made = self._run(device, FORWARD, [values[place] for place in self._forward.inputs])
         return dict(zip(self._forward.gives, made, strict=True))
 
-    def _run(self, device: jax.Device, number: int, given: Sequence[Array | None]) -> Sequence[jax.Array]:
+    def _run(self, device: jax.Device, number: int, given: Sequence[StageArray | None]) -> Sequence[jax.Array]:
         """Run one of the three passes; all of its results are ready when one is."""
         program = self.compiled(device)[number]
         assert program is not None
@@ -306,11 +309,11 @@ class StagePrograms:
 
     @cached_property
     def _last_read(self) -> frozenset[int]:
-        """What the backward pass for the inputs reads last."""
+        """The values that the backward pass for the inputs is the last to read."""
         return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
 
     def backward_inputs(
-        self, device: jax.Device, values: Sequence[Array | None], kept: dict[int, jax.Array]
+        self, device: jax.Device, values: Sequence[StageArray | None], kept: dict[int, jax.Array]
     ) -> list[jax.Array]:
         """Return the gradients of `steep`.
 
@@ -332,7 +335,7 @@ class StagePrograms:
     def backward_weights(
         self,
         device: jax.Device,
-        values: Sequence[Array | None],
+        values: Sequence[StageArray | None],
         kept: Mapping[int, jax.Array],
         sums: Sequence[jax.Array],
         number: np.int32,

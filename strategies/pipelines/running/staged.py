@@ -1,4 +1,4 @@
-"""What a replica computes of one micro-batch, cut into stages, before programs are made of it."""
+"""The computation of one micro-batch on a replica, cut into stages, before programs are made of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from strategies.gradients.accumulation import GradientAccumulationReductionMetho
 from strategies.programs.segments import ProgramSegment
 from strategies.typing import MapGradient
 
-Array: TypeAlias = jax.Array | np.ndarray | np.generic
+StageArray: TypeAlias = jax.Array | np.ndarray | np.generic
 """A flat argument or result of a stage: on a device, or of NumPy."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What a replica computes of one micro-batch, cut into stages.
+    """The computation of one micro-batch on a replica, cut into stages.
 
     Attributes:
         stages: for each stage its segments, one for each of its functions.
@@ -41,12 +41,12 @@ class Staged:
 
     @cached_property
     def segments(self) -> tuple[ProgramSegment, ...]:
-        """Those of all stages, in their order."""
+        """The segments of all stages, in their order."""
         return tuple(segment for stage in self.stages for segment in stage)
 
     @cached_property
     def numbers(self) -> tuple[range, ...]:
-        """For each stage the numbers of its segments."""
+        """The numbers of each stage's segments."""
         ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
         return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
 
@@ -82,7 +82,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Accumulators:
-    """How the gradients of a stage's weights are added up over the micro-batches.
+    """The way to add up the gradients of a stage's weights over the micro-batches.
 
     Attributes:
         shapes: of the accumulators, by the numbers of the arguments.

@@ -90,6 +90,7 @@ def test_batch_serialization_keeps_as_many_micro_batches():
         (FailedPreconditionError, "must be a multiple of 3", (3, 10, "interleaved"), {"training": False}),
         (ValueError, "gradient_accumulation_count is needed", (3, None), {}),
         (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": range(4)}),
+        (ValueError, r"stage 0 is one function, and mapped to \[\]", (2, 4), {"device_mapping": [[], 1]}),
         (ValueError, "a replica spans 2 devices", (3, 6), {"ipus_per_replica": 2}),
         (ValueError, "ipus_per_replica is 0", (3, 6), {"ipus_per_replica": 0}),
         (ValueError, "no pipeline schedule 'fast'", (3, 6, "fast"), {}),
