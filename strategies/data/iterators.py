@@ -197,7 +197,12 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
 
 class Prefetcher(Generic[T]):
-    """`prefetched`, of which one can ask whether the next item is there."""
+    """`prefetched`, of which one can ask whether the next item is there.
+
+    Args:
+        items: the items to read ahead.
+        depth: the number of items to hold ready, at least 1.
+    """
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._worker = _Worker(items, depth)
