@@ -26,6 +26,7 @@ PROFILERS = (JAX, TORCH)
 FORM = "jax or torch, then :STEPS or :all, then @FIRST, as in jax:20@100"
 USUAL_STEPS, USUAL_FIRST = 5, 2
 _ALL = "all"
+_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"  # ends of the names of files
 _FORM = re.compile(r"(?P<profiler>\w+)(:(?P<steps>\w+))?(@(?P<first>\d+))?")
 
 
@@ -93,9 +94,6 @@ class Profiler(ABC):
         Returns:
             The profile, in the format of chrome://tracing, compressed by gzip.
         """
-
-
-_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"
 
 
 @final
