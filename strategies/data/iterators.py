@@ -169,7 +169,7 @@ def _named(instances: Sequence[int]) -> str:
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """While items are computed before they are asked for, so at other times on other instances."""
+    """Mark this thread, for the block, as one that reads ahead."""
     token = _is_reading_ahead.set(True)
     try:
         yield
