@@ -19,6 +19,8 @@ _OF_MEANS = {
     for bits, wide in ((8, 32), (16, 32), (32, 64))
 }
 
+ALIGNMENT_BYTES = 64
+
 
 def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
     """Return the dtype in which contributions are added: float32 for the 16-bit floats, else `dtype` itself.
@@ -32,11 +34,8 @@ def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
     return _OF_MEANS.get(dtype, dtype) if op == "mean" else dtype
 
 
-ALIGNMENT_BYTES = 64
-
-
 def aligned_empty(nbytes: int) -> np.ndarray:
-    """`nbytes` bytes of private memory that begin at a multiple of ALIGNMENT_BYTES."""
+    """Return `nbytes` bytes of private memory that begin at a multiple of ALIGNMENT_BYTES."""
     memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT_BYTES
     return memory[start : start + nbytes]

@@ -1,4 +1,4 @@
-"""The description of one collective call, and the fingerprint by which calls are compared."""
+"""The description of one collective call, its fingerprint, and text from other processes made safe to print."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import numpy as np
 
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
+MOST = 300
+"""Characters that are kept of a text from a process that may be no worker of the job at all."""
+MOST_OF_PEERS = 2000
+"""Characters that are kept of a text from a process that has shown to be a worker."""
 _KINDS = {
     "ordered_all_reduce": "all_reduce",
     "grouped_ordered_all_reduce": "all_reduce",
@@ -153,12 +157,6 @@ def _rank_set(ranks: Sequence[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
-MOST = 300
-"""Characters that are kept of a text from a process that may be no worker of the job at all."""
-MOST_OF_PEERS = 2000
-"""Of one from a process that has shown that it is."""
 
 
 def foreign(text: str, most: int = MOST) -> str:

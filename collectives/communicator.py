@@ -127,7 +127,7 @@ class Communicator:
                 self._run(each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
-        tensors = [each.arguments[0] for each in group]
+        tensors = [each.arguments[0]._replace(is_shared=False) for each in group]
         return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
@@ -248,8 +248,8 @@ class Communicator:
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
         nbytes = math.prod(shape) * dtype.itemsize
-        prepared: Request[np.ndarray] = Request(call, (), 0, collective_ops.allocate, (nbytes,))
-        array = self._run(prepared).view(dtype).reshape(shape)
+        request: Request[np.ndarray] = Request(call, (), 0, collective_ops.allocate, (nbytes,))
+        array = self._run(request).view(dtype).reshape(shape)
         if nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory:
             self._preparations.share(array)
         return array
@@ -341,8 +341,8 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, prepared: Request[Result]) -> Result:
-        call = prepared.call
+    def _run(self, request: Request[Result]) -> Result:
+        call = request.call
         if not self._lock.acquire(False):
             raise BusyError(
                 f"{call.title} was called while {self._watch.call.title} runs in another thread; "
@@ -358,7 +358,7 @@ class Communicator:
             if (begins := self._begins) is not None:
                 begins(number, call)
             try:
-                result = prepared.carry_out(self._transport, self._moves)
+                result = request.carry_out(self._transport, self._moves)
             except LayoutMismatchError as error:
                 if error.closed and self.rank not in error.closed:
                     self._watch.note(error.closed)  # those were waited for in vain
@@ -379,9 +379,9 @@ class Communicator:
         self._moves = moves if is_seen(moves) else None
         self._ends = ends if is_seen(ends) else None
 
-    def _start(self, prepared: Request[np.ndarray]) -> Handle:
-        if not prepared.call.name:
-            raise ValueError(f"{prepared.call.operation} was started without a name; name it as on the other ranks")
+    def _start(self, request: Request[np.ndarray]) -> Handle:
+        if not request.call.name:
+            raise ValueError(f"{request.call.operation} was started without a name; name it as on the other ranks")
         if self._state is not None:
             raise self._state
-        return self._named.start(prepared)
+        return self._named.start(request)

@@ -116,29 +116,29 @@ def assemble(
         watch.pausing = link.pausing
         if settings.network is not None:
             link.costs, link.are_costs_measured = settings.network, True
-    rings = [PointToPointTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
+    by_messages = [PointToPointTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     hosts = links[0].hosts
     beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
-    opening = _open_windows if beside == len(hosts) else _open_windows_of_hosts
+    sharing = _share_memory if beside == len(hosts) else _share_memory_within_hosts
     is_of_use = beside > 1 or len(hosts) == 1
     is_tried = share_memory and is_of_use and settings.mechanism != "ring"
-    windows = opening(settings, rings[0], watches, links) if is_tried else None
-    if windows is None and settings.mechanism == "window" and (is_of_use or not share_memory):
+    shared = sharing(settings, by_messages[0], watches, links) if is_tried else None
+    if shared is None and settings.mechanism == "window" and (is_of_use or not share_memory):
         raise RuntimeError(
             f"mechanism 'window' needs ranks that share a host and room in {settings.shared_memory_dir}; "
             "use 'auto' or 'ring', or enlarge it"
         )
-    main, named = windows or rings
-    mechanism = "window" if isinstance(main, SharedMemoryTransport) else "window and ring" if windows else "ring"
+    main, named = shared or by_messages
+    mechanism = "window" if isinstance(main, SharedMemoryTransport) else "window and ring" if shared else "ring"
     logger.debug("%s: %d ranks, %s", group.names[group.rank], len(group.names), mechanism)
     queue = NamedQueue(named, watches[1])
     return Communicator(main, watches[0], queue, settings.progress, make_subgroup, mechanism)
 
 
-def _open_windows(
+def _share_memory(
     settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
 ) -> tuple[Transport, Transport] | None:
-    """Transports through memory that all ranks share, in place of the links."""
+    """Return transports through memory that all ranks share, in place of the links."""
     channel = channel_bytes(transport.size)
     segment = share_segment(transport, 2 * channel, settings.shared_memory_dir)
     if segment is None:
@@ -159,10 +159,10 @@ def _open_windows(
     return main, named
 
 
-def _open_windows_of_hosts(
+def _share_memory_within_hosts(
     settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
 ) -> tuple[Transport, Transport] | None:
-    """Transports over the links that send what stays on a host through its memory."""
+    """Return transports over the links that send what stays on a host through its memory."""
     beside = ranks_beside(links[0])
     channel = memory_bytes(len(beside))
     segment = share_segment(transport, 2 * channel, settings.shared_memory_dir, links[0].hosts)

@@ -48,12 +48,12 @@ class Handle:
     """
 
     def __init__(
-        self, prepared: Request[np.ndarray], key: Key, number: int, instruments: Instruments, waits: WaitingThreads
+        self, request: Request[np.ndarray], key: Key, number: int, instruments: Instruments, waits: WaitingThreads
     ) -> None:
-        self.call = prepared.call
+        self.call = request.call
         self.key = key
         self.number = number
-        self._prepared = prepared
+        self._request = request
         self._instruments = instruments
         self._waits = waits
         self._finished = threading.Event()
@@ -84,7 +84,7 @@ class Handle:
         return self._result
 
     def _carry_out(self, transport: Transport) -> None:
-        self._result = self._prepared.carry_out(transport)
+        self._result = self._request.carry_out(transport)
         self._finished.set()
 
     def _fail(self, error: BaseException, missing: Sequence[int] = ()) -> None:
@@ -131,12 +131,12 @@ class NamedQueue:
         if transport.size > 1:  # to close needs it too, maybe at the interpreter's end, when no thread can start
             self._ensure_thread()
 
-    def start(self, prepared: Request[np.ndarray]) -> Handle:
+    def start(self, request: Request[np.ndarray]) -> Handle:
         """Queue a collective; the background thread carries it out once all ranks have started it."""
-        call = prepared.call
+        call = request.call
         with self._condition:
             key = (call.name, self._issued[call.name])
-            handle = Handle(prepared, key, self._issued.total() + 1, self._watch.instruments, self._waits)
+            handle = Handle(request, key, self._issued.total() + 1, self._watch.instruments, self._waits)
             if self._closing:
                 raise ClosedError(f"{call.title} was started after the communicator was closed")
             if self._failure is not None:

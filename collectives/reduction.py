@@ -213,7 +213,7 @@ class Order:
 
 @lru_cache(1024)
 def order_of(nodes: tuple[TreeNode, ...] | int) -> Order:
-    """For nodes in order, or for the contributions of so many replicas."""
+    """Return the order in which nodes, or the contributions of so many replicas, are added."""
     if isinstance(nodes, int):
         nodes = tuple(TreeNode(replica, replica + 1) for replica in range(nodes))
     return Order(steps(nodes))

@@ -101,13 +101,17 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
-        """Combine all contributions of all ranks, in the order of the tree, into `out` on every rank.
+        """Combine all contributions of all ranks, in the order of the tree.
 
-        `out` may be the first of the contributions.
+        Every rank gets the whole result in `out`; if `reducing.scatters`, only its own block. If `reducing.is_shared`,
+        `out` is the same memory on all ranks and `stage` came before. `out` may be the first of the contributions.
         """
 
     def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
-        """`reduce` for several reductions that all ranks have agreed on together."""
+        """`reduce` for several reductions that all ranks have agreed on together.
+
+        None of them scatters or is shared.
+        """
         for reducing in group:
             self.reduce(reducing, parts)
 

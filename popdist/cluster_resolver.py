@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from popdist.environments import read_cluster
+from popdist.environments import Cluster, read_cluster
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,13 @@ class TFConfigClusterResolver:
     """The cluster that TF_CONFIG describes, and this process's place in it.
 
     TF_CONFIG is read and checked once, here; TensorFlow reads it at every question and lets the task be set later.
+    Here no attribute can be set.
 
     Args:
         task_type: takes the place of what TF_CONFIG says, as do the next two.
         task_id: see `task_type`.
         rpc_layer: only `"grpc"` is spoken.
         environ: the variables of the process; None: `os.environ`.
-
-    Attributes:
-        cluster: all of this as one value, with the addresses in the order of the ranks.
-        task_type: the job of this process, `chief` or `worker`.
-        task_id: the position of this process in its job.
-        rpc_layer: the protocol that was asked for; None where nobody did, and workers then speak gRPC.
-        environment: always empty, as TensorFlow's is everywhere outside Google.
 
     Raises:
         EnvironmentMismatchError: TF_CONFIG is unset or faulty; the faulty part is quoted.
@@ -88,9 +82,32 @@ class TFConfigClusterResolver:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         variables = os.environ if environ is None else environ
-        self.cluster = cluster = read_cluster(variables, task_type, task_id, rpc_layer)
-        self.task_type, self.task_id, self.rpc_layer = cluster.task_type, cluster.task_id, cluster.rpc_layer
-        self.environment = ""
+        self._cluster = read_cluster(variables, task_type, task_id, rpc_layer)
+
+    @property
+    def cluster(self) -> Cluster:
+        """All of this as one value, with the addresses in the order of the ranks."""
+        return self._cluster
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process, `chief` or `worker`."""
+        return self._cluster.task_type
+
+    @property
+    def task_id(self) -> int:
+        """The position of this process in its job."""
+        return self._cluster.task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol that was asked for; if none was, None, and workers speak gRPC."""
+        return self._cluster.rpc_layer
+
+    @property
+    def environment(self) -> str:
+        """The empty text, as TensorFlow's is everywhere outside Google."""
+        return ""
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
+logger = logging.getLogger(__name__)
+
 CAUSE_FIRST_S = 3.0
 """How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
 what the other one wrote is not buried."""
@@ -62,15 +64,13 @@ def end_with(status: int, reason: str = "") -> None:
         reason: logged as an error; "" where another process says it.
     """
     if reason:
-        logging.getLogger(__name__).error(reason)
+        logger.error(reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # it may be closed, or nobody's
             stream.flush()
     os._exit(status)
 
-
-logger = logging.getLogger(__name__)
 
 THREADS_GRACE_S = 1.0
 """How long a process that has failed waits for its other threads. Python waits without a limit, and meanwhile all other

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from popdist.groups import communicator_of, defaultCommunicatorId
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import ArrayLike
+
+    from collectives.named import Handle
 
 
 def allgather(
@@ -28,7 +32,8 @@ def allgather(
     Raises:
         LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
     """
-    return _run("all_gather", communicator_id, tensor_name, value)
+    communicator = communicator_of(communicator_id)
+    return _run(communicator.all_gather, communicator.start_all_gather, tensor_name, value)
 
 
 def allreduce(
@@ -49,7 +54,8 @@ def allreduce(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
     """
-    return _run("all_reduce", communicator_id, tensor_name, value, reduce_op)
+    communicator = communicator_of(communicator_id)
+    return _run(communicator.all_reduce, communicator.start_all_reduce, tensor_name, value, reduce_op)
 
 
 def broadcast(
@@ -69,20 +75,22 @@ def broadcast(
     Raises:
         LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
     """
-    return _run("broadcast", communicator_id, tensor_name, value, root_rank)
+    communicator = communicator_of(communicator_id)
+    return _run(communicator.broadcast, communicator.start_broadcast, tensor_name, value, root_rank)
 
 
 def _run(
-    operation: str, communicator_id: str, tensor_name: str | None, value: ArrayLike, *arguments: str | int
+    collective: Callable[..., np.ndarray],
+    start: Callable[..., Handle],
+    tensor_name: str | None,
+    value: ArrayLike,
+    *arguments: str | int,
 ) -> np.ndarray:
-    """Return the result of a collective of a communicator: of a named one, if there is a name."""
-    communicator = communicator_of(communicator_id)
+    """Return the result of a collective; if the tensor has a name, of the collective that `start` begins."""
     array = copied(value)
-    result: np.ndarray
     if tensor_name is None:
-        result = getattr(communicator, operation)(array, *arguments)
-    else:
-        result = getattr(communicator, f"start_{operation}")(array, *arguments, name=tensor_name).wait()
+        return collective(array, *arguments)
+    result: np.ndarray = start(array, *arguments, name=tensor_name).wait()
     return result
 
 

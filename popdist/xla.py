@@ -19,6 +19,9 @@ FIRST_WRONG = "0.10.2"
 LAST_MEASURED = "0.12.0.1"
 """The newest jaxlib that was looked at, and is wrong; newer ones are held to be so as long as they know the flag."""
 
+POOL_VARIABLE = "PJRT_NPROC"
+SMALLEST_POOL = 8
+
 _SUMS = "reduce"
 _PREFIX = "library_fusion_type_"
 
@@ -126,10 +129,6 @@ def _choices(flags: str) -> list[list[str]]:
     """Return the values of the flag, in order; XLA takes upper and lower case, a long name and quotes."""
     values = re.findall(rf"(?:^|\s){FUSIONS}=(\S*)", flags)
     return [value.strip("\"'").lower().replace(_PREFIX, "").split(",") for value in values]
-
-
-POOL_VARIABLE = "PJRT_NPROC"
-SMALLEST_POOL = 8
 
 
 def thread_pool_size(total_replicas: int) -> int:

@@ -117,7 +117,7 @@ class ClusterResolver(Protocol):
 
 @final
 class WorkerCluster(Membership):
-    """The workers of a cluster, connected by a ring over gRPC; who is lost ends the job of all.
+    """The workers of a cluster, connected over gRPC; who is lost ends the job of all.
 
     Args:
         cluster: who they are.
@@ -141,7 +141,7 @@ class WorkerCluster(Membership):
 
 @final
 class IPUMultiWorkerStrategy(Strategy):
-    """The replicas of all workers of a cluster, connected by a ring over gRPC; no launcher, no MPI.
+    """The replicas of all workers of a cluster, connected over gRPC; no launcher, no MPI.
 
     Every worker makes it at the beginning of the program; it returns when all of them have come. Gradients are added
     in the order of the tree, so the variables have the same bits as under `IPUStrategy` and `PopDistStrategy` with

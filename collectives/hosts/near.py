@@ -2,7 +2,7 @@
 
 A sender copies what it sends into a pool of its own, once for all ranks that it is for, and tells each of them where it
 lies; who receives it copies it to where it is needed. Pools are small and used again and again, so they stay in the
-cache. Every word of the memory has one writer.
+cache. Every word of the memory has one writer. Bells wake a rank that waits; the layout of the memory is at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,32 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Transfer
-from collectives.shared_memory.segment import FENCE
+from collectives.shared_memory.segment import FENCE, LINE_BYTES
+
+POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
+"""What a rank may have on its way in each lane, to all others of its host together."""
+
+FRAGMENT_BYTES = 1 << 16
+"""Longer messages pass in parts of this size, so that they need not fit."""
+
+QUEUED = 12
+"""Fragments that may be on their way in a lane from one rank to another one."""
+
+# Of each lane from one rank to another one, in 8-byte units. The sender writes how many fragments it has announced so
+# far, and for the last ones where they lie, how long they are, and whether they end a message; the receiver, in a cache
+# line of its own, how many it has taken.
+ANNOUNCED, FRAGMENTS, TAKEN = 0, 1, 40
+FRAGMENT_WORDS = 3
+QUEUE_WORDS = 48
+
+_WORD_BYTES = 8
+
+_SYSTEM_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = (1 << 31) - 1
+
+CAN_RING = _SYSTEM_CALL > 0
+"""Whether this machine has bells; elsewhere waits have to poll."""
 
 
 class NearLink(Link):
@@ -226,29 +251,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // LINE_BYTES) * LINE_BYTES
 
 
-LINE_BYTES = 64
-"""What a bell takes, so that it shares no cache line."""
-
-_SYSTEM_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-_WAIT, _WAKE = 0, 1
-_EVERYBODY = (1 << 31) - 1
-
-CAN_RING = _SYSTEM_CALL > 0
-"""Whether this machine has such bells; elsewhere waits have to poll."""
-
-
 class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Bells:
-    """One for each rank, which alone waits for it, and which any of the others rings.
+    """Bells in shared memory, one for each rank: any rank rings one, only its owner waits for it.
 
     A ring that comes while its rank is awake ends the next wait at once. Of two that come at the same time one may be
     lost, with a wait that lasts as long as it was given.
 
     Args:
-        memory: `LINE_BYTES` for each rank, zeroed, the same for all of them.
+        memory: `LINE_BYTES` for each rank, so that no two bells share a cache line; zeroed, the same for all of them.
         rank: this rank.
     """
 
@@ -271,25 +285,6 @@ class Bells:
         limit, heard = _Time(int(seconds), int(seconds % 1 * 1e9)), ctypes.c_uint32(self._heard)
         self._call(_SYSTEM_CALL, self._place, _WAIT, heard, ctypes.byref(limit), None, 0)  # whatever it returns
         self._heard = self._words[self._own]
-
-
-POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
-"""What a rank may have on its way in each lane, to all others of its host together."""
-
-FRAGMENT_BYTES = 1 << 16
-"""Longer messages pass in parts of this size, so that they need not fit."""
-
-QUEUED = 12
-"""Fragments that may be on their way in a lane from one rank to another one."""
-
-# Of each lane from one rank to another one, in 8-byte units. The sender writes how many fragments it has announced so
-# far, and for the last ones where they lie, how long they are, and whether they end a message; the receiver, in a cache
-# line of its own, how many it has taken.
-ANNOUNCED, FRAGMENTS, TAKEN = 0, 1, 40
-FRAGMENT_WORDS = 3
-QUEUE_WORDS = 48
-
-_WORD_BYTES = 8
 
 
 def memory_bytes(size: int) -> int:

@@ -1,4 +1,4 @@
-"""The user who runs a worker: of this process, of a caller, and whether other people use this machine."""
+"""The identity of a worker: the user who runs it, and the hosts that its certificate names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _FIRST_OF_PEOPLE = 1000  # user numbers below are those of services, see login.d
 _NOBODY = 65534
 _WITHOUT_LOGIN = ("nologin", "false", "sync", "shutdown", "halt")
 _MOST = 60  # characters of a name
+_DNS, _IP, _ANY, _COMMON = "peer_dns", "peer_ip", "x509_subject_alternative_name", "x509_common_name"  # of gRPC
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,6 @@ def _owners() -> set[int]:
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     owners.add(entry.stat().st_uid)
     return owners
-
-
-_DNS, _IP, _ANY, _COMMON = "peer_dns", "peer_ip", "x509_subject_alternative_name", "x509_common_name"
 
 
 @dataclass(frozen=True)

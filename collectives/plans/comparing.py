@@ -53,7 +53,7 @@ def relays(hosts: tuple[int, ...], at_once: int = MOST_AT_ONCE) -> tuple[tuple[R
 
 
 def _distances(hosts: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
-    """For each round how far a host sends, and what: what so many hosts have said, itself and those before it."""
+    """Yield each round's sends as (distance, number of hosts whose messages are forwarded)."""
     if hosts <= at_once:
         yield [(distance, 1) for distance in range(1, hosts)]
         return

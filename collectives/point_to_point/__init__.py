@@ -1,1 +1,1 @@
-"""Ranks that are connected by a link: what is added up goes around in a ring."""
+"""Collectives by messages: reduction plans, carried out over a link."""

@@ -23,7 +23,7 @@ _FEW = (1, 2, UNDER_WAY)  # pieces; where more of them are to follow each other,
 
 @dataclass(frozen=True)
 class _Sought:
-    """For what a plan is sought.
+    """The request for a plan, by which plans are cached.
 
     Attributes:
         spread: who contributes how many arrays.
@@ -64,7 +64,7 @@ class Planned:
 
     @cached_property
     def room(self) -> int:
-        """For partial sums that come, in elements, of the piece that takes most."""
+        """The room for received partial sums, in elements, of the largest piece."""
         return max(program.room for _, program in self.programs)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Reductions through the shared window: in chunks, or staged at once where there is one chunk.
+"""Reductions through shared memory: in chunks, or staged at once where there is one chunk.
 
 Each rank reduces one slice. For that the others pass their sums of it: the largest nodes inside of their blocks of
 replicas, which are one where blocks are aligned (`collectives.tree`).

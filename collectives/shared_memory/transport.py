@@ -1,4 +1,4 @@
-"""The shared window: the ranks of one host reduce straight from memory that all of them see.
+"""Collectives through shared memory: the ranks of one host reduce straight from memory that all of them see.
 
 The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in the order of the tree; for
 that the others put what they can add up of slice j, chunk by chunk, into a small pipe in the window, which stays in

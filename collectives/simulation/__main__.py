@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +15,37 @@ from pathlib import Path
 from collectives.plans.network import Network
 from collectives.simulation.comparing import SimulatedJob, compared
 from collectives.simulation.measuring import measured
-from collectives.simulation.plotting import plot
+from collectives.simulation.plotting import check_matplotlib, plot
 
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Run the command.
+
+    Returns:
+        The exit status: 1 if the disk of the output is full, 141 if nobody reads the output, as with `| true`.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            print(end="", flush=True)  # also what --help says; at the end of Python an error would be a traceback
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _drop_output()
+        print(f"poprun simulate: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Let Python's last flush succeed (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], str] = options.run
     try:
@@ -99,6 +125,7 @@ def _plot(options: argparse.Namespace) -> str:
     counts = [2**power for power in range(1, options.most_hosts.bit_length()) if 2**power <= options.most_hosts]
     if not counts:
         raise ValueError(f"--most-hosts is {options.most_hosts}; a plot begins with 2 hosts")
+    check_matplotlib()
     points: dict[str, list[tuple[float, float]]] = {}
     for hosts in counts:
         job = _job(options, hosts)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 """Numbers of hosts, and milliseconds."""
+
+
+def check_matplotlib() -> None:
+    """Raise a ValueError if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("curves need matplotlib: pip install 'popdist-everywhere[plot]'")
 
 
 def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
@@ -19,14 +26,9 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
 
     Returns:
         The two files.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("curves need matplotlib: pip install 'popdist-everywhere[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="ms")
     for number, (name, points) in enumerate(curves.items()):

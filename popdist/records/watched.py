@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collectives.calls import Call
 
 
+STACK_VARIABLE = "POPRUN_STACK"
+"""`descriptor:signal`: the memory file that gets the stack, and what asks for it."""
+
+
 @final
 class Waits:
     """An instrument that adds up the time from the beginning of each collective until all instances have come to it.
@@ -35,16 +39,12 @@ class Waits:
         self.waited_s += self._now_s() - self._began_s
 
 
-VARIABLE = "POPRUN_STACK"
-"""`descriptor:signal`: the memory file that gets the stack, and what asks for it."""
-
-
 def show_stack_when_asked(environ: Mapping[str, str]) -> None:
     """Have the stacks of all threads written when the supervisor asks; nothing where there is no supervisor.
 
     They are written inside the handler of the signal, so that a program shows them that never returns to Python.
     """
-    descriptor, _, number = environ.get(VARIABLE, "").partition(":")
+    descriptor, _, number = environ.get(STACK_VARIABLE, "").partition(":")
     if not (descriptor.isdecimal() and number.isdecimal()):
         return
     try:

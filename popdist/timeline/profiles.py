@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -28,6 +26,7 @@ PROFILERS = (JAX, TORCH)
 FORM = "jax or torch, then :STEPS or :all, then @FIRST, as in jax:20@100"
 USUAL_STEPS, USUAL_FIRST = 5, 2
 _ALL = "all"
+_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"  # ends of the names of files
 _FORM = re.compile(r"(?P<profiler>\w+)(:(?P<steps>\w+))?(@(?P<first>\d+))?")
 
 
@@ -95,9 +94,6 @@ class Profiler(ABC):
         Returns:
             The profile, in the format of chrome://tracing, compressed by gzip.
         """
-
-
-_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"
 
 
 @final
@@ -174,6 +170,8 @@ class Profiling:
     def __init__(
         self, wanted: WantedProfile, folder: Path, now_ns: Callable[[], int], add: Callable[[dict[str, object]], None]
     ) -> None:
+        from importlib.util import find_spec  # here, as `import popdist` and poprun load this module
+
         if find_spec(wanted.profiler) is None:
             raise EnvironmentMismatchError(
                 f"a profile by {wanted.profiler} is asked for, which this instance cannot import; "
@@ -208,6 +206,8 @@ class Profiling:
         self._is_over = True
 
     def _start(self) -> None:
+        import shutil
+
         shutil.rmtree(self._folder, ignore_errors=True)
         profiler = (JaxProfiler if self._wanted.profiler == JAX else TorchProfiler)(self._folder)
         profiler.start()

@@ -1,4 +1,7 @@
-"""Moves what was recorded from memory into the file of this instance, every 50 ms, in a thread."""
+"""The file of this instance's timeline.
+
+A thread writes it every 50 ms, decides which steps are left out, and samples the program's line.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,18 @@ EVERY_S = 0.05
 _GAUGES_EVERY = 10
 _LAST_WORDS = 4096
 """Bytes that are kept for what is written at the end."""
+_RESERVE = 0.95
+"""Steps that are left out leave their beginning, measurements go on."""
+_MOST_HALVINGS = 20
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OF_OTHERS = tuple(
+    {
+        *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(os.path.join(_ROOT, name, "") for name in ("collectives", "popdist", "strategies")),
+        "<frozen ",
+    }
+)
 
 
 @final
@@ -181,11 +196,6 @@ def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndar
     return np.array([(when, int(EventKind.EVENTS_LOST), 0, 0, lost)], EVENT)
 
 
-_RESERVE = 0.95
-"""Steps that are left out leave their beginning, measurements go on."""
-_MOST_HALVINGS = 20
-
-
 def stride_of(written_bytes: int, limit_bytes: int) -> int:
     """Every how manieth step is recorded when a file has so many bytes already.
 
@@ -202,16 +212,6 @@ def stride_of(written_bytes: int, limit_bytes: int) -> int:
             return stride
         stride *= 2
     return 0
-
-
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OF_OTHERS = tuple(
-    {
-        *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *(os.path.join(_ROOT, name, "") for name in ("collectives", "popdist", "strategies")),
-        "<frozen ",
-    }
-)
 
 
 def line_of(thread: int) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: each is written whole or not at all, and checked before it is used.
+"""Checkpoints in a folder, each written whole and checked before it is used, and the choice of the best ones.
 
 | name | what it is |
 |---|---|
@@ -57,6 +57,7 @@ MAX_FAILED = 16
 PIECE_BYTES = 1 << 28
 """What orbax gets as one array: it may hold a second copy of it. (Few large arrays are written faster than many: 22 MB
 in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
+_MODES = ("max", "min")
 _COMPLETE = re.compile(r"step_(\d{8,})")
 
 
@@ -338,8 +339,6 @@ def _without_tracebacks_of_orbax() -> Iterator[None]:
 
 
 # ---- the best of them
-
-_MODES = ("max", "min")
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ class Checkpoints:
     def _read(
         self, arrays: Mapping[str, Leaf], other_replicas: bool = False
     ) -> tuple[SavedTraining | None, dict[str, Any]]:
-        """What instance 0 finds, on all instances; of the arrays the others have those of the state."""
+        """Return what instance 0 has read, on all instances; the others keep their own arrays for now."""
         found, fault = None, ""
         if self._folder is not None:
             try:

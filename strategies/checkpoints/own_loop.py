@@ -12,7 +12,10 @@ from strategies.train_state import TrainState
 
 
 class Loop(Protocol):
-    """What makes the steps of which there are checkpoints: `Trainer`, or `OwnLoop`.
+    """The maker of the steps that are saved: a `Trainer`, or an `OwnLoop`.
+
+    The gradients of a Trainer's step carry the notice. `Checkpoints` calls `share_notice` of an `OwnLoop`, and of no
+    other class: a loop that carries no notice with its steps is an `OwnLoop`, or derived from it.
 
     Attributes:
         seed: of the random numbers; a checkpoint of another one is refused.

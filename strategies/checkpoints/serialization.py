@@ -15,7 +15,7 @@ from strategies.typing import Leaf
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each array lies: behind those of its dtype that are named before it.
+    """The layout of named arrays in one flat array per dtype.
 
     Attributes:
         arrays: name, dtype and shape of each.
@@ -25,12 +25,12 @@ class Packing:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Leaf]) -> Packing:
-        """That of these arrays."""
+        """Return the packing of these arrays."""
         return cls(tuple((name, str(array.dtype), tuple(array.shape)) for name, array in arrays.items()))
 
     @classmethod
     def from_lists(cls, lists: list[Any]) -> Packing:
-        """That of which JSON made lists; ValueError when it did not."""
+        """Return the packing of which JSON made lists; ValueError when it did not."""
         try:
             return cls(tuple((str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in lists))
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""What all instances have to agree on before they make a step together, and who does not.
+"""The agreement of all instances before a step, and the message that names who differs.
 
 What a traced program computes is compared as lines of text that are the same wherever the same code was traced. JAX
 prints programs too, but not the values of arrays that they close over, and it prints addresses of functions.
@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -46,7 +45,7 @@ def terms_of(
     programs: Mapping[str, Sequence[str]],
     optimizer_state: OptimizerState,
 ) -> Terms:
-    """What decides the result of a training.
+    """Return the terms that decide the result of a training.
 
     Args:
         options: by their names.
@@ -111,7 +110,7 @@ def broadcast_text(communicator: Communicator, text: str, root: int, name: str) 
 
 
 def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
-    """Which instances differ, and in what.
+    """Return which instances differ, and in what.
 
     Args:
         told: the terms of each instance, by its number; not all are the same.
@@ -147,7 +146,7 @@ def _of_program(name: str, programs: Mapping[int, Sequence[str]]) -> str:
     """The first line in which the programs of two instances differ."""
     (first, wanted), *others = programs.items()
     instance, lines = next((each, found) for each, found in others if found != wanted)
-    pairs = enumerate(zip_longest(lines, wanted, fillvalue="nothing"), 1)
+    pairs = enumerate(itertools.zip_longest(lines, wanted, fillvalue="nothing"), 1)
     number, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     return (
         f"instance {instance} computes {name} otherwise than instance {first}: line {number} of its program is "

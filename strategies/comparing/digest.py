@@ -1,4 +1,7 @@
-"""Comparing the bits of a training between instances: a flipped bit, or a program that is not deterministic, shows."""
+"""Comparisons of the bits of a training between instances, and fingerprints.
+
+They show a flipped bit, or a program that is not deterministic.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def compare(replicas: Replicas, tree: Tree, step: int) -> Tree:
 
 
 def majority_of(replicas: Replicas, tree: Tree, step: int) -> int | None:
-    """An instance that has what most have, where some have other bits; None where none has. A collective call.
+    """Return the rank of an instance that holds the majority state, or None if all agree. Collective.
 
     Args:
         replicas: see `compare`.

@@ -1,6 +1,6 @@
 """A tree of typed attributes: a table says once which names, types, defaults and descriptions there are.
 
-    TABLE = table_of({}, tiles=category("All about tiles.", count=AttributeMetadata(0, "The number of tiles.")))
+    TABLE = table_of({}, tiles=category("All about tiles.", count=attribute(0, "The number of tiles.")))
 
     Config(TABLE).tiles.count = 4  # of a class that is made from Category
 
@@ -17,7 +17,7 @@ import re
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias, Union, final, get_args, get_origin
 
@@ -38,33 +38,30 @@ class AttributeMetadata:
     `__doc__` is its description.
 
     Attributes:
-        default: its value in a new configuration; None for a category.
-        description: what it is for.
-        hint: the type of its values; None for that of the default.
-        deprecated_msg: what to use instead; None where it is not deprecated.
         name: the full name, such as `io_tiles.num_io_tiles`; the table fills it in.
+        description: what it is for.
+        type: the type of its values, as a hint is written; None for a category.
+        default: its value in a new configuration; None for a category.
+        deprecated_msg: what to use instead; None where it is not deprecated.
         effect: what it changes here; None where it is only kept. The table fills it in.
+        hint: the type of its values; None for a category, which has no value.
     """
 
-    default: object
+    name: str
     description: str
-    hint: Hint = None
+    type: str | None = None
+    default: object = None
     deprecated_msg: str | None = None
-    name: str = ""
     effect: str | None = None
+    hint: Hint = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(__doc__=self.description, hint=self.hint or type(self.default))
+        vars(self).update(__doc__=self.description)
 
     @property
     def is_category(self) -> bool:
         """Whether attributes are in it."""
         return self.default is None
-
-    @property
-    def type(self) -> str | None:
-        """The type of its values, as a hint is written; None for a category."""
-        return None if self.is_category else text_of(self.hint)
 
     @property
     def deprecated(self) -> bool:
@@ -103,6 +100,14 @@ Table: TypeAlias = Mapping[str, AttributeMetadata]
 Declared: TypeAlias = "AttributeMetadata | tuple[str, Mapping[str, Declared]]"
 
 
+def attribute(
+    default: object, description: str, hint: Hint = None, deprecated_msg: str | None = None
+) -> AttributeMetadata:
+    """Return an attribute for a table; without a hint its values are of the type of the default."""
+    hint = hint or type(default)
+    return AttributeMetadata("", description, text_of(hint), default, deprecated_msg, hint=hint)
+
+
 def category(description: str, **inside: Declared) -> Declared:
     """Return a category for a table, with the attributes and categories inside of it by their names."""
     return description, inside
@@ -122,7 +127,7 @@ def table_of(effects: Mapping[str, str], _prefix: str = "", /, **rows: Declared)
             table[full] = replace(row, name=full, effect=effects.get(full))
         else:
             description, inside = row
-            table[full] = AttributeMetadata(None, description, name=full)
+            table[full] = AttributeMetadata(full, description)
             table |= table_of(effects, f"{full}.", **inside)
     return table
 
@@ -139,10 +144,11 @@ class Category(ABC):
     _table: Table
     _values: dict[str, Any]
     _prefix: str
+    _inner: dict[str, _Inside]  # by their prefixes, of the whole tree; each is made when it is first asked for
 
     def __init__(self, table: Table) -> None:
         values = {name: copy.deepcopy(row.default) for name, row in table.items() if not row.is_category}
-        vars(self).update(_table=table, _values=values, _prefix="")
+        vars(self).update(_table=table, _values=values, _prefix="", _inner={})
 
     @property
     @abstractmethod
@@ -151,7 +157,7 @@ class Category(ABC):
 
     def __deepcopy__(self, memory: object) -> Category:
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self), _values=copy.deepcopy(self._values))
+        vars(copied).update(vars(self), _values=copy.deepcopy(self._values), _inner={})
         return copied
 
     def __copy__(self) -> Category:
@@ -166,9 +172,11 @@ class Category(ABC):
         row = self._row(name)
         if not row.is_category:
             return self._values[row.name]
-        inner = _Inside.__new__(_Inside)
-        vars(inner).update(vars(self), _prefix=f"{row.name}.")
-        return inner
+        prefix = f"{row.name}."
+        if prefix not in self._inner:
+            inner = self._inner[prefix] = _Inside.__new__(_Inside)
+            vars(inner).update(vars(self), _prefix=prefix)
+        return self._inner[prefix]
 
     def __setattr__(self, name: str, value: object) -> None:
         row = self._row(name)

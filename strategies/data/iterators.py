@@ -169,7 +169,7 @@ def _named(instances: Sequence[int]) -> str:
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """While items are computed before they are asked for, so at other times on other instances."""
+    """Mark this thread, for the block, as one that reads ahead."""
     token = _is_reading_ahead.set(True)
     try:
         yield
@@ -197,7 +197,12 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
 
 class Prefetcher(Generic[T]):
-    """`prefetched`, of which one can ask whether the next item is there."""
+    """`prefetched`, of which one can ask whether the next item is there.
+
+    Args:
+        items: the items to read ahead.
+        depth: the number of items to hold ready, at least 1.
+    """
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._worker = _Worker(items, depth)

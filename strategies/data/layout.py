@@ -1,4 +1,4 @@
-"""Which elements each replica reads at each step, and how far it has read: the same on every instance."""
+"""The elements that each replica reads at each step, and the position in the data set; the same on every instance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

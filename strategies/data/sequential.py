@@ -11,6 +11,8 @@ from strategies.data.layout import Layout
 from strategies.data.sources import DataSource, Masked, stacked
 from strategies.typing import Batch, Data, Element
 
+_ENDED = object()
+
 
 class ElementRound(NamedTuple):
     """One element for every local replica; where `valid` is False it only fills the place."""
@@ -123,9 +125,6 @@ def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[ElementR
         valid = [replica < len(dealt) for replica in layout.local_replicas]
         own = zip(layout.local_replicas, valid, strict=True)
         yield ElementRound([dealt[replica] if is_dealt else dealt[0] for replica, is_dealt in own], valid)
-
-
-_ENDED = object()
 
 
 def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[ElementRound]:

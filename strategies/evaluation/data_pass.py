@@ -83,7 +83,7 @@ class DataPass:
         self._is_at_end = False
 
     def results(self) -> Generator[Told, None, None]:
-        """For each batch what all replicas tell, and their masks, in their order; taking it is a collective call."""
+        """Yield each batch's metrics and masks of all replicas, in their order. Collective."""
         done = 0
         try:
             while told := self._surviving(done):
@@ -162,7 +162,7 @@ class DataPass:
 
 
 def evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
-    """What is told of all batches, merged replica by replica and batch by batch.
+    """Merge the metrics of all batches, replica by replica and batch by batch.
 
     Raises:
         ValueError: if there is no row.
@@ -181,7 +181,7 @@ def evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
 
 
 def predictions_of(batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
-    """What is told of the rows of each batch, in the order of the data set; None on instances that are not told."""
+    """Yield the predictions of each batch, in the data set's order; None on instances that get none."""
     with closing(batches):
         for of_replicas in batches:
             yield None if of_replicas is _ELSEWHERE else in_order(of_replicas, is_interleaved)

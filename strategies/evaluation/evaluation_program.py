@@ -28,7 +28,7 @@ MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 
 
 class EvaluationTask(ABC):
-    """What is wanted of every batch. Equal tasks are compiled once.
+    """The work on every batch of an evaluation or prediction. Equal tasks are compiled once.
 
     Attributes:
         title: what is done, for messages.
@@ -46,7 +46,7 @@ class EvaluationTask(ABC):
 
     @abstractmethod
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """What it tells the others, as a pytree of host arrays.
+        """Return this replica's results for the other instances, as a pytree of host arrays.
 
         Args:
             computed: host arrays; of an exact task where no row counts zeros instead, as for a whole batch.

@@ -300,7 +300,7 @@ def _allow(replica: int, count: int) -> list[ArrayLike]:
 
 
 class _Pace:
-    """How many iterations of a replica there may be until it hands over what they have enqueued."""
+    """The number of iterations that a replica may run before it hands over enqueued values."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -312,7 +312,7 @@ class _Pace:
         self._began[replica] = time.perf_counter()
 
     def after(self, replica: int, count: int) -> int:
-        """How many there may be after so many of them; before the first ones of a loop as many as in the last one."""
+        """Return how many iterations may follow `count` finished ones; before any, as many as in the last loop."""
         if count and replica in self._began:
             each_s = (time.perf_counter() - self._began[replica]) / count
             self._allowed[replica] = max(1, min(self._most, 2 * count, int(HOLD_S / each_s)))

@@ -174,8 +174,8 @@ class OutfeedQueue:
             return
         if self._rounds.is_waiting:
             raise FeedError(
-                "another program has enqueued values of other shapes, or on other replicas, that still wait in the "
-                "outfeed; dequeue them before, or use one outfeed for each program"
+                "the outfeed still holds values that another program enqueued with different shapes or on different "
+                "replicas; dequeue them first, or give each program its own outfeed"
             )
         self._layout = layout
         self._all, self._last = AllRounds(layout.replication.local), LastRound(layout.replication.local)

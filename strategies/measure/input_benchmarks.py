@@ -22,7 +22,7 @@ from strategies.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.typing import Data, Element, Numbers, Tree
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BUFFERED_ELEMENTS = 2
 
@@ -234,9 +234,9 @@ def _report(rates: Iterator[EpochRate], print_stats: bool) -> str:
     figures = []
     for epoch, rate in enumerate(rates):
         if print_stats:
-            log.info("Processed: %g elements/second.", rate.elements_per_second)
-            log.info("Bandwidth: %g GB/s.", rate.bandwidth)
-        log.info("Dataset iterator completed epoch %d.", epoch)
+            logger.info("Processed: %g elements/second.", rate.elements_per_second)
+            logger.info("Bandwidth: %g GB/s.", rate.bandwidth)
+        logger.info("Dataset iterator completed epoch %d.", epoch)
         figures.append(rate.to_dict())
     return json.dumps({"epochs": figures})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from strategies.sinks.continued_file import ContinuedFile, Said
-from strategies.sinks.sink import STEP, TIME, Number, Row, Sink
+from strategies.sinks.sink import STEP, TIME, PlainNumber, Row, Sink
 
 
 @final
@@ -54,7 +54,7 @@ def line_of(row: Row) -> str:
     return json.dumps({STEP: row.step, TIME: row.time_s, **numbers}, allow_nan=False) + "\n"
 
 
-def _plain(number: Number) -> Number | str:
+def _plain(number: PlainNumber) -> PlainNumber | str:
     if isinstance(number, int) or math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

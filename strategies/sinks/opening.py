@@ -34,7 +34,7 @@ _asked: dict[str, Sinks] = {}
 
 
 def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
-    """Those that are wanted, which `opened` has until they are closed.
+    """Open the sinks that are wanted. `opened` lists them until they are closed.
 
     Raises:
         ValueError: a word means nothing, or a sink cannot be opened.
@@ -53,7 +53,7 @@ def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str
 
 
 def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
-    """Those that the environment asks for, one time in a process, however often this is called.
+    """Return the sinks that the environment names; open them only once in a process.
 
     Raises:
         EnvironmentMismatchError: it asks for what means nothing or cannot be opened.

@@ -14,7 +14,7 @@ from socketserver import ThreadingMixIn
 from typing import Any, final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from strategies.sinks.sink import Number, Row, Sink
+from strategies.sinks.sink import PlainNumber, Row, Sink
 from strategies.sinks.sinks import JobFacts
 
 logger = logging.getLogger("strategies.metrics")
@@ -39,7 +39,7 @@ class _Totals:
     steps: int = 0
     samples: int = 0
     last: Row | None = None
-    numbers: dict[str, Number] = field(default_factory=dict)
+    numbers: dict[str, PlainNumber] = field(default_factory=dict)
 
 
 @final

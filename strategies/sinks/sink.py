@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-Number: TypeAlias = int | float
-Reading: TypeAlias = Callable[[], Mapping[str, Number]]
+PlainNumber: TypeAlias = int | float
+Reading: TypeAlias = Callable[[], Mapping[str, PlainNumber]]
 
 STEP, TIME = "step", "time"
 _OURS = frozenset((STEP, TIME))
@@ -43,10 +43,10 @@ class Row:
         self.samples = samples
         self.is_training = is_training
         self._read: Reading | None = read
-        self._values: Mapping[str, Number] = {}
+        self._values: Mapping[str, PlainNumber] = {}
 
     @property
-    def values(self) -> Mapping[str, Number]:
+    def values(self) -> Mapping[str, PlainNumber]:
         """The numbers by their names; waits until they are computed."""
         read = self._read
         if read is not None:
@@ -100,7 +100,7 @@ def reading_of(values: Mapping[str, object]) -> Reading:
     """
     held = {_checked(name): _held(name, value) for name, value in values.items()}
 
-    def read() -> dict[str, Number]:
+    def read() -> dict[str, PlainNumber]:
         return {name: value if isinstance(value, int | float) else _number(value) for name, value in held.items()}
 
     return read
@@ -140,7 +140,7 @@ def _held(name: str, value: Any) -> Any:
         ) from None
 
 
-def _number(value: Any) -> Number:
+def _number(value: Any) -> PlainNumber:
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, bool):
         return int(plain)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -190,9 +193,36 @@ def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plot", "--most-hosts", "2", "--size", "1K", "--output", str(tmp_path / "plot")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = ["--instances-per-host", "0"]  # by the first simulation, which does not begin without matplotlib
+    assert main(["plot", *refused, "--most-hosts", "2", "--output", str(tmp_path / "plot")]) == 2
     assert "pip install 'popdist-everywhere[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["all-reduce", "--hosts", "4"], ["--help"]])
+def test_output_that_nobody_reads_ends_without_a_word(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        finished = _simulate(words, writing)
+    finally:
+        os.close(writing)
+    assert (finished.returncode, finished.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["all-reduce", "--hosts", "4"], ["--help"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        finished = _simulate(words, full.fileno())
+    told = f"poprun simulate: standard output cannot be written: {os.strerror(errno.ENOSPC)}\n"
+    assert (finished.returncode, finished.stderr) == (1, told)
+
+
+def _simulate(words: list[str], output: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "collectives.simulation", *words]
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}  # without a buffer argparse drops what it cannot write
+    piped = subprocess.PIPE
+    return subprocess.run(command, stdout=output, stderr=piped, text=True, timeout=60, check=False, env=environ)
 
 
 def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:

@@ -382,6 +382,11 @@ class TestClusterResolver:
             resolver = popdist.TFConfigClusterResolver(environ=environ(rpc_layer="grpc"))
         assert (resolver.rpc_layer, resolver.master()) == ("grpc", "grpc://localhost:3737")
 
+    @pytest.mark.parametrize("name", ["cluster", "task_type", "task_id", "rpc_layer", "environment"])
+    def test_no_attribute_can_be_set(self, resolver, name):
+        with pytest.raises(AttributeError, match=name):
+            setattr(resolver, name, getattr(resolver, name))
+
     def test_each_task_has_one_simulated_ipu(self, resolver):
         assert resolver.num_accelerators() == resolver.num_accelerators("chief", 0) == {"IPU": 1}
         with pytest.raises(ValueError, match="no task 5"):

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from strategies.config.category import AttributeMetadata, Category, category, fits, table_of, text_of
+from strategies.config.category import AttributeMetadata, Category, attribute, category, fits, table_of, text_of
 
 Colour = enum.Enum("Colour", {"RED": 0, "BLUE": 7})
 
@@ -16,21 +16,21 @@ Colour = enum.Enum("Colour", {"RED": 0, "BLUE": 7})
 def branches(description):
     return category(
         description,
-        length=AttributeMetadata(1, "In metres."),
-        older=AttributeMetadata(2, "What length was.", deprecated_msg="use length."),
+        length=attribute(1, "In metres."),
+        older=attribute(2, "What length was.", deprecated_msg="use length."),
         leaves=category(
             "What hangs there.",
-            colour=AttributeMetadata(Colour.RED, "Of leaves."),
-            mixed=AttributeMetadata(False, "Either.", Colour | bool),
+            colour=attribute(Colour.RED, "Of leaves."),
+            mixed=attribute(False, "Either.", Colour | bool),
         ),
     )
 
 
 TREE = table_of(
     {"branches.length": "they are longer"},
-    height=AttributeMetadata(1, "To the top.", int | str | list[int]),
-    rings=AttributeMetadata(([1.0],), "Of the trunk.", tuple[list[float | tuple[str]], ...]),
-    names=AttributeMetadata({}, "In all languages.", dict[str, str]),
+    height=attribute(1, "To the top.", int | str | list[int]),
+    rings=attribute(([1.0],), "Of the trunk.", tuple[list[float | tuple[str]], ...]),
+    names=attribute({}, "In all languages.", dict[str, str]),
     branches=branches("All branches."),
     roots=branches("All roots."),
 )
@@ -134,6 +134,21 @@ class TestDidYouMean:
         assert not hasattr(tree, "heightt")
 
 
+class TestCategories:
+    def test_a_category_is_one_object(self, tree):
+        assert tree.branches is tree.branches
+        assert tree.branches.leaves is tree.branches.leaves
+
+    def test_a_copy_has_categories_of_its_own(self, tree):
+        inner = tree.roots
+        for copied in (copy.deepcopy(tree), copy.copy(tree)):
+            copied.roots.length = 9
+            assert (copied.roots.length, tree.roots.length, inner.length) == (9, 1, 1)
+        copied = copy.deepcopy(tree.roots)
+        copied.leaves.colour = Colour.BLUE
+        assert (copied.leaves.colour, tree.roots.leaves.colour) == (Colour.BLUE, Colour.RED)
+
+
 class TestMetadata:
     def test_says_what_is_known_of_an_attribute(self, tree):
         found = tree.get_attribute_metadata("branches.length")
@@ -144,6 +159,17 @@ class TestMetadata:
     def test_of_a_category_has_no_type(self, tree):
         found = tree.get_attribute_metadata("branches")
         assert (found.type, found.default, found.__doc__) == (None, None, "All branches.")
+        for value in (None, 1):
+            with pytest.raises(TypeError, match="Trying to set branches"):
+                found.check_type(value)
+
+    def test_is_made_of_a_name_a_description_a_type_and_a_default(self, tree):
+        made = AttributeMetadata("branches.length", "In metres.", "int", 1, effect="they are longer")
+        assert made == tree.branches.get_attribute_metadata("length")
+        assert repr(made) == (
+            "AttributeMetadata(name='branches.length', description='In metres.', type='int', default=1, "
+            "deprecated_msg=None, effect='they are longer')"
+        )
 
     @pytest.mark.parametrize("name", ["branches.lengthhh", "height.x", "_metadata", ""])
     def test_of_what_there_is_not_is_refused(self, tree, name):

@@ -307,7 +307,7 @@ class TestReplicas:
     def test_of_two_programs_are_not_mixed(self):
         outfeed = OutfeedQueue()
         strategies.IPUStrategy(2).run(counting(outfeed))
-        with pytest.raises(FeedError, match="dequeue them before"):
+        with pytest.raises(FeedError, match="dequeue them first"):
             strategies.IPUStrategy(4).run(counting(outfeed))
         assert outfeed.dequeue().shape == (20, 2)
 
@@ -449,6 +449,6 @@ def test_values_are_put_on_the_host_for_a_program_that_returns_them():
         for queue in (outfeed, last):
             queue.put(local, number, [{"a": np.float32(10 * replica + number)} for replica in local.local])
     np.testing.assert_array_equal(last.dequeue()["a"], [22, 32])
-    with pytest.raises(FeedError, match="dequeue them before"):
+    with pytest.raises(FeedError, match="dequeue them first"):
         outfeed.put(local, 3, [np.zeros(2)] * 2)
     np.testing.assert_array_equal(outfeed.dequeue()["a"], [[20, 30], [21, 31], [22, 32]])
