@@ -15,7 +15,7 @@ from collectives.backends.thread import ThreadHub, connect
 from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.timeline.events import EventKind
-from popdist.timeline.recorder import Recorder, Ring
+from popdist.timeline.recorder import Recorder, RingBuffer
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.report.verdict import judge
@@ -55,7 +55,7 @@ def trained(recorders):
 @pytest.fixture(scope="module")
 def recorded():
     """What two instances have recorded, and found."""
-    rings = [Ring(), Ring()]
+    rings = [RingBuffer(), RingBuffer()]
     recorders = [Recorder(ring) for ring in rings]
     found = trained(recorders)
     recordings = [

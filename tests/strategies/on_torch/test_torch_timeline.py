@@ -16,7 +16,7 @@ import strategies.torch.poptorch as poptorch
 from collectives import Settings
 from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.timeline.recorder import Recorder, Ring
+from popdist.timeline.recorder import Recorder, RingBuffer
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort
@@ -61,7 +61,7 @@ def train_pipeline(strategy, module, execution):
 
 def record(train, execution=None, is_recorded=True):
     """The spans of one instance, and the bits of its module at the end."""
-    ring = Ring()
+    ring = RingBuffer()
     recorder = Recorder(ring)
     settings = Settings(progress=Instruments(*([recorder] if is_recorded else [])))
     torch.manual_seed(0)
