@@ -21,9 +21,9 @@ from strategies.torch.module_parts import (
     resized,
     slots_of,
 )
+from strategies.torch.parametrizations import cache_by_thread
 from strategies.torch.replica_groups import part_of, row_of
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.threads import cache_by_thread
 
 _Any = TypeVar("_Any")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
