@@ -1,0 +1,129 @@
+"""The engines that have to pass the tests of this folder, each with the same model, optimizer and data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy_engine import MOMENTUM, RATE, NumpyEngine, NumpyOptions
+
+import strategies
+from strategies.core.step import StepLoop
+from strategies.step.step_record import NoRecorder
+from strategies.train_state import TrainState
+
+REPLICAS = 6
+STEPS = 5
+BATCH_SIZE = 2
+INPUTS, OUTPUTS = 7, 3  # neither of the weights nor of the biases do replicas have equal parts
+
+Batch = Mapping[str, np.ndarray]
+Begun = tuple[StepLoop[Any, Any], Any]
+"""The loop of an engine, and the first state."""
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """An engine.
+
+    Attributes:
+        name: of the framework.
+        training: begins a training of a strategy, given what is to be called before the loss is computed, and options
+            with the names that they have in `StepOptions`; a collective call.
+        transfers: the dtypes in which its gradients may travel.
+        library: which has to be installed.
+    """
+
+    name: str
+    training: Callable[..., AbstractContextManager[Begun]]
+    transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
+    library: str = "numpy"
+
+    @property
+    def as_parameter(self) -> Any:
+        is_missing = importlib.util.find_spec(self.library) is None
+        marks = [pytest.mark.skip(reason=f"{self.library} is not installed")] if is_missing else []
+        return pytest.param(self, id=self.name, marks=marks)
+
+
+def variables() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(1)
+    return {
+        "b": draw.normal(size=OUTPUTS).astype(np.float32),
+        "w": draw.normal(size=(INPUTS, OUTPUTS)).astype(np.float32),
+    }
+
+
+def rows(count: int = STEPS * BATCH_SIZE * REPLICAS) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(count, INPUTS)).astype(np.float32)
+    return {"x": x, "y": x[:, :OUTPUTS] + 0.1 * draw.normal(size=(count, OUTPUTS)).astype(np.float32)}
+
+
+@contextmanager
+def in_numpy(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Begun]:
+    given = NumpyOptions(before_loss=before_loss, **options)
+    engine = NumpyEngine(strategy.replicas, given)
+    loop = StepLoop(strategy.replicas, engine, given.rules, given.loss_scaling, NoRecorder())
+    first = engine.restore(TrainState(variables(), None, 0))
+    yield loop, loop.start(lambda: engine.share(first, 0), lambda: first)
+
+
+@contextmanager
+def in_jax(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Begun]:
+    def loss_fn(variables, batch, key):
+        before_loss()
+        return jnp.mean((batch["x"] @ variables["w"] + variables["b"] - batch["y"]) ** 2)
+
+    optimizer = optax.sgd(RATE, momentum=MOMENTUM)
+    trainer = strategies.Trainer(strategy, loss_fn, optimizer, min_elements_for_sharding=1, **options)
+    state = trainer.init(variables())
+    yield trainer._loop, state
+
+
+ROWS = (Row("numpy", in_numpy, transfers=("float16", "bfloat16")), Row("jax", in_jax))
+EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
+
+
+def batches(strategy: strategies.Strategy) -> Iterator[Batch]:
+    return strategy.distribute_dataset(rows(), BATCH_SIZE, seed=1).epoch(0)
+
+
+def copied(batch: Batch) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in batch.items()}
+
+
+def bits_of(loop: StepLoop[Any, Any], state: Any) -> dict[str, tuple[str, bytes]]:
+    """What has to be equal where states are equal to the last bit."""
+    return {name: (str(array.dtype), array.tobytes()) for name, array in loop._engine.digest(state).items()}
+
+
+def continued(begun: Begun, given: Iterable[Batch]) -> tuple[Any, list[dict[str, float]]]:
+    """The state after a step with each of the batches, and the metrics of all steps."""
+    (loop, state), found = begun, []
+    for batch in given:
+        state, metrics = loop.step(state, batch)
+        found.append(dict(metrics))
+    return state, found
+
+
+def train(strategy: strategies.Strategy, row: Row, **options: Any) -> tuple[Any, ...]:
+    """The metrics of every step, how many there were, and the bits after the last one."""
+    with row.training(strategy, **options) as (loop, state):
+        state, found = continued((loop, state), batches(strategy))
+        return found, state.step, bits_of(loop, state)

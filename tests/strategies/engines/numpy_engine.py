@@ -1,0 +1,189 @@
+"""A small engine in NumPy: a linear model with squared loss, trained by SGD with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import numpy as np
+
+from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.step import StepRules
+from strategies.errors import NonFiniteGradientError
+from strategies.exchange.flat import FlatLayout
+from strategies.exchange.means import Bucket, Means
+from strategies.exchange.transfer import GradientTransfer
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.replicas.replicas import Replicas
+from strategies.train_state import TrainState
+
+RATE, MOMENTUM = 0.05, 0.9
+TAIL = 2
+"""Behind the last bucket: the loss, and whether the instance was given a notice."""
+
+NAMES = ("b", "w")
+"""The biases and the weights, in the order in which their gradients leave."""
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class NumpyOptions:
+    """The options of a step, with the names and meanings that they have in `StepOptions`."""
+
+    check_numerics: bool = False
+    digest_every: int = 0
+    replicated_optimizer_state_sharding: bool = False
+    loss_scaling: LossScaling | None = None
+    gradient_transfer_dtype: str | None = None
+    before_loss: Callable[[], object] = lambda: None
+
+    @property
+    def rules(self) -> StepRules[TrainState]:
+        """The rules by which the loop makes steps."""
+        own_part = "sharded optimizer state" if self.replicated_optimizer_state_sharding else None
+        return StepRules(self.digest_every, own_part, flipped, lambda batch: len(batch["x"]))
+
+
+@dataclass
+class NumpyPending:
+    """A step that has begun; see `PendingStep`."""
+
+    state: TrainState
+    buckets: Iterator[tuple[Bucket, Buffers]]
+    exchange: Means
+    means: Arrays = field(default_factory=dict)
+    is_finite: bool = True
+
+
+@final
+class NumpyEngine(Engine[TrainState, NumpyPending]):
+    """Computes one replica after another; a step makes a new state of arrays."""
+
+    def __init__(self, replicas: Replicas, options: NumpyOptions) -> None:
+        self._replicas, self._options = replicas, options
+        self._is_sharded = options.replicated_optimizer_state_sharding
+        self._transfer = GradientTransfer.parse(options.gradient_transfer_dtype)
+        self._buckets: dict[str, Bucket] = {}
+
+    # ---- one step
+
+    def begin(self, state: TrainState, batch: Mapping[str, np.ndarray], notice: bool) -> NumpyPending:
+        """See `Engine`."""
+        if not self._buckets:
+            self._buckets = {name: self._bucket(name, state.variables[name]) for name in NAMES}
+        means = Means(self._replicas.communicator, self._replicas.num_replicas_in_sync, None)
+        return NumpyPending(state, self._gradients(state, batch, notice), means)
+
+    def _bucket(self, name: str, array: np.ndarray) -> Bucket:
+        layout = FlatLayout((array.shape,), (self._transfer.dtype_of(array.dtype),), TAIL if name == "w" else 0)
+        return Bucket(f"gradients/{name}", layout, tuple(_memory(layout)), frozenset())
+
+    def _gradients(
+        self, state: TrainState, batch: Mapping[str, np.ndarray], notice: bool
+    ) -> Iterator[tuple[Bucket, Buffers]]:
+        self._options.before_loss()
+        count = len(self._replicas.local_replicas)
+        inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
+        pairs = list(zip(inputs, wanted, strict=True))
+        errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in pairs]
+        to_outputs = [error * (2 * _scale_of(state) / np.float32(error.size)) for error in errors]
+        yield self._packed("b", [each.sum(axis=0) for each in to_outputs], [()] * count)
+        tails = [(np.mean(error**2), float(notice)) for error in errors]
+        yield self._packed("w", [x.T @ each for x, each in zip(inputs, to_outputs, strict=True)], tails)
+
+    def _packed(
+        self, name: str, gradients: Sequence[np.ndarray], tails: Sequence[tuple[float, ...]]
+    ) -> tuple[Bucket, Buffers]:
+        bucket = self._buckets[name]
+        of_replicas = [_memory(bucket.layout) for _ in gradients]
+        for buffers, gradient, tail in zip(of_replicas, gradients, tails, strict=True):
+            with np.errstate(over="ignore"):  # `arrived` looks for what is not finite
+                bucket.layout.view(0, buffers)[...] = gradient
+            bucket.layout.tail_view(buffers)[...] = tail
+        return bucket, list(zip(*of_replicas, strict=True))
+
+    def arrived(self, pending: NumpyPending) -> Arrived:
+        """See `Engine`; a collective call."""
+        for name, bucket in self._buckets.items():
+            mean = bucket.layout.view(0, bucket.results).astype(np.float32)
+            pending.means[name] = mean / _scale_of(pending.state)
+        bad = [name for name, mean in pending.means.items() if not np.isfinite(mean).all()]
+        found = self._replicas.communicator.all_reduce(np.array([len(bad)]), "max", name="gradients not finite")
+        if self._options.check_numerics and found[0]:
+            raise NonFiniteGradientError(f"the gradient of {bad[0]} is not finite at step {pending.state.step}")
+        pending.is_finite = not (self._options.loss_scaling and found[0])
+        bucket = self._buckets["w"]
+        tail = bucket.layout.tail_view(bucket.results).copy()
+        return Arrived(("loss",), tail, float(tail[1]), pending.is_finite, lambda: (pending.means, None))
+
+    def update(self, pending: NumpyPending, scale: LossScale | None) -> TrainState:
+        """See `Engine`; a collective call where the optimizer state is sharded."""
+        state = pending.state
+        if not pending.is_finite:
+            return replace(state, step=state.step + 1, loss_scale=scale)
+        variables, velocities = {}, {}
+        for name, array in state.variables.items():
+            velocities[name] = MOMENTUM * state.optimizer_state[name] + self._own(pending.means[name])
+            part = self._own(array) - RATE * velocities[name]
+            variables[name] = self._gathered(name, part)[: array.size].reshape(array.shape)
+        return TrainState(variables, velocities, state.step + 1, scale)
+
+    def _own(self, array: np.ndarray) -> np.ndarray:
+        """Return the elements whose velocity this instance keeps, padded to as many for each replica."""
+        replicas = self._replicas.num_replicas_in_sync if self._is_sharded else 1
+        flat = np.resize(array, -(-array.size // replicas) * replicas).reshape(replicas, -1)
+        return flat[self._replicas.local_replicas if self._is_sharded else [0]].reshape(-1)
+
+    def _gathered(self, name: str, part: np.ndarray) -> np.ndarray:
+        if not self._is_sharded:
+            return part
+        return self._replicas.communicator.all_gather(part, name=f"parts of {name}").reshape(-1)
+
+    # ---- the state
+
+    def share(self, state: TrainState, root: int) -> TrainState:
+        """See `Engine`."""
+        scale = state.loss_scale
+        numbers = [] if scale is None else [scale.scale, scale.good_steps, scale.skipped]
+        arrays = self.digest(state) | {"step": np.array([state.step, *numbers], np.float64)}
+        got = {
+            name: self._replicas.communicator.broadcast(array.copy(), root, name=name) for name, array in arrays.items()
+        }
+        step, *numbers = got.pop("step").tolist()
+        velocities = state.optimizer_state if self._is_sharded else {name: got[f"velocity/{name}"] for name in NAMES}
+        scale = LossScale(np.float32(numbers[0]), *map(np.int32, numbers[1:])) if numbers else None
+        return TrainState({name: got[name] for name in NAMES}, velocities, int(step), scale)
+
+    def digest(self, state: TrainState) -> Arrays:
+        """See `Engine`."""
+        velocities = {} if self._is_sharded else state.optimizer_state
+        return dict(state.variables) | {f"velocity/{name}": array for name, array in velocities.items()}
+
+    def snapshot(self, state: TrainState) -> TrainState:
+        """See `Engine`: what a state is."""
+        return state
+
+    def restore(self, snapshot: TrainState) -> TrainState:
+        """See `Engine`; the first velocity is zero."""
+        zeros = {name: np.zeros_like(array) for name, array in snapshot.variables.items()}
+        velocities = {name: self._own(array) for name, array in (snapshot.optimizer_state or zeros).items()}
+        scaling = self._options.loss_scaling
+        scale = snapshot.loss_scale or (None if scaling is None else scaling.start())
+        return replace(snapshot, optimizer_state=velocities, loss_scale=scale)
+
+
+def flipped(state: TrainState) -> TrainState:
+    """Return the state with one bit changed."""
+    weights = state.variables["w"].copy()
+    weights.reshape(-1).view(np.int32)[0] ^= 1 << 16
+    return replace(state, variables=state.variables | {"w": weights})
+
+
+def _scale_of(state: TrainState) -> np.float32:
+    return np.float32(1 if state.loss_scale is None else state.loss_scale.scale)
+
+
+def _memory(layout: FlatLayout) -> list[np.ndarray]:
+    return [np.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
