@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,33 @@ def in_jax(
     yield trainer._loop, state
 
 
-ROWS = (Row("numpy", in_numpy, transfers=("float16", "bfloat16")), Row("jax", in_jax))
+@contextmanager
+def in_torch(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Begun]:
+    import torch
+
+    import strategies.torch
+
+    def loss_fn(module, batch):
+        before_loss()
+        return ((module(batch["x"]) - batch["y"]) ** 2).mean()
+
+    if before_loss is not nothing:
+        options["verify_steps"] = 0  # plain PyTorch is not to be called before the replicas are
+    module, first = torch.nn.Linear(INPUTS, OUTPUTS), variables()
+    module.load_state_dict({"bias": torch.from_numpy(first["b"]), "weight": torch.from_numpy(first["w"].T.copy())})
+    optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, min_elements_for_sharding=1, **options)
+    with closing(trainer):
+        yield trainer._loop, trainer._training
+
+
+ROWS = (
+    Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
+    Row("jax", in_jax),
+    Row("torch", in_torch, library="torch"),
+)
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
 
 

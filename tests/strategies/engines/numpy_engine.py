@@ -84,14 +84,15 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         self, state: TrainState, batch: Mapping[str, np.ndarray], notice: bool
     ) -> Iterator[tuple[Bucket, Buffers]]:
         self._options.before_loss()
-        count = len(self._replicas.local_replicas)
+        count, scale = len(self._replicas.local_replicas), _scale_of(state)
         inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
-        pairs = list(zip(inputs, wanted, strict=True))
-        errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in pairs]
-        to_outputs = [error * (2 * _scale_of(state) / np.float32(error.size)) for error in errors]
-        yield self._packed("b", [each.sum(axis=0) for each in to_outputs], [()] * count)
-        tails = [(np.mean(error**2), float(notice)) for error in errors]
-        yield self._packed("w", [x.T @ each for x, each in zip(inputs, to_outputs, strict=True)], tails)
+        with np.errstate(all="ignore"):  # `arrived` looks for what is not finite
+            errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in zip(inputs, wanted, strict=True)]
+            to_outputs = [error * (2 * scale / np.float32(error.size)) for error in errors]
+            tails = [(np.mean(error**2), float(notice)) for error in errors]
+            biases = self._packed("b", [each.sum(axis=0) for each in to_outputs], [()] * count)
+            weights = self._packed("w", [x.T @ each for x, each in zip(inputs, to_outputs, strict=True)], tails)
+        yield from (biases, weights)
 
     def _packed(
         self, name: str, gradients: Sequence[np.ndarray], tails: Sequence[tuple[float, ...]]
@@ -99,8 +100,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         bucket = self._buckets[name]
         of_replicas = [_memory(bucket.layout) for _ in gradients]
         for buffers, gradient, tail in zip(of_replicas, gradients, tails, strict=True):
-            with np.errstate(over="ignore"):  # `arrived` looks for what is not finite
-                bucket.layout.view(0, buffers)[...] = gradient
+            bucket.layout.view(0, buffers)[...] = gradient
             bucket.layout.tail_view(buffers)[...] = tail
         return bucket, list(zip(*of_replicas, strict=True))
 

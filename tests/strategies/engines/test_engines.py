@@ -11,7 +11,8 @@ import logging
 
 import numpy as np
 import pytest
-from engine_rows import BATCH_SIZE, EVERY, REPLICAS, ROWS, batches, bits_of, continued, copied, train
+from engine_rows import BATCH_SIZE, EVERY, REPLICAS, batches, bits_of, continued, copied, train, variables
+from numpy_engine import MOMENTUM, RATE
 from surviving_instances import run_instances
 
 from collectives import PeerLostError
@@ -37,14 +38,6 @@ def on_all(on_instances):
     return run
 
 
-def all_equal(found):
-    return all(each == found[0] for each in found)
-
-
-def loss_of(batch_like):
-    return batch_like[0]["loss"]
-
-
 # ---- order
 
 
@@ -65,6 +58,9 @@ class Witness:
     def phase_begins(self, phase):
         if phase in (FORWARD_BACKWARD, EXCHANGE, UPDATE):
             self.seen.append(phase)
+
+    def phase_ends(self, phase):
+        pass
 
     def reduced(self, snapshot, batch, gradients, shards):
         self.seen.append(("reduced", snapshot.step, variables_of(snapshot)))
@@ -117,31 +113,38 @@ def test_a_step_has_its_phases_in_their_order(row, count):
 # ---- bits
 
 
-OPTIONS = (
+CHANGING = (
     {},
-    {"gradient_transfer_dtype": "float16"},
-    {"gradient_transfer_dtype": "bfloat16"},
-    {"gradient_transfer_dtype": "int8"},
+    *({"gradient_transfer_dtype": dtype} for dtype in ("float16", "bfloat16", "int8")),
     {"replicated_optimizer_state_sharding": True},
     {"loss_scaling": LossScaling(2.0**10, 2.0, 2)},
 )
+"""Options that change what is computed."""
 
 
+@pytest.mark.parametrize("options", CHANGING, ids=lambda options: "-".join(options) or "plain")
 @EVERY
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "plain")
 def test_metrics_and_variables_have_the_same_bits_for_every_number_of_instances(row, options, on_all):
-    if options.get("gradient_transfer_dtype", "int8") not in (*row.transfers, "int8"):
-        pytest.skip(f"the engine has no such exchange: {options}")
+    if options.get("gradient_transfer_dtype", row.transfers[0]) not in row.transfers:
+        pytest.skip(f"this engine exchanges nothing as {options['gradient_transfer_dtype']}")
     found = on_all(functools.partial(train, row=row, **options))
-    assert all_equal(found)
-    losses = [metrics["loss"] for metrics in found[0][0]]
-    assert losses == sorted(losses, reverse=True)
+    assert found == found[:1] * sum(COUNTS)
 
 
 @EVERY
-def test_all_engines_compute_the_same(row, on_instances):
-    [[found, *_]], [[expected, *_]] = (on_instances(1, REPLICAS, functools.partial(train, row=of)) for of in (row, ROWS[0]))
-    np.testing.assert_allclose([each["loss"] for each in found], [each["loss"] for each in expected], rtol=1e-5)
+def test_the_metrics_are_those_of_the_rows_of_all_replicas(row, on_instances):
+    """As plain NumPy computes them in double precision."""
+    [[found, *_]] = on_instances(1, REPLICAS, functools.partial(train, row=row))
+    [given] = on_instances(1, REPLICAS, lambda strategy: list(map(copied, batches(strategy))))
+    values = {name: array.astype(np.float64) for name, array in variables().items()}
+    velocities, expected = dict.fromkeys(values, 0), []
+    for batch in given:
+        error = batch["x"] @ values["w"] + values["b"] - batch["y"]
+        expected.append(np.mean(error**2))
+        gradients = {"b": 2 * error.sum(axis=0) / error.size, "w": 2 * batch["x"].T @ error / error.size}
+        velocities = {name: MOMENTUM * velocities[name] + gradients[name] for name in values}
+        values = {name: values[name] - RATE * velocities[name] for name in values}
+    np.testing.assert_allclose([each["loss"] for each in found], expected, rtol=1e-5)
 
 
 # ---- errors
@@ -219,7 +222,8 @@ def test_an_overflow_on_one_replica_changes_the_step_and_the_scale_alone(row, on
             state, found = continued((loop, state), map(copied, given))
             return found, state.step, bits_of(loop, state)
 
-    assert all_equal(on_all(function))
+    found = on_all(function)
+    assert found == found[:1] * sum(COUNTS)
 
 
 # ---- digests
