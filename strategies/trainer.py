@@ -240,7 +240,7 @@ class Trainer:
         """
         refuse_in_replica("trainer.step")
         check_state(state)
-        return self._loop.step(state, batch)
+        return self._loop.make_step(state, batch)
 
     # ---- without training
 

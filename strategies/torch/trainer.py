@@ -133,7 +133,7 @@ class Trainer:
             DisagreementError: on all instances, before the first step with batches of a shape, if they differ in the
                 options, the data set, the module, the optimizer or the loss function.
         """
-        return self._loop.step(self._training, batch)[1]
+        return self._loop.make_step(self._training, batch)[1]
 
     def plan(self, batch: Batch) -> MemoryPlan:
         """Return how much memory this instance will need, as far as is known before anything runs; no collective call.
