@@ -126,7 +126,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             watch,
         )
         local.begin(tensors, turn, [buffers.masters_of(each) for each in local.replicas], state.residuals)
-        return TorchPending(prepared, local, scale, watch, is_verified, prepared.buckets())
+        return TorchPending(prepared, local, scale, watch, is_verified, self._buckets(local))
+
+    def _buckets(self, local: LocalReplicas) -> Iterator[tuple[Bucket, Buffers]]:
+        for number, contributions in local.collect(self.prepared.make_exchange):
+            yield self.prepared.exchange.buckets[number], contributions
 
     def _expected(self, training: TorchTraining, batch: Batch, scale: float) -> Comparison | None:
         """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
