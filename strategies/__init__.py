@@ -24,6 +24,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
 from strategies.data.layout import Position
 from strategies.data.sources import InputContext, Masked
+from strategies.defaults import Defaults
 from strategies.errors import (
     CheckpointError,
     DeviceError,
@@ -74,6 +75,7 @@ __all__ = [
     "Cast",
     "CheckpointError",
     "Checkpoints",
+    "Defaults",
     "DeviceError",
     "DisagreementError",
     "DistributedDataset",

@@ -8,7 +8,6 @@ from typing import Unpack
 from optax import GradientTransformation
 
 from strategies.argument_checks import require_known_options
-from strategies.config.configured import in_force
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Evaluation, Told
 from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
@@ -49,7 +48,7 @@ class Trainer:
         optimizer: an optax gradient transformation, or a `MapGradientOptimizer`.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
-            configuration in force (`strategies.config`) says, otherwise not.
+            defaults of the strategy say.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
         options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
             all of them are described.
@@ -78,7 +77,7 @@ class Trainer:
         self._strategy = strategy
         require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
-        self._options = configured(seed, check_numerics, digest_every, options, in_force())
+        self._options = configured(seed, check_numerics, digest_every, options, strategy.defaults)
         self._put_together(loss_fn, optimizer)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 

@@ -20,6 +20,7 @@ from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
 from strategies.data.datasets import DistributedDataset
+from strategies.defaults import Defaults
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
 from strategies.programs.program import DeviceProgram, HeldState
@@ -92,6 +93,7 @@ class Replicas:
             instance.local_index,
             instance.ipus_per_replica,
             self.instruments,
+            self.defaults.executables,
         )
         self.devices = self.grid.first
         self.reducer = CrossReplicaReducer(
@@ -109,6 +111,11 @@ class Replicas:
     def instance(self) -> Instance:
         """The instance with the replicas that this process drives, as the instances are numbered now."""
         return self._membership.instance
+
+    @property
+    def defaults(self) -> Defaults:
+        """See `Strategy.defaults`."""
+        return self._membership.defaults
 
     @property
     def communicator(self) -> Communicator:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import at_least, positive
-from strategies.config.configured import Effects
+from strategies.defaults import Defaults
 from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.gradients.arguments import Filter
@@ -297,9 +297,9 @@ class StepOptions:
 
 
 def configured(
-    seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, effects: Effects
+    seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, defaults: Defaults
 ) -> StepOptions:
-    """Return the options of a step, of which those that are left out are as the configuration in force says.
+    """Return the options of a step; those that are left out are as the defaults of the strategy say.
 
     Args:
         seed: see `StepOptions`.
@@ -307,17 +307,17 @@ def configured(
             expected to overflow.
         digest_every: see there.
         options: the others, as far as they are given.
-        effects: of the configuration.
+        defaults: of the strategy.
 
     Raises:
         ValueError: see `StepOptions`.
     """
     usual = TrainerOptions(
-        stochastic_rounding=effects.rounds_stochastically, min_elements_for_sharding=effects.min_elements_for_sharding
+        stochastic_rounding=defaults.rounds_stochastically, min_elements_for_sharding=defaults.min_elements_for_sharding
     )
     usual.update(options)
     found = StepOptions(seed, False if check_numerics is None else check_numerics, digest_every, **usual)
-    if check_numerics is None and effects.checks_numerics and found.scaling is None:
+    if check_numerics is None and defaults.checks_numerics and found.scaling is None:
         return replace(found, check_numerics=True)
     return found
 
