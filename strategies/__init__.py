@@ -19,6 +19,7 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
 from strategies.comparing.digest import fingerprint
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
@@ -40,7 +41,6 @@ from strategies.evaluation.data_pass import Evaluation, Mean
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
 from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy

@@ -50,8 +50,8 @@ class Trainer:
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
             defaults of the strategy say.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
-        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
-            all of them are described.
+        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`
+            and its base class, which describe them.
 
     Attributes:
         seed: of the keys.

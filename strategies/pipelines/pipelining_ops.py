@@ -14,10 +14,10 @@ import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.defaults import current_defaults
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (

@@ -43,7 +43,7 @@ class Trainer:
             and one micro-batch; it gets the replica's copy of the module.
         optimizer: one of `torch.optim`, or of others, of the module's parameters.
         seed: of the random numbers in the module and in `loss_fn`.
-        options: the others, by name; see `TorchOptions`, where all of them are described.
+        options: the others, by name; see `TorchOptions` and its base class, which describe them.
 
     Attributes:
         module: see above.

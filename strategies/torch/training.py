@@ -86,12 +86,8 @@ class TorchTraining:
 
     @property
     def own_part(self) -> str | None:
-        """The part of the state that no other instance has, in words; None where all have the same."""
-        kinds = {
-            "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
-            "residuals of int8 gradients": self._options.transfer.is_quantised,
-        }
-        return next((kind for kind, has_it in kinds.items() if has_it), None)
+        """See `CommonOptions`."""
+        return self._options.own_part
 
     def replaced(self) -> None:
         """Note that what was given of the state is used up."""
