@@ -23,7 +23,7 @@ COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 
 GRADIENT = {
     "strategies/trainer.py": "step",
-    "strategies/step/single_step.py": "make",
+    "strategies/core/step.py": "step",
     "strategies/step/jax_engine.py": "begin",
     "strategies/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",

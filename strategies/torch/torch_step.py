@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,18 +13,21 @@ import torch
 
 from collectives import Communicator
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
-from strategies.comparing.agreement import broadcast_text, insist_on_agreement, terms_of
-from strategies.comparing.digest import insist_on_same_bits, majority_of
+from strategies.comparing.agreement import terms_of
+from strategies.comparing.digest import host_arrays
+from strategies.core.agreement import broadcast_text, insist_on_agreement
+from strategies.core.digest import insist_on_same_bits, majority_of
+from strategies.core.metrics import Metrics, StepNotice, metrics_of, tell_end
+from strategies.core.step import StepWatcher
+from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.gradients.leaving import not_made
 from strategies.loss_scaling import LossScaling
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.gathering import gather_replicas
-from strategies.replicas.membership import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.step.metrics import Metrics, StepNotice, metrics_of, tell_end
-from strategies.step.step_record import StepWatcher
+from strategies.step.jax_engine import rows_of
 from strategies.torch.agreement import (
     StepSettings,
     lines_of_function,
@@ -122,7 +126,7 @@ class TorchStep:
             metrics = self._make(batch)
         else:
             metrics = surviving(replicas, lambda: self._make(batch), catch_up, lambda _, root: self._share(root))
-        tell_end(replicas, given, metrics, training.step, local)
+        tell_end(replicas, partial(rows_of, given), local, metrics, training.step)
         return metrics
 
     def _share(self, root: int) -> None:
@@ -140,11 +144,11 @@ class TorchStep:
         """Compare bits between instances, in steps where that is asked for; take over what most instances have."""
         every, training = self._options.digest_every, self._training
         if every and training.step and training.step % every == 0:
-            root = majority_of(self._replicas, training.recorded(), training.step)
+            root = majority_of(self._replicas, host_arrays(training.recorded()), training.step)
             if root is not None:
                 training.share(root)
         elif self._options.compares_bits(self._made_with_these):
-            insist_on_same_bits(self._replicas, training.tensors(), training.step)
+            insist_on_same_bits(self._replicas, host_arrays(training.tensors()), training.step)
 
     # ---- one step
 

@@ -9,10 +9,10 @@ import torch
 
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.evaluation.data_pass import Evaluation
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
-from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from strategies.checkpoints.serialization import Age, HostArray
+from strategies.core.metrics import Metrics
 from strategies.errors import StrategyError
 from strategies.exchange.transfer import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.step.metrics import Metrics
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
