@@ -121,7 +121,7 @@ def current_defaults() -> Defaults:
 
 @contextmanager
 def current_defaults_of(strategy: HasDefaults) -> Iterator[None]:
-    """Have `current_defaults` return this strategy's."""
+    """Make this strategy's defaults the current ones inside the block."""
     token = _strategy.set(strategy)
     try:
         yield

@@ -1,7 +1,7 @@
-"""How a configuration goes together with the launcher of a job: the launcher's numbers decide.
+"""The numbers of instances and replicas where a job has a launcher and its strategy has defaults.
 
-poprun has fixed all of them. Open MPI, Slurm and TF_CONFIG have fixed the instances only, so that the configuration
-says how many replicas each of them has; for a program without a launcher, too.
+The launcher's numbers decide. poprun fixes all of them. Open MPI, Slurm and TF_CONFIG fix the instances, and the
+defaults say how many replicas each instance has. Without a launcher the defaults say it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tup
 
 
 def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> int | None:
-    """Return the replicas of each instance by the configuration; None if it does not say, or poprun has said it.
+    """Return the replicas of each instance by the defaults; None if they name no IPUs, or poprun fixes the number.
 
     Args:
         defaults: of the strategy.
@@ -49,7 +49,7 @@ def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> in
 
 
 def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Instance:
-    """`popdist.init` for as many replicas as the configuration says, where nobody else has said it.
+    """Call `popdist.init` for as many replicas as the defaults say, unless poprun fixes the number.
 
     Args:
         defaults: of the strategy.
@@ -68,10 +68,10 @@ def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Inst
 
 
 def refuse_contradictions(defaults: Defaults, instance: Instance) -> None:
-    """Look at whether a configuration describes this instance and the replicas that it has.
+    """Refuse defaults that describe another instance, or other replicas than this instance has.
 
     Raises:
-        EnvironmentMismatchError: if it describes others.
+        EnvironmentMismatchError: if they do.
     """
     refuse_other_process(defaults, instance)
     if defaults.selection is not None and defaults.selection.is_counted:
@@ -79,10 +79,10 @@ def refuse_contradictions(defaults: Defaults, instance: Instance) -> None:
 
 
 def refuse_other_process(defaults: Defaults, instance: Instance) -> None:
-    """Look at whether a configuration describes this instance, as far as it says which one it is.
+    """Refuse defaults that name another process than this instance.
 
     Raises:
-        EnvironmentMismatchError: if it describes another one.
+        EnvironmentMismatchError: if they do.
     """
     count, index = defaults.process_count, defaults.process_index
     if count and (count, index) != (instance.count, instance.index):
