@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import torch
@@ -10,9 +10,7 @@ import torch
 from collectives import Communicator
 from strategies.comparing.agreement import terms_of
 from strategies.core.agreement import insist_on_agreement
-from strategies.core.engine import Buffers
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.exchange.means import Bucket
 from strategies.gradients.leaving import not_made
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.timetable import Timed
@@ -76,12 +74,6 @@ class PreparedReplicas:
         """The exchange, once the first bucket of a step is ready."""
         assert self._exchange is not None
         return self._exchange
-
-    def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
-        """Yield each bucket of the step that has begun, when it is ready."""
-        assert self._local is not None
-        for number, contributions in self._local.collect(self._plan):
-            yield self.exchange.buckets[number], contributions
 
     def let_go(self) -> None:
         """Give the gradients of the last step back, before there are others."""
@@ -167,8 +159,12 @@ class PreparedReplicas:
         buckets = plan.buckets(not_made)
         return plan_memory(self._replicas, self.training, plan, buckets, self._has_private_means, batch)
 
-    def _plan(self, names: tuple[str, ...]) -> TorchGradientPlan:
-        """Plan how gradients travel, and make the memory for the means; a collective call."""
+    def make_exchange(self, names: tuple[str, ...]) -> TorchGradientPlan:
+        """Plan how gradients travel, and make the memory for their means; a collective call.
+
+        Args:
+            names: of the metrics.
+        """
         plan, count = self._gradient_plan(names), self._replicas.num_replicas_in_sync
         communicator = self._replicas.communicator
         self._exchange = GradientExchange(plan, names, communicator, count, self._has_private_means)
