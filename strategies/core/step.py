@@ -245,10 +245,10 @@ class StepLoop(Generic[State, Pending]):
 
     def _share(self, state: State, root: int) -> State:
         """Return the state of instance `root`, with its metrics and notice; a collective call."""
-        state = self._engine.share(state, root)
         own = self.metrics
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
+        state = self._engine.share(state, root)  # comes last: where it fails, nothing has changed
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))

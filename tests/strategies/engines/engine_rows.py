@@ -143,7 +143,7 @@ def continued(begun: Begun, given: Iterable[Batch]) -> tuple[Any, list[dict[str,
     """The state after a step with each of the batches, and the metrics of all steps."""
     (loop, state), found = begun, []
     for batch in given:
-        state, metrics = loop.step(state, batch)
+        state, metrics = loop.make_step(state, batch)
         found.append(dict(metrics))
     return state, found
 

@@ -15,8 +15,7 @@ from engine_rows import BATCH_SIZE, EVERY, REPLICAS, batches, bits_of, continued
 from numpy_engine import MOMENTUM, RATE
 from surviving_instances import run_instances
 
-from collectives import PeerLostError
-from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, PHASES, UPDATE
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
 from strategies import DivergenceError
 from strategies.core.step import StepLoop
 from strategies.errors import NonFiniteGradientError
@@ -89,7 +88,7 @@ def test_a_step_has_its_phases_in_their_order(row, count):
             for batch in batches(strategy):
                 before = variables_of(loop._engine.snapshot(state))
                 witness.seen.clear()
-                state, _ = loop.step(state, batch)
+                state, _ = loop.make_step(state, batch)
                 found.append((before, list(witness.seen), variables_of(loop._engine.snapshot(state))))
             return found
 
@@ -169,7 +168,7 @@ def test_after_an_error_of_the_loss_function_the_step_can_be_made_again(row, on_
             given, before = batches(strategy), bits_of(loop, state)
             batch = next(given)
             with pytest.raises(ZeroDivisionError, match="raised once"):
-                loop.step(state, batch)
+                loop.make_step(state, batch)
             assert bits_of(loop, state) == before
             state, found = continued((loop, state), [batch, *given])
             return found, state.step, bits_of(loop, state)
@@ -196,7 +195,7 @@ def test_a_gradient_that_is_not_finite_is_refused_on_all_instances(row, on_all):
             before = bits_of(loop, state)
             batch = next(given)
             with pytest.raises(NonFiniteGradientError, match="is not finite at step 1"):
-                loop.step(state, spoilt(strategy, batch, np.nan))
+                loop.make_step(state, spoilt(strategy, batch, np.nan))
             assert bits_of(loop, state) == before
             state, found = continued((loop, state), map(copied, [batch, *given]))
             return first + found, state.step, bits_of(loop, state)
@@ -258,7 +257,7 @@ def test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step(row
             for step, batch in enumerate(batches(strategy)):
                 if step == 2 and strategy.instance_index == strategy.num_instances - 1:
                     loop.notice.give(15)
-                state, _ = loop.step(state, batch)
+                state, _ = loop.make_step(state, batch)
                 agreed.append(loop.notice.is_agreed)
             return agreed
 
