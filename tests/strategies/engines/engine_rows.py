@@ -110,8 +110,21 @@ def in_torch(
 
     if before_loss is not nothing:
         options["verify_steps"] = 0  # plain PyTorch is not to be called before the replicas are
-    module, first = torch.nn.Linear(INPUTS, OUTPUTS), variables()
-    module.load_state_dict({"bias": torch.from_numpy(first["b"]), "weight": torch.from_numpy(first["w"].T.copy())})
+    class Counting(torch.nn.Linear):
+        """With a buffer, which is a part of the state."""
+
+        def __init__(self):
+            super().__init__(INPUTS, OUTPUTS)
+            self.register_buffer("rows", torch.tensor(0))
+            self.load_state_dict({name: torch.from_numpy(array) for name, array in first.items()})
+
+        def forward(self, x):
+            if self.training:
+                self.rows += len(x)
+            return super().forward(x)
+
+    first = {"bias": variables()["b"], "weight": variables()["w"].T.copy(), "rows": np.array(0)}
+    module = Counting()
     optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, min_elements_for_sharding=1, **options)
     with closing(trainer):

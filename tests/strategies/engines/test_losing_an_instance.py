@@ -6,6 +6,7 @@ An instance is lost at each event that instruments see of it, and instead of eac
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from typing import final
@@ -133,6 +134,20 @@ def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
     check(trained(row, count, mechanism, of_all), row)
     for number in range(len(of_all.seen)):
         check(trained(row, count, mechanism, Events(lost, step, number)), row, lost)
+
+
+WAYS = list(itertools.product(("raise", "stop", "cut"), ("data", "forward", "all_reduce", "update")))
+
+
+@EVERY
+@pytest.mark.parametrize(("kind", "phase"), WAYS)
+def test_in_whatever_way_it_is_lost(row, kind, phase):
+    number = WAYS.index((kind, phase))
+    count = 2 + number % 2
+    lost = number % count
+    faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
+    mechanism = "ring" if kind == "cut" else "window"
+    check(run_instances(count, REPLICAS, functools.partial(train, row=row), faults, mechanism=mechanism), row, lost)
 
 
 @EVERY
