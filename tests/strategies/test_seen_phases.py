@@ -8,7 +8,6 @@ import optax
 from connected import ConnectedStrategy
 
 import collectives
-from collectives.backends.thread import run_on_threads
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from popdist import Instance
 from strategies import Trainer
@@ -87,19 +86,6 @@ def test_a_step_has_its_phases_in_their_order():
 def test_a_checkpoint_is_a_phase(tmp_path):
     eyes = Eyes()
     assert trained(alone(eyes), eyes, tmp_path)[-3:] == [DATA, *whole(CHECKPOINT)]
-
-
-def test_phases_are_the_same_on_several_instances():
-    """Between them there are collectives by which they compare what they are about to do."""
-    eyes = Eyes()
-
-    def program(communicator):
-        instance = Instance(communicator.rank, 2, 2, 2 * communicator.rank, 4, 0)
-        return trained(ConnectedStrategy(instance, communicator), eyes)
-
-    settings = collectives.Settings(progress=Instruments(eyes))
-    for seen in run_on_threads(2, program, settings):
-        assert seen[-len(step(1)) - 1 :] == [*step(1), DATA]
 
 
 def test_phases_of_one_instance_compile_in_none_of_the_others_threads():

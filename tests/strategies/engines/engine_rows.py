@@ -29,8 +29,7 @@ Begun = tuple[StepLoop[Any, Any], Any]
 """The loop of an engine, and the first state."""
 
 
-def nothing() -> None:
-    pass
+def nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ def in_torch(
 
     if before_loss is not nothing:
         options["verify_steps"] = 0  # plain PyTorch is not to be called before the replicas are
+
     class Counting(torch.nn.Linear):
         """With a buffer, which is a part of the state."""
 

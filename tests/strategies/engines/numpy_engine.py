@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -67,10 +67,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         self._transfer = GradientTransfer.parse(options.gradient_transfer_dtype)
         self._buckets: dict[str, Bucket] = {}
 
-    # ---- one step
-
-    def begin(self, state: TrainState, batch: Mapping[str, np.ndarray], notice: bool) -> NumpyPending:
-        """See `Engine`."""
+    def begin(self, state: TrainState, batch: Arrays, notice: bool) -> NumpyPending:
         if not self._buckets:
             self._buckets = {name: self._bucket(name, state.variables[name]) for name in NAMES}
         means = Means(self._replicas.communicator, self._replicas.num_replicas_in_sync, None)
@@ -80,9 +77,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         layout = FlatLayout((array.shape,), (self._transfer.dtype_of(array.dtype),), TAIL if name == "w" else 0)
         return Bucket(f"gradients/{name}", layout, tuple(_memory(layout)), frozenset())
 
-    def _gradients(
-        self, state: TrainState, batch: Mapping[str, np.ndarray], notice: bool
-    ) -> Iterator[tuple[Bucket, Buffers]]:
+    def _gradients(self, state: TrainState, batch: Arrays, notice: bool) -> Iterator[tuple[Bucket, Buffers]]:
         self._options.before_loss()
         count, scale = len(self._replicas.local_replicas), _scale_of(state)
         inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
@@ -94,9 +89,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
             weights = self._packed("w", [x.T @ each for x, each in zip(inputs, to_outputs, strict=True)], tails)
         yield from (biases, weights)
 
-    def _packed(
-        self, name: str, gradients: Sequence[np.ndarray], tails: Sequence[tuple[float, ...]]
-    ) -> tuple[Bucket, Buffers]:
+    def _packed(self, name: str, gradients: list[np.ndarray], tails: list[tuple[float, ...]]) -> tuple[Bucket, Buffers]:
         bucket = self._buckets[name]
         of_replicas = [_memory(bucket.layout) for _ in gradients]
         for buffers, gradient, tail in zip(of_replicas, gradients, tails, strict=True):
@@ -105,7 +98,6 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         return bucket, list(zip(*of_replicas, strict=True))
 
     def arrived(self, pending: NumpyPending) -> Arrived:
-        """See `Engine`; a collective call."""
         for name, bucket in self._buckets.items():
             mean = bucket.layout.view(0, bucket.results).astype(np.float32)
             pending.means[name] = mean / _scale_of(pending.state)
@@ -119,7 +111,6 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         return Arrived(("loss",), tail, float(tail[1]), pending.is_finite, lambda: (pending.means, None))
 
     def update(self, pending: NumpyPending, scale: LossScale | None) -> TrainState:
-        """See `Engine`; a collective call where the optimizer state is sharded."""
         state = pending.state
         if not pending.is_finite:
             return replace(state, step=state.step + 1, loss_scale=scale)
@@ -131,42 +122,36 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         return TrainState(variables, velocities, state.step + 1, scale)
 
     def _own(self, array: np.ndarray) -> np.ndarray:
-        """Return the elements whose velocity this instance keeps, padded to as many for each replica."""
-        replicas = self._replicas.num_replicas_in_sync if self._is_sharded else 1
+        """The elements whose velocity this instance keeps, flat; padded, so that each replica has as many."""
+        if not self._is_sharded:
+            return array.reshape(-1)
+        replicas = self._replicas.num_replicas_in_sync
         flat = np.resize(array, -(-array.size // replicas) * replicas).reshape(replicas, -1)
-        return flat[self._replicas.local_replicas if self._is_sharded else [0]].reshape(-1)
+        return flat[self._replicas.local_replicas].reshape(-1)
 
     def _gathered(self, name: str, part: np.ndarray) -> np.ndarray:
-        if not self._is_sharded:
-            return part
-        return self._replicas.communicator.all_gather(part, name=f"parts of {name}").reshape(-1)
-
-    # ---- the state
+        return self._replicas.communicator.all_gather(part, name=name).reshape(-1) if self._is_sharded else part
 
     def share(self, state: TrainState, root: int) -> TrainState:
-        """See `Engine`."""
         scale = state.loss_scale
-        numbers = [] if scale is None else [scale.scale, scale.good_steps, scale.skipped]
-        arrays = self.digest(state) | {"step": np.array([state.step, *numbers], np.float64)}
-        got = {
-            name: self._replicas.communicator.broadcast(array.copy(), root, name=name) for name, array in arrays.items()
-        }
-        step, *numbers = got.pop("step").tolist()
-        velocities = state.optimizer_state if self._is_sharded else {name: got[f"velocity/{name}"] for name in NAMES}
+        numbers = [state.step] if scale is None else [state.step, scale.scale, scale.good_steps, scale.skipped]
+        got = {name: array.copy() for name, array in self.digest(state).items()}
+        got["numbers"] = np.array(numbers, np.float64)
+        for name, array in got.items():
+            self._replicas.communicator.broadcast(array, root, name=name)
+        step, *numbers = got["numbers"].tolist()
+        velocities = {name: got.get(f"velocity/{name}", state.optimizer_state[name]) for name in NAMES}
         scale = LossScale(np.float32(numbers[0]), *map(np.int32, numbers[1:])) if numbers else None
         return TrainState({name: got[name] for name in NAMES}, velocities, int(step), scale)
 
     def digest(self, state: TrainState) -> Arrays:
-        """See `Engine`."""
         velocities = {} if self._is_sharded else state.optimizer_state
         return dict(state.variables) | {f"velocity/{name}": array for name, array in velocities.items()}
 
     def snapshot(self, state: TrainState) -> TrainState:
-        """See `Engine`: what a state is."""
         return state
 
     def restore(self, snapshot: TrainState) -> TrainState:
-        """See `Engine`; the first velocity is zero."""
         zeros = {name: np.zeros_like(array) for name, array in snapshot.variables.items()}
         velocities = {name: self._own(array) for name, array in (snapshot.optimizer_state or zeros).items()}
         scaling = self._options.loss_scaling
