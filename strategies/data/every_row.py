@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -18,6 +19,18 @@ from strategies.errors import StrategyError
 from strategies.typing import Batch
 
 _WAY_OUT = "give what strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad') returns"
+
+
+class PaddingMembers(Protocol):
+    """The instances of a job that pad each other's batches."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects those that are left."""
+
+    @property
+    def local_replicas(self) -> range:
+        """The replicas that this instance drives now."""
 
 
 class EveryRow(ABC):
@@ -33,7 +46,9 @@ class EveryRow(ABC):
 
     @abstractmethod
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """Those of step `start`, `start + 1`, ... counted from the first one, on the devices.
+        """Yield those of step `start`, `start + 1`, ... counted from the first one.
+
+        Of a data set of a strategy they lie where it has put them, and otherwise on the host.
 
         Raises:
             StrategyError: if they cannot be read again.
@@ -44,17 +59,13 @@ class EveryRow(ABC):
         """Read no more after so many batches, though there may be more of them."""
 
 
-def every_row(
-    dataset: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
-) -> EveryRow:
-    """The rest of a data set.
+def every_row(dataset: Iterable[Batch], members: PaddingMembers) -> EveryRow:
+    """Return the rest of a data set.
 
     Args:
         dataset: a `DistributedDataset` that drops nothing, the rest of whose epoch is read; or an iterable of batches
             of this instance, of which each but the first may be shorter. Instances may have different numbers of them.
-        place: puts a batch of host arrays on the devices.
-        communicator: connects the instances.
-        local: how many replicas this instance drives.
+        members: the instances.
 
     Raises:
         TypeError: if it is neither.
@@ -67,7 +78,7 @@ def every_row(
     if not isinstance(dataset, Iterable):
         raise TypeError(f"the data set is a {type(dataset).__name__} and no iterable of batches; {_WAY_OUT}")
     given = dataset.batches if isinstance(dataset, Lockstep) else dataset
-    return _OfBatches(given, place, communicator, local)
+    return _OfBatches(given, members.communicator, len(members.local_replicas))
 
 
 class _OfDataset(EveryRow):
@@ -107,11 +118,8 @@ class _OfDataset(EveryRow):
 class _OfBatches(EveryRow):
     """See `every_row`. It can be read once."""
 
-    def __init__(
-        self, batches: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
-    ) -> None:
+    def __init__(self, batches: Iterable[Batch], communicator: Communicator, local: int) -> None:
         self._batches = batches
-        self._place = place
         self._communicator = communicator
         self._local = local
         self._is_begun = False
@@ -144,7 +152,7 @@ class _OfBatches(EveryRow):
             else:
                 assert last is not None
                 last = Masked(last.values, np.zeros(rows * self._local, bool))
-            yield self._place(last)
+            yield last
 
 
 def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:

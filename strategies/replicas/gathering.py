@@ -1,14 +1,16 @@
-"""Gathering of all replicas' values, on every instance or on the first."""
+"""Gathering of all replicas' trees and arrays, on every instance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import numpy as np
 
-from popdist.instance import replica_block
 from strategies.argument_checks import checked_axis
+from strategies.core.gathering import gather_arrays
+from strategies.core.rows import ToldRows
 from strategies.replicas.reduction_ops import check_dtype
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Tree
@@ -22,14 +24,15 @@ def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> lis
         local: those of the local replicas, alike in structure, shapes and dtypes.
         name: of the call.
     """
-    whole = replicas.communicator.all_gather(_message(replicas, local), name=name)
-    return _told_by(replicas, whole, local[0])
+    structure = jax.tree.structure(local[0])
+    found = gather_arrays(replicas, [jax.tree.leaves(tree) for tree in local], name)
+    return [jax.tree.unflatten(structure, leaves) for leaves in found]
 
 
-def gather_replicas_on_first(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree] | None:
-    """See `gather_replicas`, for instance 0 alone; None on the others."""
-    whole = replicas.communicator.gather(_message(replicas, local), name=name)
-    return None if whole is None else _told_by(replicas, whole, local[0])
+def told_rows(tree: Tree, mask: np.ndarray) -> ToldRows:
+    """Return the results of one replica, a tree of host arrays, for the rows of a mask."""
+    leaves, structure = jax.tree.flatten(tree)
+    return ToldRows(leaves, partial(jax.tree.unflatten, structure), mask)
 
 
 def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
@@ -65,40 +68,3 @@ def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
             "alike"
         )
     return next(iter(kinds))
-
-
-def _blocks(replicas: Replicas) -> list[range]:
-    """Return the replicas of each instance."""
-    count = replicas.communicator.size
-    return [replica_block(rank, count, replicas.num_replicas_in_sync) for rank in range(count)]
-
-
-def _message(replicas: Replicas, local: Sequence[Tree]) -> np.ndarray:
-    """Return the bytes of the local replicas' trees, one row each; some instances may have one replica less."""
-    packed = [_packed(tree) for tree in local]
-    message = np.zeros((max(map(len, _blocks(replicas))), packed[0].size), np.uint8)
-    message[: len(packed)] = packed
-    return message
-
-
-def _told_by(replicas: Replicas, whole: np.ndarray, like: Tree) -> list[Tree]:
-    """Return the trees of all replicas, of the messages of all instances."""
-    rows = [whole[rank, row] for rank, block in enumerate(_blocks(replicas)) for row in range(len(block))]
-    return [_unpacked(row, like) for row in rows]
-
-
-def _packed(tree: Tree) -> np.ndarray:
-    leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
-    return np.concatenate(leaves)
-
-
-def _unpacked(data: np.ndarray, like: Tree) -> Tree:
-    leaves, structure = jax.tree.flatten(like)
-    found = []
-    begin = 0
-    for leaf in leaves:
-        array = np.empty(leaf.shape, leaf.dtype)
-        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
-        begin += array.nbytes
-        found.append(array)
-    return jax.tree.unflatten(structure, found)

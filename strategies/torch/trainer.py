@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Unpack
 
 import torch
 
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
-from strategies.evaluation.data_pass import Evaluation
+from strategies.core.evaluation import Evaluation, Evaluator
+from strategies.core.metrics import Metrics, StepNotice
+from strategies.data.every_row import every_row
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
-from strategies.torch.evaluation import TorchEvaluator
+from strategies.torch.evaluation import MeansOfRows, OutputsOfRows, TorchRows
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
@@ -87,7 +89,10 @@ class Trainer:
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
-        self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._loss_fn = loss_fn
+        self._rows = TorchRows(replicas, settings, recorder.is_on)
+        rows_of = partial(every_row, members=replicas)
+        self._evaluator = Evaluator(replicas, self._rows.tell, rows_of, self._training.own_part)
         self._step.start()
 
     @property
@@ -179,9 +184,7 @@ class Trainer:
             ValueError: if there is no row, or the data set leaves rows out or accumulates.
             DisagreementError: on all instances, if they differ in what is evaluated.
         """
-        found = self._evaluator.evaluate(dataset, fn)
-        tell_evaluation(self._strategy.replicas, self.steps_made, found)
-        return found
+        return self._evaluator.evaluate(MeansOfRows(fn or self._loss_fn), self._training, dataset)
 
     def predict(
         self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
@@ -198,15 +201,17 @@ class Trainer:
             ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs are not one
                 for each row.
         """
-        return self._evaluator.predict(dataset, fn, to_all)
+        task = OutputsOfRows(fn or self._loss_fn, is_loss=fn is None)
+        return self._evaluator.predict(task, self._training, dataset, to_all)
 
     def scale_losses(self, scale: float) -> None:
         """Multiply the losses of later steps by another number, and divide mean gradients by it; on all instances."""
         self._step.scale_losses(scale)
 
     def close(self) -> None:
-        """End the threads of the replicas; a step begins new ones."""
+        """End the threads of the replicas; a step or an evaluation begins new ones."""
         self._step.close()
+        self._rows.close()
 
     # ---- checkpoints
 
