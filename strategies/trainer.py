@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -105,8 +104,7 @@ class Trainer:
         self._engine = JaxEngine(replicas, self._programs, update, options, recorder.is_on)
         self._loop = StepLoop(replicas, self._engine, rules_of(options), options.scaling, recorder)
         self._executions = Executions(replicas, self._programs, update, self._loop, options.may_fuse)
-        rows_of = partial(every_row, members=replicas)
-        self._evaluator = Evaluator(replicas, self._engine.tell, rows_of, options.own_part)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, options.own_part)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
@@ -243,7 +241,7 @@ class Trainer:
         """
         refuse_in_replica("trainer.step")
         check_state(state)
-        return self._loop.step(state, batch)
+        return self._loop.make_step(state, batch)
 
     # ---- without training
 

@@ -10,88 +10,80 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeAlias
 
+from collectives import Communicator
 from collectives.tree import combined
 from strategies.core.data_pass import DataPass, Passing, PassingMembers
+from strategies.core.engine import Engine, Pending, State
 from strategies.core.metrics import ObservedMembers, tell_evaluation
-from strategies.core.rows import Begun, EvaluationTask, Told, in_order
+from strategies.core.rows import EvaluationTask, Told, in_order
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.typing import Batch, Metric, Numbers, Tree
 
 if TYPE_CHECKING:
     from strategies.data.every_row import EveryRow
-    from strategies.data.sources import Masked
 
 
-class EvaluatedState(Protocol):
-    """The state of a training that is evaluated."""
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were made."""
-
-
-State = TypeVar("State", bound=EvaluatedState)
+EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow]"
+"""Returns the rows of a data set, given what connects the instances, and the number of local replicas."""
 
 
 class EvaluatingMembers(PassingMembers, ObservedMembers, Protocol):
     """The instances of a job that evaluates."""
 
+    @property
+    def local_replicas(self) -> range:
+        """The replicas that this instance drives now."""
 
-class Evaluator(Generic[State]):
+
+class Evaluator(Generic[State, Pending]):
     """Evaluates and predicts with a state, which stays as it is.
 
     Args:
         members: the instances.
-        tell: of the engine; see `Engine.tell`.
-        every_row: returns the rows of a data set.
+        engine: computes.
+        every_row: see `EveryRowOf`.
         own_part: the part of the state that no other instance has, in words; None if there is none.
     """
 
     def __init__(
         self,
         members: EvaluatingMembers,
-        tell: Callable[[EvaluationTask, State, Masked], Begun],
-        every_row: Callable[[Iterable[Batch]], EveryRow],
+        engine: Engine[State, Pending],
+        every_row: EveryRowOf,
         own_part: str | None,
     ) -> None:
         self._members = members
-        self._tell = tell
+        self._engine = engine
         self._every_row = every_row
         self._survives = own_part is None
         self._has_warned = False
 
     def evaluate(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Evaluation:
-        """Return the merged metrics of all rows, and tell sinks of them; a collective call.
+        """Return the merged metrics of all rows, and tell sinks of them; see `Trainer.evaluate`.
 
         Args:
             task: tells metrics by their names.
             state: of the training.
-            dataset: see `every_row`.
-
-        Raises:
-            ValueError: if there is no row; or see `every_row` and `Engine.tell`.
+            dataset: whose rows count once each.
         """
-        found = evaluation_of(self._pass(task, state, self._every_row(dataset)))
+        found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
         tell_evaluation(self._members, state.step, found)
         return found
 
     def predict(
         self, task: EvaluationTask, state: State, dataset: Iterable[Batch], to_all: bool
     ) -> Generator[Tree, None, None]:
-        """Yield the outputs for the rows of each batch, in the order of the data; taking a batch is a collective call.
+        """Yield the outputs for the rows of each batch, in the order of the data; see `Trainer.predict`.
 
         Args:
             task: tells something of each row.
             state: of the training.
-            dataset: see `every_row`; in order.
+            dataset: see `evaluate`.
             to_all: whether all instances get the outputs; if not, all but instance 0 get None.
-
-        Raises:
-            ValueError: if the data set is shuffled; or see `every_row` and `Engine.tell`.
         """
-        rows = self._every_row(dataset)
+        rows = self._rows(dataset)
         if rows.dataset is not None and rows.dataset.is_shuffled:
             raise ValueError(
                 "the data set is shuffled, and predictions come in the order in which it is read; distribute it with "
@@ -101,7 +93,10 @@ class Evaluator(Generic[State]):
 
     def told(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
         """Yield what a task tells of each batch on all replicas; taking a batch is a collective call."""
-        return self._pass(task, state, self._every_row(dataset))
+        return self._pass(task, state, self._rows(dataset))
+
+    def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
+        return self._every_row(dataset, self._members.communicator, len(self._members.local_replicas))
 
     def _pass(
         self, task: EvaluationTask, state: State, rows: EveryRow, to_all: bool = True
@@ -110,7 +105,7 @@ class Evaluator(Generic[State]):
             self._has_warned = True
             warn_of_loss(self._members, lost_with_an_instance(False, rows.dataset))
         self._members.instruments.step_begins(state.step)
-        passing = Passing(task.title, state.step, partial(self._tell, task, state), self._survives)
+        passing = Passing(task.title, state.step, partial(self._engine.tell, task, state), self._survives)
         return DataPass(self._members, passing, rows, to_all).results()
 
 
@@ -161,7 +156,7 @@ class Evaluation(Mapping[str, Metric]):
         return f"Evaluation({dict(self)}, rows={self.rows})"
 
 
-def evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
+def _evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
     """Merge the metrics of all batches, replica by replica and batch by batch.
 
     Raises:

@@ -142,31 +142,31 @@ class StepLoop(Generic[State, Pending]):
 
     # ---- one step
 
-    def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def _one_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update: gradients of the local replicas, their means over all replicas, new variables."""
-        engine, instruments, watcher = self._engine, self._members.instruments, self._watcher
+        instruments, watcher = self._members.instruments, self._watcher
         with instruments.during[FORWARD_BACKWARD]:
-            pending = engine.begin(state, batch, self.notice.is_given)
+            pending = self._engine.begin(state, batch, self.notice.is_given)
         for bucket, contributions in instruments.each(FORWARD_BACKWARD, pending.buckets):
             with instruments.during[EXCHANGE]:
                 pending.exchange.reduce(bucket, contributions)
-        arrived = engine.arrived(pending)
+        arrived = self._engine.arrived(pending)
         self.notice.agree(arrived.notice)
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
             scale = self.scaling.after(scale, arrived.is_finite)
         if watcher.is_on:
-            watcher.reduced(engine.snapshot(state), batch, *arrived.gradients())
+            watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         with instruments.during[UPDATE]:
-            state = engine.update(pending, scale)
+            state = self._engine.update(pending, scale)
         metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
         if watcher.is_on:
-            watcher.updated(engine.snapshot(state), metrics)
+            watcher.updated(self._engine.snapshot(state), metrics)
         return state, metrics
 
     # ---- around it
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update; where instances are lost that had nothing alone, with those that are left.
 
         Args:
@@ -196,7 +196,7 @@ class StepLoop(Generic[State, Pending]):
         programs = self._members.reducer
         programs.begin()
         with programs.ending():
-            return self._step(self._compared(state), batch)
+            return self._one_step(self._compared(state), batch)
 
     def _compared(self, state: State) -> State:
         """Return the state, or that of most instances where this one has other bits."""

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -19,18 +18,6 @@ from strategies.errors import StrategyError
 from strategies.typing import Batch
 
 _WAY_OUT = "give what strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad') returns"
-
-
-class PaddingMembers(Protocol):
-    """The instances of a job that pad each other's batches."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Connects those that are left."""
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas that this instance drives now."""
 
 
 class EveryRow(ABC):
@@ -59,13 +46,14 @@ class EveryRow(ABC):
         """Read no more after so many batches, though there may be more of them."""
 
 
-def every_row(dataset: Iterable[Batch], members: PaddingMembers) -> EveryRow:
+def every_row(dataset: Iterable[Batch], communicator: Communicator, local: int) -> EveryRow:
     """Return the rest of a data set.
 
     Args:
         dataset: a `DistributedDataset` that drops nothing, the rest of whose epoch is read; or an iterable of batches
             of this instance, of which each but the first may be shorter. Instances may have different numbers of them.
-        members: the instances.
+        communicator: connects the instances.
+        local: how many replicas this instance drives.
 
     Raises:
         TypeError: if it is neither.
@@ -78,7 +66,7 @@ def every_row(dataset: Iterable[Batch], members: PaddingMembers) -> EveryRow:
     if not isinstance(dataset, Iterable):
         raise TypeError(f"the data set is a {type(dataset).__name__} and no iterable of batches; {_WAY_OUT}")
     given = dataset.batches if isinstance(dataset, Lockstep) else dataset
-    return _OfBatches(given, members.communicator, len(members.local_replicas))
+    return _OfBatches(given, communicator, local)
 
 
 class _OfDataset(EveryRow):

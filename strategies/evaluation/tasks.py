@@ -30,18 +30,7 @@ MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 def evaluation_task(
     loss_fn: LossFunction, fn: LossFunction | None, metrics_fn: MetricsFunction | None, has_state: bool
 ) -> EvaluationTask:
-    """Return the task of an evaluation; see `Trainer.evaluate`.
-
-    Args:
-        loss_fn: of the trainer, if neither of the others is given.
-        fn: see there.
-        metrics_fn: see there.
-        has_state: whether there is a model state.
-
-    Raises:
-        TypeError: if a function takes other arguments.
-        ValueError: if both `fn` and `metrics_fn` are given.
-    """
+    """Return the task of `Trainer.evaluate`; `has_state` says whether there is a model state."""
     if fn is not None and metrics_fn is not None:
         raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
     if metrics_fn is not None:
@@ -53,7 +42,7 @@ def evaluation_task(
 
 
 def prediction_task(loss_fn: LossFunction, fn: Function | None, has_state: bool) -> EvaluationTask:
-    """Return the task of a prediction; see `Trainer.predict`, and `evaluation_task`."""
+    """Return the task of `Trainer.predict`; see `evaluation_task`."""
     _check(fn, has_state)
     return RowOutputs(fn or loss_fn, is_loss=fn is None)
 

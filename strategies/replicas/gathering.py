@@ -16,19 +16,6 @@ from strategies.replicas.replicas import Replicas
 from strategies.typing import Tree
 
 
-def gather_replicas(replicas: Replicas, local: Sequence[Tree], name: str) -> list[Tree]:
-    """Return the host trees of all replicas, in their order; a collective call.
-
-    Args:
-        replicas: connects the instances.
-        local: those of the local replicas, alike in structure, shapes and dtypes.
-        name: of the call.
-    """
-    structure = jax.tree.structure(local[0])
-    found = gather_arrays(replicas, [jax.tree.leaves(tree) for tree in local], name)
-    return [jax.tree.unflatten(structure, leaves) for leaves in found]
-
-
 def told_rows(tree: Tree, mask: np.ndarray) -> ToldRows:
     """Return the results of one replica, a tree of host arrays, for the rows of a mask."""
     leaves, structure = jax.tree.flatten(tree)
@@ -49,12 +36,12 @@ def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, n
     place = checked_axis(axis, arrays[0].shape)
     rows = [np.moveaxis(array, place, 0) for array in arrays]
     rest, dtype = _alike(rows)
-    lengths = [int(length) for length in gather_replicas(replicas, [np.int64(len(one)) for one in rows], name)]
+    lengths = np.concatenate(gather_arrays(replicas, [[np.array(len(one))] for one in rows], name)).tolist()
     padded = [np.zeros((max(lengths), *rest), dtype) for _ in rows]
     for own, into in zip(rows, padded, strict=True):
         into[: len(own)] = own
-    found = gather_replicas(replicas, padded, f"{name} of {dtype}{list(rest)} along {place}")
-    whole = np.concatenate([each[:length] for each, length in zip(found, lengths, strict=True)])
+    found = gather_arrays(replicas, [[one] for one in padded], f"{name} of {dtype}{list(rest)} along {place}")
+    whole = np.concatenate([each[:length] for [each], length in zip(found, lengths, strict=True)])
     return np.ascontiguousarray(np.moveaxis(whole, 0, place))
 
 

@@ -96,7 +96,7 @@ class Executions:
     def _singly(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         made = Metrics((), np.zeros(0, np.float32))
         for batch in batches:
-            state, made = self._loop.step(state, batch)
+            state, made = self._loop.make_step(state, batch)
         return state, made
 
     @property

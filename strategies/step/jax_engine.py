@@ -19,7 +19,7 @@ from strategies.errors import NonFiniteGradientError
 from strategies.exchange.means import Bucket, Means
 from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.arguments import Trainable
-from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
 from strategies.gradients.replica_program import with_loss
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
@@ -224,10 +224,10 @@ class JaxEngine(Engine[TrainState, JaxPending]):
 
     def share(self, state: TrainState, root: int) -> TrainState:
         """See `Engine`."""
-        same = self._same_everywhere(state)
+        rule = self._options.rule_of(state.model_state)
+        same = self._same_everywhere(state, rule)
         parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
         variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(parts, root)
-        rule = self._options.rule_of(state.model_state)
         return TrainState(
             variables,
             state.optimizer_state if self._update.is_sharded else optimizer_state,
@@ -239,15 +239,15 @@ class JaxEngine(Engine[TrainState, JaxPending]):
 
     def digest(self, state: TrainState) -> dict[str, np.ndarray]:
         """See `Engine`."""
-        return host_arrays(self._same_everywhere(state))
+        return host_arrays(self._same_everywhere(state, self._options.rule_of(state.model_state)))
 
-    def _same_everywhere(self, state: TrainState) -> TrainState:
+    def _same_everywhere(self, state: TrainState, rule: ModelStateRule) -> TrainState:
         """Return the state without what instances have parts of."""
         return replace(
             state,
             residuals=None,
             optimizer_state=None if self._update.is_sharded else state.optimizer_state,
-            model_state=self._options.rule_of(state.model_state).map_own(lambda leaf: None, state.model_state),
+            model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
 
     def snapshot(self, state: TrainState) -> TrainState:

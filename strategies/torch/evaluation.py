@@ -20,7 +20,6 @@ from strategies.replicas.gathering import told_rows
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
-from strategies.torch.options import TorchOptions
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
@@ -115,13 +114,13 @@ class TorchRows:
 
     Args:
         replicas: where the replicas are.
-        options: of the step.
+        seed: of the random numbers.
         is_recorded: whether every step is recorded, to be compared otherwise.
     """
 
-    def __init__(self, replicas: Replicas, options: TorchOptions, is_recorded: bool) -> None:
+    def __init__(self, replicas: Replicas, seed: int, is_recorded: bool) -> None:
         self._replicas = replicas
-        self._options = options
+        self._seed = seed
         self._is_recorded = is_recorded
         self._agreed: set[object] = set()
         self._task: EvaluationTask | None = None
@@ -147,7 +146,7 @@ class TorchRows:
             "the module": lines_of_module(state.module),
             f"the function of the {task.title}": lines_of_function(task.code),
         }
-        options = {"seed": self._options.seed, "step": state.step}
+        options = {"seed": self._seed, "step": state.step}
         insist_on_agreement(replicas, terms_of(options, replicas.dataset_of(batch), shapes, programs, None))
 
     def _told(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Told:
@@ -172,7 +171,7 @@ class TorchRows:
                 replicas.num_replicas_in_sync,
                 state.memory_of_replicas,
                 task,
-                self._options.seed,
+                self._seed,
                 replicas.instruments,
                 own=state.buffers.written,
             )

@@ -269,7 +269,7 @@ class GradientAveraging:
     def reduce(self, bucket: int) -> None:
         """See `backward_passes.Model`."""
         assert self._exchange is not None
-        self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
+        self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
 
     def fill(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
