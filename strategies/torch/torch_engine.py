@@ -15,13 +15,11 @@ from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import gather_arrays
 from strategies.core.rows import Begun, EvaluationTask
-from strategies.core.step import StepRules
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.replicas.replicas import Replicas
-from strategies.step.jax_engine import rows_of
 from strategies.torch.agreement import settings_differ, settings_in_words
 from strategies.torch.evaluation import TorchRows
 from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
@@ -297,11 +295,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return training
 
 
-def rules_of_modules(training: TorchTraining, options: TorchOptions) -> StepRules[TorchTraining]:
-    """Return the rules of steps with such options."""
-
-    def flipped(state: TorchTraining) -> TorchTraining:
-        state.flip_bit()
-        return state
-
-    return StepRules(options.digest_every, training.own_part, flipped, rows_of)
+def flipped(state: TorchTraining) -> TorchTraining:
+    """Change a bit of a parameter, for faults on purpose; return the same state."""
+    state.flip_bit()
+    return state
