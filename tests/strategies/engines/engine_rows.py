@@ -12,21 +12,55 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from numpy_engine import MOMENTUM, RATE, NumpyEngine, NumpyOptions
+from numpy_engine import MOMENTUM, RATE, NumpyEngine, NumpyOptions, NumpyRows
 
 import strategies
+from strategies.core.engine import Engine
+from strategies.core.evaluation import Evaluator
 from strategies.core.step import StepLoop
+from strategies.data.every_row import every_row
 from strategies.step.step_record import NoRecorder
 from strategies.train_state import TrainState
 
 REPLICAS = 6
 STEPS = 5
 BATCH_SIZE = 2
+EVALUATED = 3
+"""The step before which a training is evaluated."""
+ROWS_OF_TEST = 31
 INPUTS, OUTPUTS = 7, 3  # neither of the weights nor of the biases do replicas have equal parts
 
 Batch = Mapping[str, np.ndarray]
-Begun = tuple[StepLoop[Any, Any], Any]
-"""The loop of an engine, and the first state."""
+
+
+@dataclass
+class Training:
+    """A training that has begun.
+
+    Attributes:
+        loop: that of the engine.
+        state: the newest one.
+        evaluate: (state, data set) -> means over its rows.
+        predict: (state, data set) -> the outputs for its batches.
+    """
+
+    loop: StepLoop[Any, Any]
+    state: Any
+    evaluate: Callable[[Any, Any], Mapping[str, float]]
+    predict: Callable[[Any, Any], Iterable[np.ndarray]]
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.state, metrics = self.loop.make_step(self.state, batch)
+        return dict(metrics)
+
+    @property
+    def engine(self) -> Engine[Any, Any]:
+        return self.loop._engine
+
+    @property
+    def bits(self) -> dict[str, tuple[str, bytes]]:
+        """What has to be equal where states are equal to the last bit."""
+        return {name: (str(array.dtype), array.tobytes()) for name, array in self.engine.digest(self.state).items()}
 
 
 def nothing() -> None: ...
@@ -45,7 +79,7 @@ class Row:
     """
 
     name: str
-    training: Callable[..., AbstractContextManager[Begun]]
+    training: Callable[..., AbstractContextManager[Training]]
     transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
     library: str = "numpy"
 
@@ -73,32 +107,41 @@ def rows(count: int = STEPS * BATCH_SIZE * REPLICAS) -> dict[str, np.ndarray]:
 @contextmanager
 def in_numpy(
     strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
-) -> Iterator[Begun]:
+) -> Iterator[Training]:
     given = NumpyOptions(before_loss=before_loss, **options)
-    engine = NumpyEngine(strategy.replicas, given)
-    loop = StepLoop(strategy.replicas, engine, given.rules, given.loss_scaling, NoRecorder())
+    replicas, engine = strategy.replicas, NumpyEngine(strategy.replicas, given)
+    loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, NoRecorder())
+    evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part)
     first = engine.restore(TrainState(variables(), None, 0))
-    yield loop, loop.start(lambda: engine.share(first, 0), lambda: first)
+    yield Training(
+        loop,
+        loop.start(lambda: engine.share(first, 0), lambda: first),
+        lambda state, dataset: evaluator.evaluate(NumpyRows(False), state, dataset),
+        lambda state, dataset: evaluator.predict(NumpyRows(True), state, dataset, True),
+    )
 
 
 @contextmanager
 def in_jax(
     strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
-) -> Iterator[Begun]:
+) -> Iterator[Training]:
+    def outputs_of(variables, batch, key):
+        return batch["x"] @ variables["w"] + variables["b"]
+
     def loss_fn(variables, batch, key):
         before_loss()
-        return jnp.mean((batch["x"] @ variables["w"] + variables["b"] - batch["y"]) ** 2)
+        return jnp.mean((outputs_of(variables, batch, key) - batch["y"]) ** 2)
 
     optimizer = optax.sgd(RATE, momentum=MOMENTUM)
     trainer = strategies.Trainer(strategy, loss_fn, optimizer, min_elements_for_sharding=1, **options)
     state = trainer.init(variables())
-    yield trainer._loop, state
+    yield Training(trainer._loop, state, trainer.evaluate, lambda *given: trainer.predict(*given, outputs_of))
 
 
 @contextmanager
 def in_torch(
     strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
-) -> Iterator[Begun]:
+) -> Iterator[Training]:
     import torch
 
     import strategies.torch
@@ -128,7 +171,12 @@ def in_torch(
     optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, min_elements_for_sharding=1, **options)
     with closing(trainer):
-        yield trainer._loop, trainer._training
+        yield Training(
+            trainer._loop,
+            trainer._training,
+            lambda _, dataset: trainer.evaluate(dataset),
+            lambda _, dataset: trainer.predict(dataset, lambda own, batch: own(batch["x"])),
+        )
 
 
 ROWS = (
@@ -147,22 +195,19 @@ def copied(batch: Batch) -> dict[str, np.ndarray]:
     return {name: np.array(array) for name, array in batch.items()}
 
 
-def bits_of(loop: StepLoop[Any, Any], state: Any) -> dict[str, tuple[str, bytes]]:
-    """What has to be equal where states are equal to the last bit."""
-    return {name: (str(array.dtype), array.tobytes()) for name, array in loop._engine.digest(state).items()}
+def evaluated(strategy: strategies.Strategy, training: Training) -> tuple[object, ...]:
+    """What is found, and predicted, of rows of which neither replicas nor batches have equally many."""
+    dataset = strategy.distribute_dataset(rows(ROWS_OF_TEST), BATCH_SIZE, shuffle=False, remainder="pad")
+    found = dict(training.evaluate(training.state, dataset))
+    return found, np.concatenate(list(training.predict(training.state, dataset))).tobytes()
 
 
-def continued(begun: Begun, given: Iterable[Batch]) -> tuple[Any, list[dict[str, float]]]:
-    """The state after a step with each of the batches, and the metrics of all steps."""
-    (loop, state), found = begun, []
-    for batch in given:
-        state, metrics = loop.make_step(state, batch)
-        found.append(dict(metrics))
-    return state, found
-
-
-def train(strategy: strategies.Strategy, row: Row, **options: Any) -> tuple[Any, ...]:
-    """The metrics of every step, how many there were, and the bits after the last one."""
-    with row.training(strategy, **options) as (loop, state):
-        state, found = continued((loop, state), batches(strategy))
-        return found, state.step, bits_of(loop, state)
+def train(strategy: strategies.Strategy, row: Row, evaluates: bool = False, **options: Any) -> tuple[Any, ...]:
+    """The metrics of every step, what is evaluated before one of them, and how many and which bits are there then."""
+    with row.training(strategy, **options) as training:
+        found: list[object] = []
+        for step, batch in enumerate(batches(strategy)):
+            if evaluates and step == EVALUATED:
+                found.append(evaluated(strategy, training))
+            found.append(training.step(batch))
+        return found, training.state.step, training.bits

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
 from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.step import StepRules
+from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
+from strategies.evaluation.mean import Mean
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket, Means
 from strategies.exchange.transfer import GradientTransfer
 from strategies.loss_scaling import LossScale, LossScaling
+from strategies.replicas.gathering import told_rows
 from strategies.replicas.replicas import Replicas
 from strategies.train_state import TrainState
 
@@ -132,6 +136,13 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
     def _gathered(self, name: str, part: np.ndarray) -> np.ndarray:
         return self._replicas.communicator.all_gather(part, name=name).reshape(-1) if self._is_sharded else part
 
+    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
+        count = len(self._replicas.local_replicas)
+        values = [np.split(np.asarray(batch.values[name]), count) for name in ("x", "y")]
+        masks = np.split(np.asarray(batch.mask), count)
+        parts = zip(*values, masks, strict=True)
+        return Begun(lambda: [told_rows(task.told(task(state, x, y), mask), mask) for x, y, mask in parts])
+
     def share(self, state: TrainState, root: int) -> TrainState:
         scale = state.loss_scale
         numbers = [state.step] if scale is None else [state.step, scale.scale, scale.good_steps, scale.skipped]
@@ -157,6 +168,23 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         scaling = self._options.loss_scaling
         scale = snapshot.loss_scale or (None if scaling is None else scaling.start())
         return replace(snapshot, optimizer_state=velocities, loss_scale=scale)
+
+
+@dataclass(frozen=True)
+class NumpyRows(EvaluationTask):
+    """The mean loss, or the outputs, of each row."""
+
+    title: ClassVar[str] = "evaluation"
+    is_prediction: bool
+
+    def __call__(self, state: TrainState, x: np.ndarray, y: np.ndarray) -> Arrays:
+        outputs = np.stack([row @ state.variables["w"] + state.variables["b"] for row in x])
+        return {"outputs": outputs, "loss": ((outputs - y) ** 2).mean(axis=1)}
+
+    def told(self, computed: Arrays, mask: np.ndarray) -> object:
+        if self.is_prediction:
+            return computed["outputs"]
+        return {"loss": Mean(np.float64(sum(computed["loss"][mask].tolist())), np.float64(mask.sum()))}
 
 
 def flipped(state: TrainState) -> TrainState:

@@ -12,7 +12,7 @@ import threading
 from typing import final
 
 import pytest
-from engine_rows import EVERY, REPLICAS, Row, batches, bits_of, continued, train
+from engine_rows import EVALUATED, EVERY, REPLICAS, Row, batches, train
 from losing import Lost, thread_name
 from surviving_instances import run_instances
 
@@ -87,14 +87,14 @@ class Events:
                 raise Lost
 
 
-def trained(row: Row, count: int, mechanism: str, *all_events: Events) -> list[object]:
+def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
     """What each instance finds, where such events happen."""
     of_instances = {events.instance: events for events in all_events}
 
     def function(strategy):
         if strategy.replicas.first_index in of_instances:
             of_instances[strategy.replicas.first_index].begin()
-        return train(strategy, row)
+        return train(strategy, row, evaluates)
 
     def before_send(source: int, to: int) -> None:
         if source in of_instances:
@@ -106,22 +106,23 @@ def trained(row: Row, count: int, mechanism: str, *all_events: Events) -> list[o
 
 
 @functools.cache
-def undisturbed(row: Row):
-    [found] = run_instances(1, REPLICAS, functools.partial(train, row=row))
+def undisturbed(row: Row, evaluates: bool):
+    [found] = run_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates))
     return found
 
 
-def check(found, row, *lost):
-    assert found == [None if instance in lost else undisturbed(row) for instance in range(len(found))]
+def check(found, row, *lost, evaluates=False):
+    expected = undisturbed(row, evaluates)
+    assert found == [None if instance in lost else expected for instance in range(len(found))]
 
 
 CASES = [
     (count, lost, step, mechanism)
     for count, lost in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2))
-    for step in (BEFORE, 0, 2)
+    for step in (BEFORE, 0, EVALUATED)
     for mechanism in ("window", "ring")
 ]
-FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (3, 2, 2, "ring")]
+FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 
 
 @EVERY
@@ -130,10 +131,11 @@ FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (3, 2, 2, "ring")]
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.complete) for case in CASES],
 )
 def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
-    of_all = Events(lost, step)
-    check(trained(row, count, mechanism, of_all), row)
+    """Before the step that is called EVALUATED a data set is evaluated and predicted; there an instance is lost too."""
+    options, of_all = {"evaluates": step == EVALUATED}, Events(lost, step)
+    check(trained(row, count, mechanism, of_all, **options), row, **options)
     for number in range(len(of_all.seen)):
-        check(trained(row, count, mechanism, Events(lost, step, number)), row, lost)
+        check(trained(row, count, mechanism, Events(lost, step, number), **options), row, lost, **options)
 
 
 WAYS = list(itertools.product(("raise", "stop", "cut"), ("data", "forward", "all_reduce", "update")))
@@ -151,7 +153,7 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
 
 
 @EVERY
-@pytest.mark.parametrize("step", [2, pytest.param(0, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("step", [0, pytest.param(2, marks=pytest.mark.complete)])
 def test_another_one_may_be_lost_while_it_brings_the_last_one_up_to_its_step_or_is_brought_up(row, step):
     """Of three instances one is lost instead of the message that one of the others needs to complete the step."""
     first = Events(2, step)
@@ -172,14 +174,14 @@ def test_state_that_one_instance_alone_has_is_lost_with_it(row, caplog):
     have_same = []
 
     def function(strategy):
-        with row.training(strategy, replicated_optimizer_state_sharding=True) as (loop, state):
+        with row.training(strategy, replicated_optimizer_state_sharding=True) as training:
             given = batches(strategy)
-            state, _ = continued((loop, state), [next(given)])
-            before = bits_of(loop, state)
+            training.step(next(given))
+            before = training.bits
             try:
-                loop.make_step(state, next(given))
+                training.step(next(given))
             finally:
-                have_same.append(bits_of(loop, state) == before)
+                have_same.append(training.bits == before)
 
     with caplog.at_level(logging.WARNING), pytest.raises(PeerLostError, match="rank 1 is lost"):
         run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"])
