@@ -55,9 +55,6 @@ class Events:
         self._at = step
         self._note("step")
 
-    def step_ends(self, rows: int, loss: float) -> None:
-        self._note("end of the step")
-
     def phase_begins(self, phase: str) -> None:
         self._recovers |= phase == RECOVERY
         self._note(phase)
@@ -68,9 +65,6 @@ class Events:
 
     def operation_begins(self, number: int, call: Call) -> None:
         self._note(call.title)
-
-    def operation_ends(self) -> None:
-        self._note("end of a collective")
 
     def data_moves(self, nbytes: int) -> None:
         self._note("data move")
