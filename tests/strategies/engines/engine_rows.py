@@ -92,10 +92,8 @@ class Row:
 
 def variables() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(1)
-    return {
-        "b": draw.normal(size=OUTPUTS).astype(np.float32),
-        "w": draw.normal(size=(INPUTS, OUTPUTS)).astype(np.float32),
-    }
+    shapes = {"b": OUTPUTS, "w": (INPUTS, OUTPUTS)}
+    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def rows(count: int = STEPS * BATCH_SIZE * REPLICAS) -> dict[str, np.ndarray]:

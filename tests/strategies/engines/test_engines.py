@@ -151,15 +151,15 @@ def test_the_metrics_are_those_of_the_rows_of_all_replicas(row, on_instances):
 # ---- errors
 
 
-class RaisingOnce:
-    """What raises the first time it is called."""
+def raising_once():
+    """Return a function that raises the first time it is called, in whichever thread."""
+    due = [ZeroDivisionError("raised once")]
 
-    is_due = True
+    def before_loss():
+        if due:
+            raise due.pop()
 
-    def __call__(self):
-        if self.is_due:
-            self.is_due = False
-            raise ZeroDivisionError("raised once")
+    return before_loss
 
 
 def spoilt(strategy, batch, number):
@@ -187,7 +187,7 @@ def test_after_an_error_of_the_loss_function_the_step_can_be_made_again(row, on_
             return steps(strategy, training, given)
 
     expected = on_all(function)
-    assert on_all(lambda strategy: function(strategy, before_loss=RaisingOnce())) == expected
+    assert on_all(lambda strategy: function(strategy, before_loss=raising_once())) == expected
 
 
 @EVERY

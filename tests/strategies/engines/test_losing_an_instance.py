@@ -148,7 +148,7 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
 
 @EVERY
 @pytest.mark.parametrize("step", [0, pytest.param(2, marks=pytest.mark.complete)])
-def test_another_one_may_be_lost_while_it_brings_the_last_one_up_to_its_step_or_is_brought_up(row, step):
+def test_another_may_be_lost_while_one_takes_over_the_state_of_the_other(row, step):
     """Of three instances one is lost instead of the message that one of the others needs to complete the step."""
     first = Events(2, step)
     check(trained(row, 3, "ring", first), row)
