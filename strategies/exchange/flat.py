@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+Leaf: TypeAlias = Any
+"""An array of NumPy, JAX or PyTorch, a tracer of one, or its shape and dtype."""
 
 FLOAT32 = np.dtype(np.float32)
 LARGE_BYTES = 1 << 20
@@ -61,7 +64,7 @@ class FlatLayout:
     multiple: int = 1
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], tail: int, multiple: int = 1) -> FlatLayout:
+    def of(cls, leaves: Sequence[Leaf], tail: int, multiple: int = 1) -> FlatLayout:
         """The layout of arrays like `leaves`."""
         shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves)
         return cls(shapes, dtypes, tail, multiple)

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.exchange.flat import FlatLayout
-from strategies.exchange.transfer import Int8Layout, Int8Reduction
+from strategies.exchange.int8 import Int8Layout, Int8Reduction
 
 
 @dataclass(frozen=True)

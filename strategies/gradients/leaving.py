@@ -15,8 +15,8 @@ import numpy as np
 
 from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FLOAT32, FlatLayout
+from strategies.exchange.int8 import ArrayLibrary
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import BLOCK, FLIPPED, LARGEST, MANTISSA_BITS, NOT_FINITE, SHIFT, Int8Layout
 from strategies.programs.segments import Part
 from strategies.replicas.shards import Shards
 
@@ -151,62 +151,10 @@ def flatten(
     return tuple(written.values())
 
 
-def encode(
-    layout: Int8Layout, leaves: Sequence[jax.Array], residuals: Sequence[jax.Array], into: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return one replica's payload, and what it lost; traceable.
-
-    Blocks that are not finite keep the residual that they had. If the step is not applied, keep the old residuals
-    of all of them (and where the gradients are multiplied by a loss scale, divide before they are encoded).
-
-    Args:
-        layout: where gradients lie in the payload.
-        leaves: the gradients, of any floating-point dtypes, in the layout's shapes.
-        residuals: what `encode` returned for this replica in its last step that was applied: float32, in the
-            layout's shapes; zeros before.
-        into: int8 of shape `(payload_size,)`, whose memory the payload may take (donated or not); its values do
-            not matter.
-
-    Returns:
-        The payload, and the new residuals.
-    """
-    kept = []
-    # As in `flatten`: gradients are computed before, and written one by one.
-    for leaf, residual, start in zip(jax.lax.optimization_barrier(leaves), residuals, layout.starts, strict=False):
-        values, scales, lost = _quantise(leaf, residual)
-        into = jax.lax.dynamic_update_slice(into, values, (start * BLOCK,))
-        into = jax.lax.dynamic_update_slice(into, scales, (layout.result_size + start,))
-        kept.append(lost)
-    return into, tuple(kept)
-
-
-def _quantise(leaf: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantise a gradient: return values int8[n * 64], scales int8[n], and the error, float32 like the gradient."""
-    exact = leaf.astype(FLOAT32) + residual
-    blocks = _in_blocks(exact)
-    largest = jnp.max(jnp.abs(blocks), axis=1)  # NaN if one of them is; of floats, because integers take XLA far longer
-    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA_BITS & NOT_FINITE
-    is_finite = exponents < NOT_FINITE
-    scales = jnp.where(is_finite, jnp.maximum(exponents - SHIFT, 1), NOT_FINITE)
-    scales, is_finite = jax.lax.optimization_barrier((scales, is_finite))  # fused, each value would compute its own
-    units = _power_of_two(jnp.minimum(scales, FLIPPED - 1))
-    inverses = _power_of_two(jnp.maximum(FLIPPED - scales, 1))
-    values = jnp.clip(jnp.round(blocks * inverses), -LARGEST, LARGEST)  # multiplied exactly, rounded half to even
-    values = jnp.where(is_finite[:, None], values, 0)
-    lost = (blocks - values * units).reshape(-1)[: exact.size].reshape(exact.shape)  # exact
-    stays = jnp.broadcast_to(~is_finite[:, None], blocks.shape).reshape(-1)[: exact.size].reshape(exact.shape)
-    return (
-        values.astype(jnp.int8).reshape(-1),
-        jax.lax.bitcast_convert_type(scales.astype(jnp.uint8), jnp.int8),
-        jnp.where(stays, residual, lost),
-    )
-
-
-def _in_blocks(values: jax.Array) -> jax.Array:
-    count = -(-values.size // BLOCK)
-    return jnp.pad(values.reshape(-1), (0, count * BLOCK - values.size)).reshape(count, BLOCK)
-
-
-def _power_of_two(exponents: jax.Array) -> jax.Array:
-    """Return the powers of two with these exponents in float32, as a column, made of bits: exp2 may round."""
-    return jax.lax.bitcast_convert_type(exponents << MANTISSA_BITS, FLOAT32)[:, None]
+XLA = ArrayLibrary(
+    jnp,
+    jnp.pad,
+    lambda into, values, start: jax.lax.dynamic_update_slice(into, values, (start,)),
+    jax.lax.optimization_barrier,
+)
+"""The functions with which `exchange.int8.encode` is traced. They write leaves one by one, as `flatten` does."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.arguments import Trainable
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.leaving import MeansMemory, not_made

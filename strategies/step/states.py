@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from strategies.exchange.transfer import Int8Layout
+from strategies.exchange.int8 import Int8Layout
 from strategies.gradients.arguments import Trainable, check_takes_state, check_variables
 from strategies.gradients.model_state import as_arrays, check_model_state
 from strategies.replicas.membership import surviving, warn_of_loss

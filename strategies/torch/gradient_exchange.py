@@ -16,8 +16,9 @@ import torch
 from collectives import Communicator
 from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
+from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
-from strategies.exchange.transfer import GradientTransfer, Int8Layout
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.leaving import Allocate
 from strategies.replicas.shards import Shards
 from strategies.torch.tensors import as_tensor

@@ -11,7 +11,7 @@ import torch
 
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
-from strategies.exchange.transfer import Int8Layout
+from strategies.exchange.int8 import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards

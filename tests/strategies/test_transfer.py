@@ -16,8 +16,9 @@ from test_ring_traffic import allowed, sent_by_each_rank
 import collectives
 import strategies
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
-from strategies.exchange.transfer import BLOCK, GradientTransfer, Int8Layout, Int8Reduction
-from strategies.gradients.leaving import encode, flatten
+from strategies.exchange.int8 import BLOCK, Int8Layout, Int8Reduction, encode
+from strategies.exchange.transfer import GradientTransfer
+from strategies.gradients.leaving import XLA, flatten
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)
@@ -31,12 +32,12 @@ def gradients(replica, step=0, layout=LAYOUT):
     ]
 
 
-COMPILED = jax.jit(encode, static_argnums=0)
+COMPILED = jax.jit(encode, static_argnums=(0, 4))
 
 
-def encode(leaves, residuals=None, layout=LAYOUT):
+def encoded(leaves, residuals=None, layout=LAYOUT):
     into = np.full(layout.payload_size, 99, np.int8)
-    payload, lost = COMPILED(layout, leaves, residuals or layout.new_residuals(), into)
+    payload, lost = COMPILED(layout, leaves, residuals or layout.new_residuals(), into, XLA)
     return np.asarray(payload), [np.asarray(array) for array in lost]
 
 
@@ -94,12 +95,12 @@ def test_a_payload_has_65_bytes_for_each_block_of_64_values():
     assert Int8Layout(((6400,),)).payload_size == 6500
     assert Int8Layout(((65,), (1,))).payload_size == 3 * 65
     assert Int8Layout.of(gradients(0)) == LAYOUT
-    assert encode(gradients(0))[0].shape == (LAYOUT.payload_size,)
+    assert encoded(gradients(0))[0].shape == (LAYOUT.payload_size,)
 
 
 def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
     leaves = gradients(0)
-    payload, lost = encode(leaves)
+    payload, lost = encoded(leaves)
     for leaf, transferred, residual in zip(leaves, decoded(payload), lost, strict=True):
         assert bits(transferred + residual) == bits(leaf)
         if leaf.size > 1:
@@ -109,7 +110,7 @@ def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1.2e-38, 3e-38, 1.0, 127.0, 127.9, -128.0, 3.4e38, -3.4e38])
 def test_values_of_any_size_are_transferred(value):
     layout = Int8Layout(((70,),))
-    payload, lost = encode([np.full(70, value, np.float32)], layout=layout)
+    payload, lost = encoded([np.full(70, value, np.float32)], layout=layout)
     wrong = abs(decoded(payload, layout)[0].astype(np.float64) - np.float32(value))
     assert (wrong <= max(abs(value) / 64, 2.0**-126)).all()
     assert np.isfinite(lost[0]).all()
@@ -118,8 +119,8 @@ def test_values_of_any_size_are_transferred(value):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
     narrow = [leaf.astype(jnp.dtype(dtype)) for leaf in gradients(0)]
-    payload, lost = encode(narrow)
-    expected, expected_lost = encode([leaf.astype(np.float32) for leaf in narrow])
+    payload, lost = encoded(narrow)
+    expected, expected_lost = encoded([leaf.astype(np.float32) for leaf in narrow])
     assert bits(payload) == bits(expected)
     assert [bits(array) for array in lost] == [bits(array) for array in expected_lost]
 
@@ -130,7 +131,7 @@ def sums_of_steps(gradients_of, steps):
     transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(steps):
         leaves = gradients_of(step)
-        payload, lost = encode(leaves, lost)
+        payload, lost = encoded(leaves, lost)
         for total, of_step in ((transferred, decoded(payload)), (sums, leaves)):
             for array, leaf in zip(total, of_step, strict=True):
                 array += leaf
@@ -152,7 +153,7 @@ def test_gradients_below_half_a_unit_arrive_in_the_end():
         return constant
 
     transferred, sums, _ = (of_leaves[4][1:BLOCK] for of_leaves in sums_of_steps(leaves, 52))
-    assert (decoded(encode(leaves(0))[0])[4][1:BLOCK] == 0).all()
+    assert (decoded(encoded(leaves(0))[0])[4][1:BLOCK] == 0).all()
     assert (transferred == np.round(sums)).all()
 
 
@@ -163,8 +164,8 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(v
     before = [np.full(65, 0.25, np.float32), np.full(3, 0.5, np.float32)]
     leaves = gradients(0, layout=layout)
     leaves[0][position] = value
-    payload, lost = encode(leaves, before, layout)
-    result = add_up(layout, [payload, encode(gradients(1, layout=layout), None, layout)[0]])
+    payload, lost = encoded(leaves, before, layout)
+    result = add_up(layout, [payload, encoded(gradients(1, layout=layout), None, layout)[0]])
     bad = np.arange(65) // BLOCK == position // BLOCK
     first, second = layout.views(result)
     assert np.isnan(first[bad]).all()
@@ -180,7 +181,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(v
 def payload_of(replica, layout=LAYOUT):
     """Replicas differ so much that the order of their sum shows; blocks of one size are added without rounding."""
     factor = np.float32(2.0 ** (1, 0, 0, 25, 9, 23)[replica])
-    return encode([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
+    return encoded([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
 
 
 def reduce(communicator, replicas, op="mean", layout=LAYOUT):
@@ -219,7 +220,7 @@ def test_long_gradients_are_added_up_in_parts(bits):
 
 def test_an_overflow_of_the_sum_is_a_result():
     layout = Int8Layout(((3,),))
-    payload = encode([np.full(3, 3e38, np.float32)], None, layout)[0]
+    payload = encoded([np.full(3, 3e38, np.float32)], None, layout)[0]
     assert np.isinf(layout.views(add_up(layout, [payload, payload]))[0]).all()
 
 
