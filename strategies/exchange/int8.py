@@ -84,9 +84,21 @@ class Int8Layout:
         """Return memory for a result: float32 of shape `(result_size,)`, aligned so that XLA reads it in place."""
         return aligned_empty(self.result_size * FLOAT32.itemsize).view(FLOAT32)
 
-    def new_residuals(self) -> list[np.ndarray]:
-        """Return what a replica has lost before its first step: nothing."""
-        return [np.zeros(shape, FLOAT32) for shape in self.shapes]
+    def new_residuals(self, replicas: int) -> list[np.ndarray]:
+        """Return the residuals before the first step, zeros: for each gradient those of `replicas` one after another.
+
+        A gradient without axes has residuals of one axis.
+        """
+        shapes = [shape or (1,) for shape in self.shapes]
+        return [np.zeros((replicas * rows, *others), FLOAT32) for rows, *others in shapes]
+
+    def residuals_of_each(self, residuals: Sequence[np.ndarray], replicas: int) -> list[list[np.ndarray]]:
+        """Return copies of the residuals of each of `replicas`, in the shapes of the gradients."""
+        cut = [np.split(np.array(array), replicas) for array in residuals]
+        return [
+            [parts[replica].reshape(shape) for parts, shape in zip(cut, self.shapes, strict=True)]
+            for replica in range(replicas)
+        ]
 
     def views(self, result: np.ndarray) -> list[np.ndarray]:
         """Return the gradients in the float32 result, each in its shape; nothing is copied."""

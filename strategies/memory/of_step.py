@@ -68,9 +68,7 @@ class MemoryPlanner:
         trained = Trainable.of(variables, options.trainable).pick(variables)
         residuals = None
         if options.transfer.is_quantised:
-            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
-            rows = [np.atleast_1d(one) for one in of_one]
-            residuals = [jax.ShapeDtypeStruct((local * len(one), *one.shape[1:]), one.dtype) for one in rows]
+            residuals = shapes_of(Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local))
         own = options.rule_of(model_state).map_own(
             lambda leaf: jax.ShapeDtypeStruct((local, *leaf.shape), leaf.dtype), model_state
         )

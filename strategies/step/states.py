@@ -101,8 +101,7 @@ class TrainStates:
         local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
-            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
-            residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
+            residuals = list(map(place, Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local)))
         scale = state.loss_scale
         if scaling is not None and scale is None:
             scale = scaling.start()

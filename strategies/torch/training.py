@@ -77,7 +77,11 @@ class TorchTraining:
         self._replicas = replicas
         self._options = options
         self._age = Age()
-        self.residuals: list[Sequence[np.ndarray]] = self._no_residuals()
+        self.residuals: list[list[np.ndarray]] = []
+        if options.transfer.is_quantised:
+            local = len(replicas.local_replicas)
+            layout = Int8Layout.of(self.trained)
+            self.residuals = layout.residuals_of_each(layout.new_residuals(local), local)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -101,11 +105,6 @@ class TorchTraining:
         """Change a bit in the middle of one number of the first parameter; for faults on purpose."""
         array = as_array(next(self.module.parameters()))
         array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
-
-    def _no_residuals(self) -> list[Sequence[np.ndarray]]:
-        if not self._options.transfer.is_quantised:
-            return []
-        return [Int8Layout.of(self.trained).new_residuals() for _ in self._replicas.local_replicas]
 
     # ---- as a tree
 
@@ -199,13 +198,8 @@ class TorchTraining:
         self._load_optimizer(state.optimizer_state)
         self.step, self.scale = state.step, state.loss_scale
         if state.residuals is not None:
-            local = len(self._replicas.local_replicas)
-            split = [np.split(np.asarray(leaf), local) for leaf in state.residuals]
-            shapes = [parameter.shape for parameter in self.trained]
-            self.residuals = [
-                [np.array(parts[number]).reshape(shape) for parts, shape in zip(split, shapes, strict=True)]
-                for number in range(local)
-            ]
+            layout = Int8Layout.of(self.trained)
+            self.residuals = layout.residuals_of_each(state.residuals, len(self._replicas.local_replicas))
         self.replaced()
 
     def _load_optimizer(self, tree: Tree) -> None:

@@ -32,12 +32,17 @@ def gradients(replica, step=0, layout=LAYOUT):
     ]
 
 
+def zeros_of(layout):
+    (residuals,) = layout.residuals_of_each(layout.new_residuals(1), 1)
+    return residuals
+
+
 COMPILED = jax.jit(encode, static_argnums=(0, 4))
 
 
 def encoded(leaves, residuals=None, layout=LAYOUT):
     into = np.full(layout.payload_size, 99, np.int8)
-    payload, lost = COMPILED(layout, leaves, residuals or layout.new_residuals(), into, XLA)
+    payload, lost = COMPILED(layout, leaves, residuals or zeros_of(layout), into, XLA)
     return np.asarray(payload), [np.asarray(array) for array in lost]
 
 
@@ -127,7 +132,7 @@ def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
 
 def sums_of_steps(gradients_of, steps):
     """The sum of what was transferred in so many steps, the sum of the gradients, and what is kept at the end."""
-    lost = LAYOUT.new_residuals()
+    lost = zeros_of(LAYOUT)
     transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(steps):
         leaves = gradients_of(step)
@@ -173,6 +178,18 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(v
     assert np.isfinite(second).all()
     assert bits(lost[0][bad]) == bits(before[0][bad])
     assert np.isfinite(lost[0]).all()
+
+
+def test_residuals_of_replicas_lie_one_after_another_and_are_copied(bits):
+    residuals = LAYOUT.new_residuals(3)
+    assert [array.shape for array in residuals] == [(9, 50), (3,), (192,), (0, 4), (3000,), (21,)]
+    for array in residuals:
+        array[...] = np.arange(array.size).reshape(array.shape)
+    of_each = LAYOUT.residuals_of_each(residuals, 3)
+    assert [[array.shape for array in of_one] for of_one in of_each] == [list(SHAPES)] * 3
+    for array, parts in zip(residuals, zip(*of_each, strict=True), strict=True):
+        assert bits(array) == bits(np.concatenate([np.atleast_1d(part) for part in parts]))
+        assert not any(np.shares_memory(array, part) for part in parts)
 
 
 # ---- all replicas

@@ -76,7 +76,7 @@ def subnormal(seed):
     tiny = np.finfo(np.float32).tiny
     leaves[0][:64] = np.linspace(-tiny, tiny, 64, dtype=np.float32)
     leaves[1][0, ::2] = tiny / 3
-    return leaves, LAYOUT.new_residuals()
+    return leaves, LAYOUT.residuals_of_each(LAYOUT.new_residuals(1), 1)[0]
 
 
 def test_subnormal_numbers_have_the_same_bytes_in_numpy_and_pytorch(subnormal, bits):
