@@ -92,7 +92,7 @@ class Int8Layout:
         shapes = [shape or (1,) for shape in self.shapes]
         return [np.zeros((replicas * rows, *others), FLOAT32) for rows, *others in shapes]
 
-    def residuals_of_each(self, residuals: Sequence[np.ndarray], replicas: int) -> list[list[np.ndarray]]:
+    def residuals_of_each(self, residuals: Sequence[np.ndarray], replicas: int) -> list[Sequence[np.ndarray]]:
         """Return copies of the residuals of each of `replicas`, in the shapes of the gradients."""
         cut = [np.split(np.array(array), replicas) for array in residuals]
         return [

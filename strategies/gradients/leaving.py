@@ -17,8 +17,8 @@ from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FLOAT32, FlatLayout
 from strategies.exchange.int8 import ArrayLibrary
 from strategies.exchange.means import Bucket
+from strategies.exchange.shards import Shards
 from strategies.programs.segments import Part
-from strategies.replicas.shards import Shards
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 

@@ -12,7 +12,7 @@ from strategies.gradients.arguments import Trainable, check_takes_state, check_v
 from strategies.gradients.model_state import as_arrays, check_model_state
 from strategies.replicas.membership import surviving, warn_of_loss
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import rows_of
 from strategies.step.options import StepOptions
 from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
@@ -71,14 +71,7 @@ class TrainStates:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local = len(self._replicas.local_replicas)
-        shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
-
-        def of_all(leaf: jax.Array) -> PartOfArray:
-            rows = leaf.shape[0] // local * self._replicas.num_replicas_in_sync
-            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-            return PartOfArray(leaf, whole, shards, self._replicas)
-
+        of_all = rows_of(self._replicas)
         return replace(
             state,
             optimizer_state=self._update.whole(state.optimizer_state),

@@ -30,10 +30,11 @@ from popdist.records import recording
 from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.comparing.digest import fingerprint
+from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray
 from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState

@@ -18,9 +18,9 @@ from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
+from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.leaving import Allocate
-from strategies.replicas.shards import Shards
 from strategies.torch.tensors import as_tensor
 
 BUCKET_BYTES = 4 << 20

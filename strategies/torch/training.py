@@ -14,7 +14,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.int8 import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray, rows_of
 from strategies.step.metrics import Metrics
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
@@ -77,7 +77,7 @@ class TorchTraining:
         self._replicas = replicas
         self._options = options
         self._age = Age()
-        self.residuals: list[list[np.ndarray]] = []
+        self.residuals: list[Sequence[np.ndarray]] = []
         if options.transfer.is_quantised:
             local = len(replicas.local_replicas)
             layout = Int8Layout.of(self.trained)
@@ -151,19 +151,12 @@ class TorchTraining:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local, count = len(self._replicas.local_replicas), self._replicas.num_replicas_in_sync
-        shards = Shards(count, local, 1)
-
-        def of_all(leaf: np.ndarray) -> PartOfArray:
-            rows = leaf.shape[0] // local * count
-            return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, self._replicas)
-
         return TrainState(
             state.variables,
             self._whole_optimizer(state.optimizer_state),
             state.step,
             state.loss_scale,
-            jax.tree.map(of_all, state.residuals),
+            jax.tree.map(rows_of(self._replicas), state.residuals),
             state.model_state,
         )
 
@@ -178,10 +171,8 @@ class TorchTraining:
             def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
                 if not leaf.ndim:
                     return leaf
-                part = np.zeros(update.parts.local * update.parts.part(whole), leaf.dtype)
-                part[: leaf.size] = leaf
                 shape = jax.ShapeDtypeStruct(tuple(whole.shape), leaf.dtype)
-                return PartOfArray(part, shape, update.parts, self._replicas)
+                return PartOfArray(update.parts.padded(leaf, whole), shape, update.parts, self._replicas)
 
             state[number] = jax.tree.map(padded, of_parameter) if update.is_cut(number) else of_parameter
         return {**tree, STATE: state}
