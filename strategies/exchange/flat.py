@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from collectives.arrays import aligned_empty
+
 Leaf: TypeAlias = Any
 """An array of NumPy, JAX or PyTorch, a tracer of one, or its shape and dtype."""
 
@@ -18,6 +20,11 @@ LARGE_BYTES = 1 << 20
 """From this size on a leaf has its own buffer: copying it would cost more than another all-reduce. (The gradients of an
 MLP with 1.9 million variables, flattened as a whole: 1.1 ms of a step of 9.4.)"""
 _ALIGNMENT_BYTES = 64  # XLA reads host memory in place only from such addresses
+
+
+def private_memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return memory of this process, from where XLA reads in place."""
+    return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,12 @@ class FlatLayout:
 
     def view(self, leaf: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """The leaf of that number in host buffers, nothing copied."""
-        shape, (name, start) = self.shapes[leaf], self.places[leaf]
-        return arrays[self._numbers[name]][start : start + math.prod(shape)].reshape(shape)
+        shape, (_, start) = self.shapes[leaf], self.places[leaf]
+        return arrays[self.buffer_of(leaf)][start : start + math.prod(shape)].reshape(shape)
+
+    def buffer_of(self, leaf: int) -> int:
+        """Return the number of the buffer in which a leaf lies."""
+        return self._numbers[self.places[leaf][0]]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

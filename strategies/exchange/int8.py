@@ -20,10 +20,9 @@ from types import ModuleType
 import numpy as np
 
 from collectives import Communicator
-from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode, registers, steps
-from strategies.exchange.flat import FLOAT32, Leaf
+from strategies.exchange.flat import FLOAT32, Leaf, private_memory
 
 BLOCK = 64
 """Values that share a scale: as many float32 results as begin at addresses that XLA reads in place."""
@@ -82,7 +81,7 @@ class Int8Layout:
 
     def new_result(self) -> np.ndarray:
         """Return memory for a result: float32 of shape `(result_size,)`, aligned so that XLA reads it in place."""
-        return aligned_empty(self.result_size * FLOAT32.itemsize).view(FLOAT32)
+        return private_memory((self.result_size,), FLOAT32)
 
     def new_residuals(self, replicas: int) -> list[np.ndarray]:
         """Return the residuals before the first step, zeros: for each gradient those of `replicas` one after another.

@@ -43,6 +43,10 @@ class Shards:
         """Return the shape of an instance's part of an array."""
         return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
 
+    def sizes(self, leaves: Sequence[Leaf]) -> dict[int, int]:
+        """Return the number of elements in an instance's parts, by the numbers of the arrays that are cut."""
+        return {number: self.local * self.part(leaf) for number, leaf in enumerate(leaves) if self.divides(leaf)}
+
     def bounds(self, leaf: Leaf, first: int) -> slice:
         """Return the elements that the instance whose first replica is `first` has, without padding."""
         size, part = math.prod(leaf.shape), self.part(leaf)
@@ -74,11 +78,11 @@ class ShardedArrays:
     """
 
     def __init__(self, shards: Shards, arrays: Sequence[Leaf], name: str) -> None:
-        are_cut = [shards.divides(array) for array in arrays]
-        self.cut = [number for number, is_cut in enumerate(are_cut) if is_cut]
-        self.uncut = [number for number, is_cut in enumerate(are_cut) if not is_cut]
-        sizes = tuple((shards.local * shards.part(arrays[number]),) for number in self.cut)
-        self.layout = FlatLayout(sizes, tuple(np.dtype(arrays[number].dtype) for number in self.cut), tail=0)
+        sizes = shards.sizes(arrays)
+        self.cut = list(sizes)
+        self.uncut = [number for number in range(len(arrays)) if number not in sizes]
+        dtypes = tuple(np.dtype(arrays[number].dtype) for number in self.cut)
+        self.layout = FlatLayout(tuple((size,) for size in sizes.values()), dtypes, tail=0)
         self._name = name
         self._room = np.empty(0, np.uint8)
 

@@ -5,22 +5,19 @@ Gradients leave the programs that compute them flat, one buffer per dtype, or as
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FLOAT32, FlatLayout
 from strategies.exchange.int8 import ArrayLibrary
+from strategies.exchange.means import Allocate as Allocate
 from strategies.exchange.means import Bucket
 from strategies.exchange.shards import Shards
 from strategies.programs.segments import Part
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 TAIL = 0  # the first result of a gradient function, before the gradients
 
@@ -56,9 +53,14 @@ class Leaving:
         """Return the shards of the means of gradients that travel together; None if they stay whole."""
         return None if any(part.rows for part in parts) else self.shards
 
-    def is_cut(self, part: Part, shards: Shards) -> bool:
-        """Return whether the mean of a gradient is cut where its bucket is."""
-        return part.result <= TAIL + len(self.leaves) - self.whole and shards.divides(self.shape_of(part))
+    def sizes(self, parts: Sequence[Part]) -> dict[int, int]:
+        """Return the number of elements that this instance gets of means that are cut, by their places in a bucket."""
+        shards, of_gradients = self.shards_of(parts), self.of_gradients(parts)
+        if shards is None:
+            return {}
+        last = TAIL + len(self.leaves) - self.whole
+        sizes = shards.sizes([self.shape_of(part) for part in of_gradients])
+        return {leaf: size for leaf, size in sizes.items() if of_gradients[leaf].result <= last}
 
     def layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
         """Return the layout of a segment's averaged results in flat buffers, with a tail of so many values."""
@@ -86,7 +88,7 @@ class MeansMemory:
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:
-        """Memory for what a segment finishes.
+        """Return a bucket with memory for the means of what a segment finishes.
 
         Args:
             name: of the collectives.
@@ -94,22 +96,19 @@ class MeansMemory:
             layout: of that.
         """
         of_gradients = self._leaving.of_gradients(parts)
+        pieces = {
+            layout.buffer_of(leaf): self._piece(part)
+            for leaf, part in enumerate(of_gradients)
+            if part.rows is not None and layout.buffers[layout.buffer_of(leaf)].is_of_one
+        }
+        bucket = Bucket.of(name, layout, self._allocate, self._leaving.sizes(parts), pieces)
         shards = self._leaving.shards_of(parts)
-        results: list[np.ndarray] = []
-        scattered: set[int] = set()
-        for place, buffer in enumerate(layout.buffers):
-            part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
-            if part is not None and part.rows is not None:
-                results.append(self._piece(part))
-            elif part is not None and shards is not None and self._leaving.is_cut(part, shards):
-                results.append(self._share(part, shards))
-                scattered.add(place)
-            else:
-                results.append(self._allocate((buffer.size,), buffer.dtype))
         for leaf, part in enumerate(of_gradients):
-            if part.result not in self._means:
-                self._means[part.result] = layout.view(leaf, results)
-        return Bucket(name, layout, tuple(results), frozenset(scattered))
+            mean = bucket.mean(leaf)
+            if shards is not None and layout.buffer_of(leaf) in bucket.scattered:
+                mean = mean.reshape(shards.shape(self._leaving.shape_of(part)))
+            self._means.setdefault(part.result, mean)
+        return bucket
 
     def _piece(self, part: Part) -> np.ndarray:
         """Return the place of some rows in the mean of the whole gradient."""
@@ -119,14 +118,6 @@ class MeansMemory:
             self._means[part.result] = self._allocate(leaf.shape, np.dtype(leaf.dtype))
         rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
         return rows
-
-    def _share(self, part: Part, shards: Shards) -> np.ndarray:
-        """Memory for this instance's part of the mean of a gradient."""
-        leaf = self._leaving.leaves[part.result - TAIL - 1]
-        shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
-        room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
-        self._means[part.result] = room.reshape(shape)
-        return room
 
 
 def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
+from strategies.exchange.flat import private_memory
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
@@ -147,7 +147,7 @@ class Contribution:
         array = self._arrays[bucket][place]
         if array is None:
             buffer = self._plan.layouts[bucket].buffers[place]
-            array = aligned_empty(buffer.size * buffer.dtype.itemsize).view(buffer.dtype)
+            array = private_memory((buffer.size,), buffer.dtype)
             array[...] = 0
             self._arrays[bucket][place] = array
         return array
@@ -181,8 +181,7 @@ class _Home:
 def _home(plan: TorchGradientPlan, number: int) -> _Home:
     place = plan.places[number]
     layout = plan.layouts[place.bucket]
-    name, start = layout.places[place.leaf]
-    where = [buffer.name for buffer in layout.buffers].index(name)
+    (_, start), where = layout.places[place.leaf], layout.buffer_of(place.leaf)
     buffer = layout.buffers[where]
     dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
     return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)

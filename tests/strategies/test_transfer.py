@@ -17,6 +17,8 @@ import collectives
 import strategies
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.int8 import BLOCK, Int8Layout, Int8Reduction, encode
+from strategies.exchange.means import Bucket
+from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.leaving import XLA, flatten
 
@@ -344,6 +346,27 @@ def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
     arrays = written(layout, [small, large], None)
     assert layout.view(1, arrays).all()
     assert not arrays[1][large.size :].any()
+
+
+def test_the_mean_of_a_leaf_that_has_a_buffer_alone_may_be_cut():
+    leaves = [np.zeros((2, 3), np.float32), np.zeros(LARGE_BYTES // 4 + 1, np.float32), np.zeros(LARGE_BYTES, np.int8)]
+    shards = Shards(replicas=3, local=2, min_elements=4)
+    layout, given = FlatLayout.of(leaves, tail=1, multiple=shards.replicas), np.zeros(LARGE_BYTES + 2, np.int8)
+    made = []
+
+    def allocate(shape, dtype):
+        made.append(shape)
+        return np.zeros(shape, dtype)
+
+    bucket = Bucket.of("gradients", layout, allocate, shards.sizes(leaves[:2]), {layout.buffer_of(2): given})
+    assert made == [(7,)]
+    assert bucket.scattered == {layout.buffer_of(1)}
+    assert [bucket.mean(leaf).shape for leaf in range(3)] == [
+        (2, 3),
+        (2 * (LARGE_BYTES // 4 + 2) // 3,),
+        (LARGE_BYTES,),
+    ]
+    assert np.shares_memory(bucket.mean(2), given)
 
 
 def test_the_largest_small_leaf_lies_with_the_others():
