@@ -19,6 +19,7 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
 from strategies.comparing.digest import fingerprint
+from strategies.core.metrics import Metrics
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
@@ -53,7 +54,6 @@ from strategies.programs.gradient_capture import GradientCaptureContext, capture
 from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState

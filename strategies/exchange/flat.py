@@ -27,6 +27,11 @@ def private_memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
+def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocate arrays that take no memory and cannot be written to, for callers that only look at shapes."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A flat buffer.

@@ -14,8 +14,7 @@ import numpy as np
 
 from strategies.exchange.flat import FLOAT32, FlatLayout
 from strategies.exchange.int8 import ArrayLibrary
-from strategies.exchange.means import Allocate as Allocate
-from strategies.exchange.means import Bucket
+from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.shards import Shards
 from strategies.programs.segments import Part
 
@@ -118,11 +117,6 @@ class MeansMemory:
             self._means[part.result] = self._allocate(leaf.shape, np.dtype(leaf.dtype))
         rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
         return rows
-
-
-def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate arrays that take no memory and cannot be written to, for callers that only look at shapes."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def flatten(

@@ -19,6 +19,7 @@ from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
+from strategies.core.survival import InstanceProgress, meet, surviving, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
@@ -26,7 +27,7 @@ from strategies.programs.program import DeviceProgram, HeldState
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
-from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
+from strategies.replicas.membership import Membership
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts

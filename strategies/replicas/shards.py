@@ -81,7 +81,7 @@ class PartOfArray:
         return placed
 
 
-def rows_of(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
+def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
     """Return a function that makes a `PartOfArray` of an array with as many rows for each local replica."""
     shards = shards_of(replicas, 1)
 
