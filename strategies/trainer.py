@@ -10,9 +10,8 @@ import numpy as np
 from optax import GradientTransformation
 
 from strategies.argument_checks import require_known_options
-from strategies.config.configured import in_force
 from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
-from strategies.core.step import StepLoop
+from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Evaluation, Told
 from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
@@ -29,7 +28,7 @@ from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.step.executions import Executions
-from strategies.step.jax_engine import JaxEngine, rules_of
+from strategies.step.jax_engine import JaxEngine, flipped, rows_of
 from strategies.step.options import TrainerOptions, configured
 from strategies.step.preparation import StepPrograms
 from strategies.step.step_record import recorder_for
@@ -58,10 +57,10 @@ class Trainer:
         optimizer: an optax gradient transformation, or a `MapGradientOptimizer`.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
-            configuration in force (`strategies.config`) says, otherwise not.
+            defaults of the strategy say.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
-        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
-            all of them are described.
+        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`
+            and its base class, which describe them.
 
     Attributes:
         seed: of the keys.
@@ -85,7 +84,7 @@ class Trainer:
         self._strategy = strategy
         require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
-        self._options = configured(seed, check_numerics, digest_every, options, in_force())
+        self._options = configured(seed, check_numerics, digest_every, options, strategy.defaults)
         self._put_together(loss_fn, optimizer)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 
@@ -101,7 +100,13 @@ class Trainer:
         self._programs = StepPrograms(replicas, loss_fn, options, update, recorder.is_on, traced)
         self._loss_fn = loss_fn
         self._engine = JaxEngine(replicas, self._programs, update, options, recorder.is_on)
-        self._loop = StepLoop(replicas, self._engine, rules_of(options), options.scaling, recorder)
+        self._loop = StepLoop(
+            replicas,
+            self._engine,
+            StepRules(options.digest_every, options.own_part, flipped, rows_of),
+            options.scaling,
+            recorder,
+        )
         self._executions = Executions(replicas, self._programs, update, self._loop, options.may_fuse)
         self._evaluator = JaxEvaluator(replicas, loss_fn, options, recorder.is_on)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)

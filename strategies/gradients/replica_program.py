@@ -12,15 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
-from strategies.gradients.accumulation import (
-    GradientAccumulationReductionMethod,
-    accumulate,
-    accumulator_dtypes,
-    is_float,
-    mapped,
-)
+from strategies.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
 from strategies.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
 from strategies.gradients.leaving import XLA
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule

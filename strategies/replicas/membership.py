@@ -10,6 +10,7 @@ from collectives import Communicator
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from strategies.argument_checks import positive
+from strategies.defaults import Defaults, in_force
 
 
 class Membership(ABC):
@@ -20,6 +21,7 @@ class Membership(ABC):
 
     Args:
         ipus_per_replica: the devices that a replica spans; None: as the launcher says.
+        defaults: of the strategy; None: those of `IPUConfig`, as they are whenever something is made for the strategy.
 
     Attributes:
         instance: which replicas this process drives, as the instances are numbered now.
@@ -34,7 +36,8 @@ class Membership(ABC):
     adds_in_order: ClassVar[bool] = True
     members: ClassVar[str] = "these instances"
 
-    def __init__(self, ipus_per_replica: int | None = None) -> None:
+    def __init__(self, ipus_per_replica: int | None = None, defaults: Defaults | None = None) -> None:
+        self._given_defaults = defaults
         self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
         instance, self.communicator = self.join()
         self.instance = self._spanning(instance)
@@ -42,6 +45,12 @@ class Membership(ABC):
     @abstractmethod
     def join(self) -> tuple[Instance, Communicator]:
         """Connect with the other instances; called once, before all else."""
+
+    @final
+    @property
+    def defaults(self) -> Defaults:
+        """See `Strategy.defaults`."""
+        return in_force() if self._given_defaults is None else self._given_defaults
 
     @property
     def is_chief(self) -> bool:

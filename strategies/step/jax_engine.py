@@ -12,7 +12,6 @@ import numpy as np
 from strategies.comparing.digest import flip_bit, host_arrays
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray, metrics_of
-from strategies.core.step import StepRules
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
@@ -276,14 +275,9 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         return Trainable.of(state.variables, self._options.trainable).pick(state.variables)
 
 
-def rules_of(options: StepOptions) -> StepRules[TrainState]:
-    """Return the rules of steps with such options."""
-    return StepRules(
-        options.digest_every,
-        options.own_part,
-        lambda state: replace(state, variables=flip_bit(state.variables)),
-        rows_of,
-    )
+def flipped(state: TrainState) -> TrainState:
+    """Return a state with a bit of a variable changed; for faults on purpose."""
+    return replace(state, variables=flip_bit(state.variables))
 
 
 def rows_of(batch: Batch) -> int:

@@ -96,7 +96,7 @@ class TorchEvaluator:
             self._agree(title, function, rows, batch)
             return Begun(partial(local.told, batch))
 
-        survives = self._training.own_part is None
+        survives = self._options.own_part is None
         passing = Passing(title, step, begin, lambda: None, partial(meet, replicas) if survives else None)
         return _closing(local, DataPass(replicas, passing, rows, to_all).results())
 

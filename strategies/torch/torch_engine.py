@@ -13,13 +13,11 @@ from strategies.comparing.digest import host_arrays
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.step import StepRules
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.replicas import Replicas
-from strategies.step.jax_engine import rows_of
 from strategies.torch.agreement import settings_differ, settings_in_words
 from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
 from strategies.torch.local_replicas import LocalReplicas
@@ -282,11 +280,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return training
 
 
-def rules_of_modules(training: TorchTraining, options: TorchOptions) -> StepRules[TorchTraining]:
-    """Return the rules of steps with such options."""
-
-    def flipped(state: TorchTraining) -> TorchTraining:
-        state.flip_bit()
-        return state
-
-    return StepRules(options.digest_every, training.own_part, flipped, rows_of)
+def flipped(state: TorchTraining) -> TorchTraining:
+    """Change a bit of a parameter, for faults on purpose; return the same state."""
+    state.flip_bit()
+    return state

@@ -10,10 +10,12 @@ import torch
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
-from strategies.core.step import StepLoop
+from strategies.core.options import completed
+from strategies.core.step import StepLoop, StepRules
 from strategies.evaluation.data_pass import Evaluation
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
+from strategies.step.jax_engine import rows_of
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
@@ -21,7 +23,7 @@ from strategies.torch.evaluation import TorchEvaluator
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
-from strategies.torch.torch_engine import TorchEngine, rules_of_modules
+from strategies.torch.torch_engine import TorchEngine, flipped
 from strategies.torch.training import TorchTraining, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
@@ -44,7 +46,7 @@ class Trainer:
             and one micro-batch; it gets the replica's copy of the module.
         optimizer: one of `torch.optim`, or of others, of the module's parameters.
         seed: of the random numbers in the module and in `loss_fn`.
-        options: the others, by name; see `TorchOptions`, where all of them are described.
+        options: the others, by name; see `TorchOptions` and its base class, which describe them.
 
     Attributes:
         module: see above.
@@ -69,7 +71,7 @@ class Trainer:
         **options: Unpack[TorchTrainerOptions],
     ) -> None:
         require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
-        settings = TorchOptions(seed, **options)
+        settings = completed(TorchOptions, strategy.defaults, {"seed": seed, **options})
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
         keep_freed_memory()
@@ -86,7 +88,8 @@ class Trainer:
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder.is_on)
-        rules = rules_of_modules(self._training, settings)
+        self._options = settings
+        rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
         self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
@@ -231,7 +234,7 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's, or residuals."""
-        return self._training.own_part is not None
+        return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""

@@ -85,15 +85,6 @@ class TorchTraining:
         """The parameters that are trained, in the order of `named_parameters`."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    @property
-    def own_part(self) -> str | None:
-        """The part of the state that no other instance has, in words; None where all have the same."""
-        kinds = {
-            "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
-            "residuals of int8 gradients": self._options.transfer.is_quantised,
-        }
-        return next((kind for kind, has_it in kinds.items() if has_it), None)
-
     def replaced(self) -> None:
         """Note that what was given of the state is used up."""
         self._age.number += 1

@@ -189,10 +189,10 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a configuration decides also what a trainer says itself",
-        path="strategies/step/options.py",
-        old="if check_numerics is None and effects.checks_numerics",
-        new="if effects.checks_numerics",
-        caught_by="tests/strategies/test_ipu_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",
+        path="strategies/core/options.py",
+        old="checks is None and found",
+        new="found",
+        caught_by="tests/strategies/test_ipu_config.py::TestDefaults::test_unless_they_say_so_or_scale_losses",
     ),
     Fault(
         name="the loss may have other bits where gradients are streamed",
