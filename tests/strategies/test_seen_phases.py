@@ -62,16 +62,14 @@ def whole(phase, *inside):
     return [phase, *inside, f"end of {phase}"]
 
 
-def step(number, *before, mean="ordered_all_reduce 'gradients/float32'", compiles=False):
+def step(number, *prepared):
     """What is seen of a step whose gradients are one bucket: the last wait for another one ends without one."""
-    waits = [whole(FORWARD_BACKWARD, *(whole(COMPILE) if compiles else ())), whole(FORWARD_BACKWARD)]
     return [
         *whole(DATA),
         f"step {number}",
-        *before,
-        *waits[0],
-        *waits[1],
-        *whole(EXCHANGE, mean),
+        *whole(FORWARD_BACKWARD, *prepared),
+        *whole(FORWARD_BACKWARD),
+        *whole(EXCHANGE, "ordered_all_reduce 'gradients/float32'"),
         *whole(FORWARD_BACKWARD),
         *whole(UPDATE),
     ]
@@ -80,7 +78,7 @@ def step(number, *before, mean="ordered_all_reduce 'gradients/float32'", compile
 def test_a_step_has_its_phases_in_their_order():
     """The second step compiles nothing. At the end of the epoch the wait for data does not end."""
     eyes = Eyes()
-    assert trained(alone(eyes), eyes) == [*step(0, "allocate", compiles=True), *step(1), DATA]
+    assert trained(alone(eyes), eyes) == [*step(0, "allocate", *whole(COMPILE)), *step(1), DATA]
 
 
 def test_a_checkpoint_is_a_phase(tmp_path):
