@@ -21,7 +21,6 @@ import optax
 import pytest
 from losing import Lost, OnMessage
 from surviving_instances import GUARD_S, hook, run_instances
-from tiers import first_of
 
 import strategies
 from collectives import PeerLostError, ThreadHub
@@ -89,17 +88,6 @@ def test_several_may_be_lost(instances, faults):
     lost = [int(fault.partition("=")[2][0]) for fault in faults]
     found = trained(instances, faults, mechanism="ring" if "cut" in faults[0] else "window")
     check(found, instances, lost)
-
-
-@pytest.mark.parametrize("mechanism", first_of(["ring", "window"]))
-def test_without_a_loss_nothing_is_different(mechanism):
-    check(trained(3, mechanism=mechanism), 3)
-
-
-def test_while_the_others_recover():
-    """The first thing that those who are left tell each other is how far they have come."""
-    faults = ["kill:instance=1,step=1", "kill:instance=2,step=1,phase=all_gather"]
-    check(trained(4, faults), 4, [1, 2])
 
 
 def test_while_the_others_connect_anew():
