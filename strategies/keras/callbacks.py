@@ -27,6 +27,7 @@ from strategies.keras.agreement import (
     terms_of_model,
 )
 from strategies.keras.checkpointing import with_whole_backups
+from strategies.keras.patches import begin_with_epoch, call_in_one_thread
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
 from strategies.step.metrics import EVALUATION
@@ -156,7 +157,7 @@ class Running:
         """Begin everywhere with the epoch and the state with which the chief begins; a collective call."""
         replicas = self.strategy.replicas
         epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
-        self.model._initial_epoch = epoch or None
+        begin_with_epoch(self.model, epoch)
         self.resume()
         if self.is_alone or self.watch is None:
             return
@@ -233,7 +234,7 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     looks = any(map(_has_batch_hooks, own))
     writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
     if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
-        prepared._async_train = False
+        call_in_one_thread(prepared)
     first, last = _first(running, looks or writes), _last(running, looks)
     told = [_teller(running)] if running.strategy.replicas.sinks else []
     prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
@@ -287,7 +288,7 @@ def _has_batch_hooks(callback: Callback) -> bool:
     """Return whether a callback of the user's is told of batches."""
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in callback.__dict__ for name in _BATCH_HOOKS)
-    stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)
+    stock = type(callback) in vars(keras.callbacks).values() or isinstance(callback, OnChief)
     return not stock and any(
         getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeAlias
 
 import jax
@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from strategies.errors import StrategyError
+from strategies.keras.patches import method_replaced
 from strategies.keras.protocols import Array, ModelLike, OptimizerLike, Values, VariableLike
 from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
@@ -159,8 +160,7 @@ def _scope(values: Iterable[tuple[VariableLike, Array]]) -> Iterator[keras.State
             scope.__exit__(None, None, None)
 
 
-@contextmanager
-def _averaging(optimizer: OptimizerLike) -> Iterator[None]:
+def _averaging(optimizer: OptimizerLike) -> AbstractContextManager[None]:
     """Have an optimizer apply the mean of all replicas' gradients for a while."""
     plain = optimizer.apply
 
@@ -169,11 +169,7 @@ def _averaging(optimizer: OptimizerLike) -> Iterator[None]:
         means = [None if gradient is None else context.all_reduce("mean", gradient) for gradient in grads]
         plain(means, trainable_variables)
 
-    vars(optimizer)["apply"] = apply  # Keras would track what is set as an attribute
-    try:
-        yield
-    finally:
-        del vars(optimizer)["apply"]
+    return method_replaced(optimizer, "apply", apply)
 
 
 def _seeds(model: ModelLike) -> list[VariableLike]:

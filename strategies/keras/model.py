@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.utils import unpack_x_y_sample_weight
 
 from strategies.keras.agreement import (
     WAY_OUT,
@@ -30,6 +28,7 @@ from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.own_steps import OwnTrainFunction
+from strategies.keras.patches import begin_with_epoch, train_validation_split
 from strategies.keras.protocols import Callbacks, FunctionLike, ModelClass, ModelLike, State
 from strategies.keras.refusals import (
     is_own,
@@ -142,7 +141,7 @@ class ReplicatedModel:
         }
         self._insist("fit", callbacks, arguments)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+            (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
         batch_size = rows_of_replica(self.strategy, batch_size, global_batch_size, self.options.micro_batches)
@@ -297,7 +296,7 @@ class ReplicatedModel:
         """Return whether a function is there, and no layer was frozen or thawed since it was made."""
         return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
-    def _symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
+    def _symbolic_build(self, iterator: Any = None, data_batch: Batch = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
         if iterator is not None:
             data_batch = iterator.data_adapter.example
@@ -362,7 +361,8 @@ class ReplicatedModel:
         shapes = shape_of_step(feed.example, rows)
         dataset = feed.dataset
         saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
-        self._model._initial_epoch = saved.first_epoch or self._model._initial_epoch
+        if saved.first_epoch:
+            begin_with_epoch(self._model, saved.first_epoch)
         function.saved = saved
         try:
             with saved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -16,11 +16,12 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 from keras import tree
-from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
+from keras.utils import pack_x_y_sample_weight
 
 from strategies.errors import StrategyError
 from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import ALIKE, CONSTANT
+from strategies.keras.patches import method_replaced
 from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, results_of, seeds_of, shape_of, words_of, words_of_metrics
 from strategies.programs.dataflow import depends_on, looks
@@ -94,13 +95,11 @@ def _averaging(model: ModelLike, mean: Mean) -> Iterator[None]:
     optimizers = {
         id(one): one for one in tree.flatten(list(model.__dict__.values())) if isinstance(one, keras.Optimizer)
     }
-    for optimizer in optimizers.values():
-        object.__setattr__(optimizer, "stateless_apply", averaged(optimizer.stateless_apply))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for optimizer in optimizers.values():
-            object.__delattr__(optimizer, "stateless_apply")
+            apply = averaged(optimizer.stateless_apply)
+            stack.enter_context(method_replaced(optimizer, "stateless_apply", apply))
+        yield
 
 
 def _of_replicas(gradients: Tree) -> Tree:

@@ -456,8 +456,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a constraint of Keras is forgotten where the optimizer state is sharded",
         path="strategies/keras/optimizer.py",
-        old="own.path, own.constraint",
-        new="own.path, None",
+        old="variable.constraint = own.constraint",
+        new="variable.constraint = None",
         caught_by="tests/strategies/keras_models/test_keras_training.py::test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it",
     ),
     Fault(

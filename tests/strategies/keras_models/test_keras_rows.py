@@ -133,7 +133,7 @@ def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_
         model.set_asynchronous_callbacks(True)
         model.set_gradient_accumulation_options(4, "running_mean", dtype="bfloat16")
         model.save(tmp_path / "model.keras")
-        before, after = (one._replicated.options for one in (model, keras.models.load_model(tmp_path / "model.keras")))
+        before, after = (one.fit.__self__.options for one in (model, keras.models.load_model(tmp_path / "model.keras")))
         kept = ("prefetch", "each_step", "accumulated", "reduction_method")
         return [(getattr(before, name), getattr(after, name)) for name in kept], before.step, after.step
 
