@@ -1,4 +1,4 @@
-"""The hook by which models of Keras that are made in a scope become the strategy's; other models stay as they are."""
+"""The functions that a strategy calls: models that are made in its scope become its own, others stay as they are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import keras
 
 from strategies.errors import StrategyError
 from strategies.keras.extensions import METHODS, Extensions
+from strategies.keras.in_programs import KerasState
 from strategies.keras.model import FORWARDED, ReplicatedModel
 from strategies.keras.patches import TRIED, ask_before_loops, give_methods, tell_of_new_models
 from strategies.keras.protocols import ModelLike
-from strategies.strategy import Strategy
+from strategies.strategy import Strategy, get_strategy
 
-GetStrategy = Callable[[], Strategy | None]
+__all__ = ["KerasState", "hook", "refuse_other_keras"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,12 @@ _lock = threading.Lock()
 _is_hooked = False
 
 
-def hook(get_strategy: GetStrategy, is_scope_open: Callable[[], bool]) -> None:
+def hook(is_scope_open: Callable[[], bool]) -> None:
     """Have models know the scope in which they are made. All calls but the first one do nothing.
 
     A model in a scope gets the methods of the strategy. A model from outside of any scope is refused inside of one.
 
     Args:
-        get_strategy: tells the strategy in whose scope this is, or None.
         is_scope_open: tells whether any thread is in a scope.
 
     Raises:
