@@ -23,7 +23,7 @@ COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 
 GRADIENT = {
     "strategies/trainer.py": "step",
-    "strategies/step/single_step.py": "make",
+    "strategies/core/step.py": "make_step",
     "strategies/step/jax_engine.py": "begin",
     "strategies/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",
@@ -31,8 +31,22 @@ GRADIENT = {
     "collectives/shared_memory/transport.py": "reduce",
     "strategies/updates/update.py": "apply",
 }
-"""The files through which a gradient goes, from `Trainer.step` to the new variables, over a shared window; and what is
-called there."""
+"""The files through which a gradient of JAX goes, from `Trainer.step` to the new variables, over a shared window.
+
+The value is the function that is called there."""
+
+TORCH_GRADIENT = {
+    "strategies/torch/trainer.py": "step",
+    "strategies/core/step.py": "make_step",
+    "strategies/torch/torch_engine.py": "begin",
+    "strategies/torch/local_replicas.py": "begin",
+    "strategies/torch/gradient_exchange.py": "reduce",
+    "strategies/exchange/means.py": "reduce",
+    "collectives/communicator.py": "grouped_ordered_all_reduce",
+    "collectives/shared_memory/transport.py": "reduce",
+    "strategies/torch/updates.py": "apply",
+}
+"""The same for a gradient of PyTorch."""
 
 WIDTH, GAP, LINE, PADDING = 330, 14, 15, 10
 USED_BY_ALL = "used by all of these"

@@ -18,11 +18,14 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
 from strategies.comparing.digest import fingerprint
+from strategies.core.metrics import Metrics
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.data.casts import Cast, casting
 from strategies.data.datasets import DistributedDataset
 from strategies.data.grain_source import GrainSource
 from strategies.data.layout import Position
 from strategies.data.sources import InputContext, Masked
+from strategies.defaults import Defaults
 from strategies.errors import (
     CheckpointError,
     DeviceError,
@@ -38,7 +41,6 @@ from strategies.evaluation.data_pass import Evaluation, Mean
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
 from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy
@@ -53,7 +55,6 @@ from strategies.programs.gradient_capture import GradientCaptureContext, capture
 from strategies.programs.recomputation import recomputation_checkpoint, recomputing
 from strategies.replicas.replica_context import ReplicaContext, get_replica_context
 from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
@@ -85,6 +86,7 @@ __all__ = [
     "Cast",
     "CheckpointError",
     "Checkpoints",
+    "Defaults",
     "DeviceError",
     "DisagreementError",
     "DistributedDataset",

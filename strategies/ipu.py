@@ -9,8 +9,8 @@ from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
 from popdist.instance import Instance
 from strategies.argument_checks import positive
-from strategies.config.configured import Selection, in_force
 from strategies.config.launched import replicas_of_process
+from strategies.defaults import Defaults
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
@@ -20,26 +20,37 @@ class SingleProcess(Membership):
     """One process, with all replicas; nobody else takes part.
 
     Args:
-        num_replicas: R.
-        ipus_per_replica: devices that each of them spans.
+        num_replicas: R. None: as many as the IPUs of `defaults` are enough for, otherwise one.
+        ipus_per_replica: devices that each of them spans. None: as a launcher says, if IPUs are configured.
         attached: instruments that see what the process does.
+        defaults: see `Membership`.
     """
 
     members: ClassVar[str] = "replicas of a single process"
 
-    def __init__(self, num_replicas: int, ipus_per_replica: int = 1, attached: Sequence[Instrument] = ()) -> None:
+    def __init__(
+        self,
+        num_replicas: int | None,
+        ipus_per_replica: int | None,
+        attached: Sequence[Instrument],
+        defaults: Defaults | None,
+    ) -> None:
         self._num_replicas, self._attached = num_replicas, attached
-        super().__init__(ipus_per_replica)
+        super().__init__(ipus_per_replica, defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""
+        number, spanned = self._num_replicas, self._ipus_per_replica
+        if number is None:
+            number, spanned = replicas_of_process(self.defaults, spanned)
         alone = Instance(
             index=0,
             count=1,
-            local_replicas=self._num_replicas,
+            local_replicas=positive("num_replicas", number),
             replica_offset=0,
-            total_replicas=self._num_replicas,
+            total_replicas=number,
             local_index=0,
+            ipus_per_replica=spanned or 1,
         )
         return alone, connect("single", Settings(progress=Instruments(*self._attached)))
 
@@ -57,6 +68,7 @@ class IPUStrategy(Strategy):
         ipus_per_replica: devices that each of them spans, for pipelines. None: one; under poprun, with a configuration
             in force, as many as it says.
         attached: instruments that see what the process does (`collectives.instruments`).
+        defaults: see `Strategy.defaults`.
 
     Raises:
         ValueError: if one of the numbers is not positive, or the configured IPUs are not enough.
@@ -68,18 +80,17 @@ class IPUStrategy(Strategy):
         num_replicas: int | None = None,
         ipus_per_replica: int | None = None,
         attached: Sequence[Instrument] = (),
+        defaults: Defaults | None = None,
     ) -> None:
-        if ipus_per_replica is not None:
-            positive("ipus_per_replica", ipus_per_replica)
-        self._divisible: Selection | None = None
-        if num_replicas is None:
-            named = ipus_per_replica
-            num_replicas, ipus_per_replica = replicas_of_process(in_force(), named)
-            self._divisible = in_force().selection if named is None and ipus_per_replica == 1 else None
-        positive("num_replicas", num_replicas)
-        super().__init__(SingleProcess(num_replicas, ipus_per_replica or 1, attached))
+        process = SingleProcess(num_replicas, ipus_per_replica, attached, defaults)
+        super().__init__(process)
+        is_open = num_replicas is None and ipus_per_replica is None and process.instance.ipus_per_replica == 1
+        self._divisible = process.defaults.selection if is_open else None
+        self._given_defaults = defaults
 
     def for_stages(self, stages: int) -> IPUStrategy:
         """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""
         is_enough = positive("stages", stages) <= self.replicas.grid.ipus_per_replica
-        return self if is_enough or self._divisible is None else IPUStrategy(self._divisible.replicas(stages), stages)
+        if is_enough or self._divisible is None:
+            return self
+        return IPUStrategy(self._divisible.replicas(stages), stages, defaults=self._given_defaults)

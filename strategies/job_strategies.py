@@ -11,8 +11,8 @@ from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
 from strategies.argument_checks import positive
-from strategies.config.configured import in_force
 from strategies.config.launched import join_as_configured, refuse_other_process, replicas_of_instance
+from strategies.defaults import Defaults
 from strategies.replicas.membership import Membership
 from strategies.strategy import Strategy
 
@@ -23,7 +23,7 @@ class MpiJob(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init`."""
-        return join_as_configured(in_force(), self._ipus_per_replica), popdist.communicator()
+        return join_as_configured(self.defaults, self._ipus_per_replica), popdist.communicator()
 
     @property
     def is_chief(self) -> bool:
@@ -51,13 +51,19 @@ class PopDistStrategy(Strategy):
         add_ipu_cross_replica_reductions: if False, reductions inside functions that `run` compiles leave the values as
             they are (the original's option of the same name).
         ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
+        defaults: see `Strategy.defaults`.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
     """
 
-    def __init__(self, add_ipu_cross_replica_reductions: bool = True, ipus_per_replica: int | None = None) -> None:
-        membership = MpiJob(ipus_per_replica)
+    def __init__(
+        self,
+        add_ipu_cross_replica_reductions: bool = True,
+        ipus_per_replica: int | None = None,
+        defaults: Defaults | None = None,
+    ) -> None:
+        membership = MpiJob(ipus_per_replica, defaults)
         super().__init__(membership, popdist.progress(), add_ipu_cross_replica_reductions)
 
 
@@ -70,7 +76,7 @@ class HorovodJob(Membership):
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init` and `horovod.init`."""
-        return join_as_configured(in_force(), self._ipus_per_replica), horovod.communicator()
+        return join_as_configured(self.defaults, self._ipus_per_replica), horovod.communicator()
 
 
 @final
@@ -88,6 +94,7 @@ class IPUHorovodStrategy(Strategy):
     Args:
         variables_on_host: keep variables and optimizer state once per instance in host memory.
         ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
+        defaults: see `Strategy.defaults`.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
@@ -95,8 +102,13 @@ class IPUHorovodStrategy(Strategy):
         LifeCycleError: Horovod and the launcher disagree about who is there.
     """
 
-    def __init__(self, variables_on_host: bool = False, ipus_per_replica: int | None = None) -> None:
-        membership = HorovodJob(ipus_per_replica)
+    def __init__(
+        self,
+        variables_on_host: bool = False,
+        ipus_per_replica: int | None = None,
+        defaults: Defaults | None = None,
+    ) -> None:
+        membership = HorovodJob(ipus_per_replica, defaults)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 
@@ -121,21 +133,27 @@ class WorkerCluster(Membership):
 
     Args:
         cluster: who they are.
-        num_local_replicas: replicas of each.
+        num_local_replicas: replicas of each. None: as many as the IPUs of `defaults` are enough for, otherwise one.
         ipus_per_replica: devices that each replica spans.
+        defaults: see `Membership`.
     """
 
     members: ClassVar[str] = "workers of a cluster"
 
-    def __init__(self, cluster: Cluster, num_local_replicas: int, ipus_per_replica: int) -> None:
+    def __init__(
+        self, cluster: Cluster, num_local_replicas: int | None, ipus_per_replica: int, defaults: Defaults | None
+    ) -> None:
         self._cluster = cluster
         self._num_local_replicas = num_local_replicas
-        super().__init__(ipus_per_replica)
+        super().__init__(ipus_per_replica, defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; returns when all workers have come."""
-        join_cluster(self._cluster, self._num_local_replicas * len(self._cluster.addresses))
-        refuse_other_process(in_force(), popdist.instance())
+        each = self._num_local_replicas
+        if each is None:
+            each = replicas_of_instance(self.defaults, self._ipus_per_replica) or 1
+        join_cluster(self._cluster, positive("num_local_replicas", each) * len(self._cluster.addresses))
+        refuse_other_process(self.defaults, popdist.instance())
         return popdist.instance(), popdist.communicator()
 
 
@@ -156,6 +174,7 @@ class IPUMultiWorkerStrategy(Strategy):
         num_local_replicas: replicas of each worker, the same on all of them. None: as many as the IPUs of the
             configuration in force (`strategies.config`) are enough for; one where there is none.
         ipus_per_replica: devices that each replica spans, for pipelines.
+        defaults: see `Strategy.defaults`.
 
     Raises:
         TypeError: `cluster_resolver` is none.
@@ -172,12 +191,9 @@ class IPUMultiWorkerStrategy(Strategy):
         variables_on_host: bool = False,
         num_local_replicas: int | None = None,
         ipus_per_replica: int = 1,
+        defaults: Defaults | None = None,
     ) -> None:
-        positive("ipus_per_replica", ipus_per_replica)
-        if num_local_replicas is None:
-            num_local_replicas = replicas_of_instance(in_force(), ipus_per_replica) or 1
-        positive("num_local_replicas", num_local_replicas)
-        membership = WorkerCluster(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica)
+        membership = WorkerCluster(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica, defaults)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 

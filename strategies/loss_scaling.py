@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
-import jax
 import numpy as np
 
 from strategies.argument_checks import positive
@@ -16,7 +14,6 @@ MOST = 2.0**24
 """No loss is scaled by more."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 @dataclass(frozen=True)
 class LossScale:
     """The state of loss scaling after a step, the same on all instances.

@@ -19,12 +19,13 @@ from popdist.records import Progress
 from popdist.records.recording import note_question
 from popdist.switches import require_switches
 from strategies.argument_checks import Axis, positive
-from strategies.config.configured import IPUConfig, in_force
+from strategies.config.configured import IPUConfig
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
 from strategies.data.layout import Remainder
 from strategies.data.sources import InputContext
+from strategies.defaults import Defaults, current_defaults_of
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
@@ -66,7 +67,7 @@ class Strategy(ABC):
 
     Raises:
         TypeError: a switch is not True or False.
-        DeviceError: the configuration in force (`strategies.config`) keeps this process from devices.
+        DeviceError: its defaults keep this process from devices.
     """
 
     @abstractmethod
@@ -77,7 +78,7 @@ class Strategy(ABC):
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:
-        if not in_force().attaches:
+        if not membership.defaults.attaches:
             raise DeviceError(
                 f"device_connection.type is NEVER in the configuration in force, and {type(self).__name__} would run "
                 "programs; make it ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
@@ -97,6 +98,15 @@ class Strategy(ABC):
     def replicas(self) -> Replicas:
         """All of them, as what is built on strategies sees them: a step, a checkpoint, a variable."""
         return self._replicas
+
+    @property
+    def defaults(self) -> Defaults:
+        """The defaults for trainers, pipelines, data sets and feeds that are made for this strategy.
+
+        They are those that the strategy was given. If it was given none, they are those of the configuration that is in
+        force (`strategies.config`) when something is made for it.
+        """
+        return self._replicas.defaults
 
     # ---- who is there
 
@@ -471,7 +481,7 @@ class Strategy(ABC):
             gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
             transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch;
                 `strategies.casting` casts them back there.
-            prefetch: how many batches are prepared ahead; None: two, or none where the configuration in force says so.
+            prefetch: how many batches are prepared ahead; None: two, or none where `defaults` say so.
         """
         dataset = DistributedDataset(
             source,
@@ -483,7 +493,7 @@ class Strategy(ABC):
             remainder=remainder,
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
-            prefetch=prefetch if prefetch is not None else 2 if in_force().prefetches else 0,
+            prefetch=prefetch if prefetch is not None else 2 if self.defaults.prefetches else 0,
             place=lambda batch: self._replicas.dealing.batch(batch),
             communicator=self.communicator,
             instruments=self.instruments,
@@ -513,7 +523,7 @@ class Strategy(ABC):
         Raises:
             ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
         """
-        with keras_in_scope(get_strategy):
+        with keras_in_scope(get_strategy), current_defaults_of(self):
             token = _scope.set(self)
             try:
                 yield self

@@ -11,6 +11,8 @@ import jax
 from strategies.loss_scaling import LossScale
 from strategies.typing import Leaf, OptimizerState, Tree, Variables
 
+jax.tree_util.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
+
 
 @partial(
     jax.tree_util.register_dataclass,

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from typing import Unpack
 
+import numpy as np
 from optax import GradientTransformation
 
 from strategies.argument_checks import require_known_options
-from strategies.config.configured import in_force
+from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
 from strategies.evaluation.data_pass import Evaluation, Told
 from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
 from strategies.evaluation.evaluator import JaxEvaluator
-from strategies.gradients.arguments import check_loss_function, check_optimizer
+from strategies.gradients.arguments import (
+    check_loss_function,
+    check_optimizer,
+    check_state,
+    check_takes_state,
+    check_variables,
+)
+from strategies.gradients.model_state import as_arrays, check_model_state
 from strategies.memory.of_step import MemoryPlanner, shapes_of
 from strategies.memory.plan import MemoryPlan
 from strategies.replicas.replica_context import refuse_in_replica
 from strategies.step.executions import Executions
-from strategies.step.jax_engine import JaxEngine
-from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.step.jax_engine import JaxEngine, flipped, rows_of
 from strategies.step.options import TrainerOptions, configured
-from strategies.step.single_step import SingleStep
-from strategies.step.states import TrainStates
+from strategies.step.preparation import StepPrograms
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -49,14 +57,13 @@ class Trainer:
         optimizer: an optax gradient transformation, or a `MapGradientOptimizer`.
         seed: of the keys.
         check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
-            configuration in force (`strategies.config`) says, otherwise not.
+            defaults of the strategy say.
         digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
-        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`, where
-            all of them are described.
+        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`
+            and its base class, which describe them.
 
     Attributes:
         seed: of the keys.
-        notice: travels with the gradients of every step.
 
     Raises:
         TypeError: if `loss_fn` does not take three arguments, or four, `optimizer` is none, or there is no such option.
@@ -74,11 +81,10 @@ class Trainer:
         **options: Unpack[TrainerOptions],
     ) -> None:
         self.seed = seed
-        self.notice = StepNotice()
         self._strategy = strategy
         require_known_options(Trainer, options, TrainerOptions.__annotations__)
         optimizer, options["map_gradient"] = unwrapped(optimizer, options.get("map_gradient"))
-        self._options = configured(seed, check_numerics, digest_every, options, in_force())
+        self._options = configured(seed, check_numerics, digest_every, options, strategy.defaults)
         self._put_together(loss_fn, optimizer)
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 
@@ -91,12 +97,24 @@ class Trainer:
             check_optimizer(optimizer)
             traced.append(optimizer.update)
         update, recorder = update_for(replicas, optimizer, options.of_update), recorder_for(replicas, options)
-        engine = JaxEngine(replicas, loss_fn, options, update, recorder.is_on, traced)
-        self._single = SingleStep(replicas, engine, update, options, self.notice, recorder)
-        self._executions = Executions(replicas, engine, update, self._single, options.may_fuse)
-        self._states = TrainStates(replicas, loss_fn, options, update, self._single)
-        self._evaluator = JaxEvaluator(replicas, loss_fn, options, self._single)
+        self._programs = StepPrograms(replicas, loss_fn, options, update, recorder.is_on, traced)
+        self._loss_fn = loss_fn
+        self._engine = JaxEngine(replicas, self._programs, update, options, recorder.is_on)
+        self._loop = StepLoop(
+            replicas,
+            self._engine,
+            StepRules(options.digest_every, options.own_part, flipped, rows_of),
+            options.scaling,
+            recorder,
+        )
+        self._executions = Executions(replicas, self._programs, update, self._loop, options.may_fuse)
+        self._evaluator = JaxEvaluator(replicas, loss_fn, options, recorder.is_on)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
+
+    @property
+    def notice(self) -> StepNotice:
+        """The notice that travels with the gradients of every step."""
+        return self._loop.notice
 
     @property
     def strategy(self) -> Strategy:
@@ -110,7 +128,7 @@ class Trainer:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        return self._states.whole(state)
+        return self._engine.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
         """Return the first state: instance 0's variables on every instance.
@@ -130,7 +148,7 @@ class Trainer:
             RuntimeError: inside `strategy.run` or a loss function, as of all that trains.
         """
         refuse_in_replica("trainer.init")
-        state = self._states.init(variables, model_state)
+        state = self.adopt(TrainState(variables, None, 0, model_state=model_state))
         self._begun_with = shapes_of((variables, model_state))
         return state
 
@@ -144,7 +162,18 @@ class Trainer:
         Raises:
             TypeError, ValueError, LayoutMismatchError: see `init`.
         """
-        return self._states.adopt(state)
+        check_takes_state(self._loss_fn, state.model_state is not None)
+        check_variables(state.variables, self._options.trainable)
+        check_model_state(state.model_state)
+        given = replace(state, model_state=as_arrays(state.model_state))
+        self._options.rule_of(given.model_state)
+
+        def begun() -> TrainState:
+            first: TrainState
+            first, step = self._strategy.replicas.broadcast((given, np.int32(given.step)))
+            return self._engine.restore(replace(first, step=int(step)))
+
+        return self._loop.start(begun, lambda: self._engine.restore(given))
 
     def plan(self, batch: Batch, variables: Variables = None, model_state: Tree = None) -> MemoryPlan:
         """Return the memory that this instance will need, before anything runs; no collective call.
@@ -215,7 +244,8 @@ class Trainer:
                 options, the data set, the loss function or the optimizer.
         """
         refuse_in_replica("trainer.step")
-        return self._single.make(state, batch)
+        check_state(state)
+        return self._loop.make_step(state, batch)
 
     # ---- without training
 

@@ -5,10 +5,12 @@ leaves. Python's types cannot say which structures these are, so type checkers s
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 Tree: TypeAlias = Any
 """A pytree of arrays."""
@@ -37,7 +39,7 @@ Data: TypeAlias = Any
 Key: TypeAlias = Any
 """A key of JAX's random numbers."""
 
-Scalar: TypeAlias = jax.Array | np.float32 | np.int32
+Scalar: TypeAlias = "jax.Array | np.float32 | np.int32"
 """An array of shape (), on a device or of NumPy."""
 
 Numbers: TypeAlias = Any

@@ -48,29 +48,51 @@ def test_the_picture_shows_the_rooms_that_there_are() -> None:
     assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.draw(), "run python docs/draw_rooms.py"
 
 
-def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> None:
+def jax_step():
+    """A step of two replicas on JAX, which was made once before."""
+    strategy = strategies.IPUStrategy(2)
+    trainer = strategies.Trainer(strategy, lambda variables, batch, key: (variables * batch).mean(), optax.sgd(0.1))
+    batch = np.ones((4, 3), np.float32)
+    state, _ = trainer.step(trainer.init(np.ones(3, np.float32)), batch)
+    return lambda: trainer.step(state, batch)
+
+
+def torch_step():
+    """A step of two replicas on PyTorch, which was made once before."""
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, lambda own, x: own(x).mean(), optimizer)
+    batch = np.ones((4, 3), np.float32)
+    trainer.step(batch)
+    return lambda: trainer.step(batch)
+
+
+WAYS = {"JAX": (jax_step, draw_rooms.GRADIENT), "PyTorch": (torch_step, draw_rooms.TORCH_GRADIENT)}
+
+
+@pytest.mark.parametrize("framework", WAYS)
+def test_a_gradient_goes_through_the_files_that_are_named_in_their_order(framework: str) -> None:
     """On one instance: what several do in `collectives/shared_memory/transport.py`, one does alone.
 
     No other file is entered on the way to any of them, and none is left and entered again.
     """
-    strategy = strategies.IPUStrategy(2)
-    trainer = strategies.Trainer(strategy, lambda variables, batch, key: (variables * batch).mean(), optax.sgd(0.1))
-    state, _ = trainer.step(trainer.init(np.ones(3, np.float32)), np.ones((4, 3), np.float32))  # compiled before
-    batch = np.ones((4, 3), np.float32)
+    prepare, way = WAYS[framework]
+    make_step = prepare()
     entered: dict[str, None] = {}
     between: set[tuple[str, ...]] = set()
 
     def note(frame, event, _):
-        if event == "call" and draw_rooms.GRADIENT.get(file_of(frame)) == frame.f_code.co_name:
+        if event == "call" and way.get(file_of(frame)) == frame.f_code.co_name:
             entered[file_of(frame)] = None
             between.add(files_to(frame))
 
     sys.setprofile(note)
     try:
-        trainer.step(state, batch)
+        make_step()
     finally:
         sys.setprofile(None)
-    expected = [file for file in draw_rooms.GRADIENT if file != "collectives/shared_memory/transport.py"]
+    expected = [file for file in way if file != "collectives/shared_memory/transport.py"]
     assert list(entered) == expected
     for files in between:
         assert files == tuple(sorted(set(files), key=expected.index)), "a file is entered twice, or not in order"
@@ -78,4 +100,5 @@ def test_a_gradient_goes_through_the_files_that_are_named_in_their_order() -> No
 
 def test_the_page_names_the_same_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\d+\. `([^`]+)`", text, flags=re.MULTILINE) == list(draw_rooms.GRADIENT)
+    named = re.findall(r"^\d+\. `([^`]+)`", text, flags=re.MULTILINE)
+    assert named == [*draw_rooms.GRADIENT, *draw_rooms.TORCH_GRADIENT]

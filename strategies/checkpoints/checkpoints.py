@@ -26,12 +26,12 @@ from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, Sav
 from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
 from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
-from strategies.comparing.agreement import broadcast_text
+from strategies.core.agreement import broadcast_text
+from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.gradients.arguments import are_used_up, check_state
 from strategies.replicas.devices import borrow, is_key
-from strategies.replicas.membership import meet, surviving
 from strategies.replicas.shards import PartOfArray
 from strategies.step.step_record import checkpoint_folder
 from strategies.train_state import TrainState

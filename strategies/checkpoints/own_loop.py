@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.step.metrics import StepNotice
+from strategies.core.metrics import StepNotice
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 

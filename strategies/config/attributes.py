@@ -59,7 +59,7 @@ EFFECTS = {
     "floating_point_behaviour.oflo": _CHECKS,
     "floating_point_behaviour.nanoo": "none that could be switched: it always gives infinity",
     "floating_point_behaviour.esr": (
-        "ON and REPLICA_IDENTICAL_ONLY: `stochastic_rounding` of a Trainer that does not say it itself"
+        "ON and REPLICA_IDENTICAL_ONLY: `stochastic_rounding` of a Trainer of JAX that does not say it itself"
     ),
     "floating_point_behaviour.set_all": "that of inv, div0, oflo, nanoo and esr",
     "optimizations.prefetch_data_streams": (

@@ -1,4 +1,4 @@
-"""The configuration that is in force in this process, and what follows from it for those who leave it open.
+"""The configuration of this process, which puts its `Defaults` in force.
 
 How many replicas the IPUs of a device are enough for is arithmetic, without any device, and as in the original: a
 replica takes a power of two of IPUs, and a device has as many replicas as fit.
@@ -14,6 +14,7 @@ from typing import final
 
 from strategies.config.attributes import ATTRIBUTES, DeviceConnectionType, StochasticRoundingBehaviour
 from strategies.config.category import Category
+from strategies.defaults import Defaults, Selection, put_in_force
 
 _BYTES = 4  # of an element of float32
 
@@ -24,38 +25,6 @@ _named: set[str] = set()
 
 SYSTEM_IPUS = 16
 """Of the system whose groups of IPUs `select_ipus` names: those of the listing in the original's documentation."""
-
-
-@dataclass(frozen=True)
-class Effects:
-    """The effects of a configuration; by default none.
-
-    Attributes:
-        selection: the IPUs of a strategy that names no number of replicas.
-        process_index: which process this is said to be.
-        process_count: how many there are said to be; 0 where nothing is said.
-        recomputes: whether pipelines recompute; None where nothing is configured, and their own arguments decide.
-        checks_numerics: whether trainers refuse gradients that are not finite.
-        rounds_stochastically: whether they round 16-bit variables so.
-        min_elements_for_sharding: from how many elements on optimizer state is sharded.
-        prefetches: whether data are prepared ahead.
-        executables: the folder where compiled programs are kept; "" for none.
-        attaches: whether programs run at all.
-    """
-
-    selection: Selection | None = None
-    process_index: int = 0
-    process_count: int = 0
-    recomputes: bool | None = None
-    checks_numerics: bool = False
-    rounds_stochastically: bool = False
-    min_elements_for_sharding: int = 32
-    prefetches: bool = True
-    executables: str = ""
-    attaches: bool = True
-
-
-_NOTHING = Effects()
 
 
 @final
@@ -77,8 +46,8 @@ class IPUConfig(Category):
         """Put this configuration in force; see `strategies.config.configure_ipu_system`."""
         configure_ipu_system(self, device)
 
-    def check(self) -> Effects:
-        """Check whether the attributes go together, and return what follows from them.
+    def check(self) -> Defaults:
+        """Check whether the attributes go together, and return the defaults that follow from them.
 
         Raises:
             TypeError: if a list or dictionary was changed to one of a wrong type.
@@ -89,7 +58,7 @@ class IPUConfig(Category):
         for check in (_check_distribution, _check_tiles, _check_norms, _check_connection):
             check(self)
         behaviour, distribution = self.floating_point_behaviour, self.experimental.multi_replica_distribution
-        return Effects(
+        return Defaults(
             selection=select(_listed(self.auto_select_ipus), _listed(self.select_ipus)),
             process_index=distribution.process_index,
             process_count=distribution.process_count,
@@ -147,24 +116,16 @@ class _Process:
     """The configuration of this process."""
 
     config: IPUConfig | None = None
-    effects: Effects = _NOTHING
 
 
 _process = _Process()
 
 
-def in_force() -> Effects:
-    """Return what the configuration of this process changes.
-
-    Strategies, trainers and pipelines look when they are made.
-    """
-    return _process.effects
-
-
 def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
     """Put a configuration in force for strategies, trainers, pipelines and data sets that are made afterwards.
 
-    What these say themselves stays as they say it. Semantics: the original's function of that name.
+    Arguments of these come first, and so do the `Defaults` that a strategy is given. Semantics: the original's function
+    of that name.
 
     Args:
         config: a copy of it is kept, so it may change.
@@ -178,7 +139,7 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
     """
     if not isinstance(config, IPUConfig):
         raise TypeError(f"the configuration is {config!r}, a {type(config).__name__}; it must be an IPUConfig")
-    effects = config.check()
+    defaults = config.check()
     if _process.config is not None and _process.config != config:
         if not reset_configuration:
             raise RuntimeError(
@@ -186,7 +147,8 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
                 "reset_configuration at True"
             )
         logger.warning("Resetting existing IPU configuration before applying new configuration")
-    _process.config, _process.effects = copy.deepcopy(config), effects
+    _process.config = copy.deepcopy(config)
+    put_in_force(defaults)
     _name_what_is_only_kept(config)
 
 
@@ -203,7 +165,8 @@ def get_ipu_config() -> IPUConfig:
 
 def reset_ipu_configuration() -> None:
     """Forget the configuration of this process; what was made under it stays as it is."""
-    _process.config, _process.effects = None, _NOTHING
+    _process.config = None
+    put_in_force(Defaults())
 
 
 def _name_what_is_only_kept(config: IPUConfig) -> None:
@@ -212,38 +175,6 @@ def _name_what_is_only_kept(config: IPUConfig) -> None:
     if new := sorted(kept - _named):
         logger.debug("kept, and without an effect here: %s", ", ".join(new))
         _named.update(new)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The device that a strategy drives: the first one that a configuration describes.
-
-    Attributes:
-        ipus: how many it has.
-        said: where that was said, for messages.
-        is_counted: whether the program has named their number; otherwise it has named devices, and under a launcher
-            these are the launcher's.
-    """
-
-    ipus: int
-    said: str
-    is_counted: bool
-
-    def replicas(self, ipus_per_replica: int = 1) -> int:
-        """Return the number of replicas that span so many IPUs, or stages.
-
-        Raises:
-            ValueError: if its IPUs are not enough, or some would be left.
-        """
-        needed = rounded_to_power_of_two(ipus_per_replica)
-        if self.ipus % needed:
-            below = self.ipus - self.ipus % needed
-            use = f"{below} or {below + needed}" if below else f"{needed}"
-            raise ValueError(
-                f"Current device has {self.ipus} IPUs attached, however the current model requires a multiple of "
-                f"{needed} IPUs ({self.said}, and a replica spans {ipus_per_replica}); use {use} IPUs"
-            )
-        return self.ipus // needed
 
 
 def select(auto_select_ipus: Sequence[int], select_ipus: Sequence[int]) -> Selection | None:
@@ -289,11 +220,6 @@ def ipus_of_group(number: int) -> int:
         f"select_ipus names {number}, and a system of {SYSTEM_IPUS} IPUs has the groups 0 to {first - 1}; name one of "
         "these, or say with auto_select_ipus how many IPUs there are"
     )
-
-
-def rounded_to_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
-    return 1 << (count - 1).bit_length()
 
 
 def _shown(numbers: Sequence[int]) -> str:

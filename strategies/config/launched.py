@@ -1,7 +1,7 @@
-"""How a configuration goes together with the launcher of a job: the launcher's numbers decide.
+"""The numbers of instances and replicas where a job has a launcher and its strategy has defaults.
 
-poprun has fixed all of them. Open MPI, Slurm and TF_CONFIG have fixed the instances only, so that the configuration
-says how many replicas each of them has; for a program without a launcher, too.
+The launcher's numbers decide. poprun fixes all of them. Open MPI, Slurm and TF_CONFIG fix the instances, and the
+defaults say how many replicas each instance has. Without a launcher the defaults say it too.
 """
 
 from __future__ import annotations
@@ -10,81 +10,81 @@ from dataclasses import replace
 
 import popdist
 from popdist.instance import Instance
-from strategies.config.configured import Effects, Selection, rounded_to_power_of_two
+from strategies.defaults import Defaults, Selection, rounded_to_power_of_two
 
 
-def replicas_of_process(effects: Effects, ipus_per_replica: int | None) -> tuple[int, int]:
+def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tuple[int, int]:
     """Return the replicas of a strategy of one process that names none, and the devices that each spans.
 
     Args:
-        effects: of the configuration.
+        defaults: of the strategy.
         ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
         EnvironmentMismatchError: poprun has started this process for others.
     """
-    if effects.selection is None:
+    if defaults.selection is None:
         return 1, ipus_per_replica or 1
     instance = popdist.instance()
     if instance.launcher == "poprun":
-        refuse_contradictions(effects, instance)
+        refuse_contradictions(defaults, instance)
         return instance.local_replicas, ipus_per_replica or instance.ipus_per_replica
-    return effects.selection.replicas(ipus_per_replica or 1), ipus_per_replica or 1
+    return defaults.selection.replicas(ipus_per_replica or 1), ipus_per_replica or 1
 
 
-def replicas_of_instance(effects: Effects, ipus_per_replica: int | None) -> int | None:
-    """Return the replicas of each instance by the configuration; None if it does not say, or poprun has said it.
+def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> int | None:
+    """Return the replicas of each instance by the defaults; None if they name no IPUs, or poprun fixes the number.
 
     Args:
-        effects: of the configuration.
+        defaults: of the strategy.
         ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
     """
-    if effects.selection is None or popdist.instance().launcher == "poprun":
+    if defaults.selection is None or popdist.instance().launcher == "poprun":
         return None
-    return effects.selection.replicas(ipus_per_replica or popdist.instance().ipus_per_replica)
+    return defaults.selection.replicas(ipus_per_replica or popdist.instance().ipus_per_replica)
 
 
-def join_as_configured(effects: Effects, ipus_per_replica: int | None) -> Instance:
-    """`popdist.init` for as many replicas as the configuration says, where nobody else has said it.
+def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Instance:
+    """Call `popdist.init` for as many replicas as the defaults say, unless poprun fixes the number.
 
     Args:
-        effects: of the configuration.
+        defaults: of the strategy.
         ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
         EnvironmentMismatchError: see `refuse_contradictions`.
     """
-    each = None if popdist.isBackendInitialized() else replicas_of_instance(effects, ipus_per_replica)
+    each = None if popdist.isBackendInitialized() else replicas_of_instance(defaults, ipus_per_replica)
     popdist.init(None if each is None else each * popdist.instance().count)
     instance = popdist.instance()
     spanning = instance if ipus_per_replica is None else replace(instance, ipus_per_replica=ipus_per_replica)
-    refuse_contradictions(effects, spanning)
+    refuse_contradictions(defaults, spanning)
     return instance
 
 
-def refuse_contradictions(effects: Effects, instance: Instance) -> None:
-    """Look at whether a configuration describes this instance and the replicas that it has.
+def refuse_contradictions(defaults: Defaults, instance: Instance) -> None:
+    """Refuse defaults that describe another instance, or other replicas than this instance has.
 
     Raises:
-        EnvironmentMismatchError: if it describes others.
+        EnvironmentMismatchError: if they do.
     """
-    refuse_other_process(effects, instance)
-    if effects.selection is not None and effects.selection.is_counted:
-        _refuse_other_replicas(effects.selection, instance)
+    refuse_other_process(defaults, instance)
+    if defaults.selection is not None and defaults.selection.is_counted:
+        _refuse_other_replicas(defaults.selection, instance)
 
 
-def refuse_other_process(effects: Effects, instance: Instance) -> None:
-    """Look at whether a configuration describes this instance, as far as it says which one it is.
+def refuse_other_process(defaults: Defaults, instance: Instance) -> None:
+    """Refuse defaults that name another process than this instance.
 
     Raises:
-        EnvironmentMismatchError: if it describes another one.
+        EnvironmentMismatchError: if they do.
     """
-    count, index = effects.process_count, effects.process_index
+    count, index = defaults.process_count, defaults.process_index
     if count and (count, index) != (instance.count, instance.index):
         raise popdist.EnvironmentMismatchError(
             f"the configuration has process_index {index} of process_count {count}, and this is instance "

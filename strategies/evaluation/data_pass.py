@@ -18,11 +18,11 @@ import numpy as np
 
 from collectives.tree import combined
 from popdist.switches import require_switches
+from strategies.core.survival import SurvivorMeeting, surviving
 from strategies.data.every_row import EveryRow
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.replicas.gathering import gather_replicas, gather_replicas_on_first
-from strategies.replicas.membership import SurvivorMeeting, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Metric, Numbers, Tree
 

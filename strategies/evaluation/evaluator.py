@@ -12,7 +12,9 @@ from functools import partial
 
 import jax
 
-from strategies.comparing.agreement import insist_on_agreement, lines_of, terms_of
+from strategies.comparing.agreement import lines_of, terms_of
+from strategies.core.agreement import insist_on_agreement
+from strategies.core.survival import lost_with_an_instance, meet, warn_of_loss
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
 from strategies.evaluation.data_pass import (
@@ -40,10 +42,8 @@ from strategies.gradients.arguments import (
     check_state,
     check_takes_state,
 )
-from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
-from strategies.step.single_step import SingleStep
 from strategies.train_state import TrainState
 from strategies.typing import Batch, LossFunction, Tree
 
@@ -51,14 +51,16 @@ from strategies.typing import Batch, LossFunction, Tree
 class JaxEvaluator:
     """Evaluates and predicts with the variables of a state, which stays as it is.
 
-    Attributes:
-        single: see above.
-        survives: whether the state is not lost with an instance.
+    Args:
+        replicas: where the replicas are.
+        loss_fn: of the `Trainer`, for where no other function is given.
+        options: of its steps.
+        is_recorded: whether every step is recorded, to be compared otherwise.
     """
 
-    def __init__(self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, single: SingleStep) -> None:
-        self.single = single
-        self.survives = options.own_part is None
+    def __init__(self, replicas: Replicas, loss_fn: LossFunction, options: StepOptions, is_recorded: bool) -> None:
+        self._is_recorded = is_recorded
+        self._survives = options.own_part is None
         self._replicas = replicas
         self._devices = replicas.devices
         self._loss_fn = loss_fn
@@ -160,8 +162,8 @@ class JaxEvaluator:
             warn_of_loss(self._replicas, lost_with_an_instance(False, rows.dataset))
         self._replicas.instruments.step_begins(state.step)
         begin = partial(self._begun, task, state, rows)
-        meet = self.single.meet if self.survives else None
-        passing = Passing(task.title, state.step, begin, partial(check_state, state), meet)
+        to_meet = partial(meet, self._replicas) if self._survives else None
+        passing = Passing(task.title, state.step, begin, partial(check_state, state), to_meet)
         return DataPass(self._replicas, passing, rows, to_all).results()
 
     def _begun(self, task: EvaluationTask, state: TrainState, rows: EveryRow, batch: Masked) -> Begun:
@@ -191,7 +193,7 @@ class JaxEvaluator:
         if found is None or not found.fits(replicas):
             self._agreed.discard(key)
             found = self._programs[key] = EvaluationProgram(replicas, task, self._options, state, of_one)
-        if key not in self._agreed and replicas.communicator.size > 1 and not self.single.is_recorded:
+        if key not in self._agreed and replicas.communicator.size > 1 and not self._is_recorded:
             programs = {f"the {task.title}": lines_of(found.equations)}
             terms = terms_of({"seed": self._options.seed, "step": state.step}, rows.dataset, of_one, programs, None)
             insist_on_agreement(replicas, terms)

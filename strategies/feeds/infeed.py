@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.argument_checks import integer
-from strategies.config.configured import in_force
 from strategies.data.iterators import DataIterator, Prefetcher, reading_ahead
+from strategies.defaults import current_defaults
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream
@@ -59,8 +59,8 @@ class InfeedQueue:
     Args:
         dataset: an iterable of elements, NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
             the same structure, shapes and dtypes; or a `DistributedDataset`, or a `PerReplica` of iterables.
-        prefetch_depth: rounds to prepare ahead, 1 to 255; None: three, or one where the configuration in force
-            (`strategies.config`) says so.
+        prefetch_depth: rounds to prepare ahead, 1 to 255; None: three, or one where the defaults of the strategy in
+            whose scope this is, or the configuration in force (`strategies.config`), say so.
         mode: whose elements an iterable has; see `InfeedMode`. With one instance there is no difference.
 
     Attributes:
@@ -354,7 +354,7 @@ def _prepared(rounds: Iterator[Round], spec: ElementSpec) -> Generator[Sequence[
 
 
 def _usual_depth() -> int:
-    return 3 if in_force().prefetches else 1
+    return 3 if current_defaults().prefetches else 1
 
 
 def checked_depth(depth: object) -> int:

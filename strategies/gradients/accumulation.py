@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.programs.feed_program import current_program
 from strategies.typing import AccumulationDtype, Batch, MapGradient, Tree, Variables
 
@@ -17,35 +17,6 @@ UNROLLED = 8
 """Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
 convolutions. (8 micro-batches of a CNN with XLA's convolution against 8 updates: 1.3 times the rows per second, in a
 loop 0.81 to 0.91.)"""
-
-
-class GradientAccumulationReductionMethod(Enum):
-    """The way to combine the gradients of a replica's micro-batches into one; the original's enum.
-
-    For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
-    g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit
-    accumulators each step of them is computed in float32, then rounded, and never beyond the largest number.
-    """
-
-    SUM = 0
-    MEAN = 1
-    RUNNING_MEAN = 2
-
-    @classmethod
-    def parse(cls, method: object) -> GradientAccumulationReductionMethod:
-        """Return the method of that name, in upper or lower case, or the method itself.
-
-        Raises:
-            ValueError: "Cannot parse ..." for anything else.
-        """
-        if isinstance(method, cls):
-            return method
-        if isinstance(method, str) and method.upper() in cls.__members__:
-            return cls[method.upper()]
-        raise ValueError(
-            f"Cannot parse {method!r} as one of GradientAccumulationReductionMethod.; use "
-            f"{', '.join(repr(name) for name in cls.__members__)}"
-        )
 
 
 def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[np.dtype]:

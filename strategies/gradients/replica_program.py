@@ -12,14 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.exchange.transfer import GradientTransfer, Int8Layout
-from strategies.gradients.accumulation import (
-    GradientAccumulationReductionMethod,
-    accumulate,
-    accumulator_dtypes,
-    is_float,
-    mapped,
-)
+from strategies.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
 from strategies.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
 from strategies.gradients.leaving import encode
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule

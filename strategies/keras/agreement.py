@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from strategies.comparing.agreement import Terms, insist_on_agreement
 from strategies.comparing.digest import digest_of, fingerprint
+from strategies.core.agreement import Terms, insist_on_agreement
+from strategies.core.survival import meet, surviving
 from strategies.errors import DisagreementError
 from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
-from strategies.replicas.membership import meet, surviving
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Batch
 

@@ -15,6 +15,7 @@ from keras import tree
 from keras.callbacks import CallbackList
 
 from strategies.comparing.digest import digest_of
+from strategies.core.metrics import EVALUATION
 from strategies.errors import StrategyError
 from strategies.keras.agreement import (
     WAY_OUT,
@@ -30,7 +31,6 @@ from strategies.keras.checkpointing import with_whole_backups
 from strategies.keras.patches import begin_with_epoch, call_in_one_thread
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
-from strategies.step.metrics import EVALUATION
 from strategies.strategy import Strategy, get_strategy
 
 WRITERS: tuple[type, ...] = (

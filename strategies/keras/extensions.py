@@ -14,8 +14,8 @@ from keras import tree
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.feeds.infeed import checked_depth
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.keras.protocols import ModelLike
 from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states

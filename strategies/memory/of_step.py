@@ -18,8 +18,8 @@ from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
-from strategies.step.jax_engine import JaxEngine, control_of
 from strategies.step.options import StepOptions
+from strategies.step.preparation import StepPrograms, control_of
 from strategies.train_state import TrainState
 from strategies.typing import Batch, LossFunction, Tree, Variables
 from strategies.updates.gathered_update import update_for
@@ -45,8 +45,8 @@ class MemoryPlanner:
         replicas, options = self.replicas, self.options
         update = update_for(replicas, self.optimizer, options.of_update)
         state = self._state(update, variables, model_state)
-        engine = JaxEngine(replicas, self.loss_fn, options, update, is_recorded=True)
-        program, plan = engine.planned(state, batch)
+        steps = StepPrograms(replicas, self.loss_fn, options, update, is_recorded=True)
+        program, plan = steps.planned(state, batch)
         memory = MeansMemory(plan.leaving, not_made)
         buckets = plan.buckets(memory)
         local = len(replicas.local_replicas)
@@ -62,7 +62,7 @@ class MemoryPlanner:
         )
 
     def _state(self, update: VariableUpdate, variables: Variables, model_state: Tree) -> TrainState:
-        """The shapes of a state as `TrainStates` makes it."""
+        """Return the shapes of a state as `JaxEngine.restore` makes it."""
         variables, model_state = shapes_of(variables), shapes_of(model_state)
         options, local = self.options, len(self.replicas.local_replicas)
         trained = Trainable.of(variables, options.trainable).pick(variables)

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
-from strategies.config.configured import in_force
+from strategies.defaults import current_defaults
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
@@ -70,7 +70,8 @@ class Pipelining:
             simulation, with or without recomputation (see `choose`); a line of logging says why. Sequential is used
             where stages call collectives.
         recompute: whether stages keep their inputs only, and run their forward passes again for the backward passes.
-            None: as `allow_recompute` of the configuration in force (`strategies.config`) says, otherwise not.
+            None: as the defaults of the strategy in whose scope this is made say, or `allow_recompute` of the
+            configuration in force (`strategies.config`); otherwise not.
         batch_serialization_iterations: each stage takes so many micro-batches one after another; all are on one device.
         recomputation_mode: `RecomputeAndBackpropagateInterleaved` makes stages with a `recomputation_checkpoint`
             recompute one block after another. None: they run their whole forward passes again.
@@ -148,7 +149,7 @@ class Pipelining:
     def recomputes(self) -> bool:
         """Whether stages recompute: as `recompute` says, otherwise as it was configured when this was made."""
         if self.recompute is None:
-            return bool(in_force().recomputes) and not self.is_automatic
+            return bool(current_defaults().recomputes) and not self.is_automatic
         return self.recompute
 
     @cached_property

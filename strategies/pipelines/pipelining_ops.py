@@ -14,10 +14,10 @@ import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
-from strategies.config.configured import in_force
+from strategies.core.options import GradientAccumulationReductionMethod
+from strategies.defaults import current_defaults
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedQueue
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.ipu import IPUStrategy
 from strategies.pipelines.functions.network import Learning, OptimizerFunction, Pipeline
 from strategies.pipelines.functions.optimizer_function import (
@@ -224,7 +224,7 @@ def pipeline(
 
 def _recomputes(mode: RecomputationMode | None) -> bool:
     """Return whether stages recompute: as configured, like the original; by default if a mode is given."""
-    allowed = in_force().recomputes
+    allowed = current_defaults().recomputes
     if allowed is False and mode is not None:
         logger.warning(
             "recomputation_mode is %s, and allow_recompute False in the configuration in force: nothing is recomputed",

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives.instruments import COMPILE, Instruments
 from popdist.xla import POOL_VARIABLE, thread_pool_setting, thread_pool_size
-from strategies.config.configured import in_force
 from strategies.programs.compilation import use_executable_cache
 from strategies.programs.program import DeviceProgram
 from strategies.programs.xla_pitfalls import (
@@ -251,6 +250,7 @@ def claim_devices(
     local_index: int = 0,
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
+    executables_folder: str = "",
 ) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
@@ -264,12 +264,13 @@ def claim_devices(
         local_index: this instance's place on its host; with accelerators, whose turn begins there.
         ipus_per_replica: the devices that each replica spans.
         instruments: see programs for them being compiled, and replicas at work.
+        executables_folder: where compiled programs are kept if the environment names no folder; "" for none.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
     warn_of_little_address_space()
-    executables = use_executable_cache(os.environ, in_force().executables)
+    executables = use_executable_cache(os.environ, executables_folder)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)
     if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many

@@ -19,14 +19,16 @@ from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
+from strategies.core.survival import InstanceProgress, meet, surviving, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
+from strategies.defaults import Defaults
 from strategies.errors import StrategyError
 from strategies.per_replica import PerReplica
 from strategies.programs.program import DeviceProgram, HeldState
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.dealing import Dealing
 from strategies.replicas.devices import claim_devices, is_key
-from strategies.replicas.membership import InstanceProgress, Membership, meet, surviving, warn_where_none_goes_on
+from strategies.replicas.membership import Membership
 from strategies.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts
@@ -92,6 +94,7 @@ class Replicas:
             instance.local_index,
             instance.ipus_per_replica,
             self.instruments,
+            self.defaults.executables,
         )
         self.devices = self.grid.first
         self.reducer = CrossReplicaReducer(
@@ -109,6 +112,11 @@ class Replicas:
     def instance(self) -> Instance:
         """The instance with the replicas that this process drives, as the instances are numbered now."""
         return self._membership.instance
+
+    @property
+    def defaults(self) -> Defaults:
+        """See `Strategy.defaults`."""
+        return self._membership.defaults
 
     @property
     def communicator(self) -> Communicator:

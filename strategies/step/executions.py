@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,14 +20,15 @@ import numpy as np
 
 from strategies.argument_checks import positive
 from strategies.comparing.exactness import are_same, batch_like, variables_like
+from strategies.core.metrics import Metrics, tell_end
+from strategies.core.step import StepLoop
 from strategies.data.datasets import DistributedDataset
 from strategies.gradients.arguments import check_state
 from strategies.gradients.replica_program import STEP, ReplicaProgram, control_words, with_loss
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
-from strategies.step.jax_engine import JaxEngine, PreparedStep
-from strategies.step.metrics import Metrics, tell_end
-from strategies.step.single_step import SingleStep
+from strategies.step.jax_engine import JaxPending, rows_of
+from strategies.step.preparation import PreparedStep, StepPrograms
 from strategies.train_state import TrainState
 from strategies.typing import Batch, OptimizerState, Tree, Variables
 from strategies.updates.update import VariableUpdate
@@ -39,19 +41,24 @@ class Executions:
 
     Args:
         replicas: where the replicas are.
-        engine: computes the gradients of single steps.
+        programs: of single steps.
         update: of the variables.
-        single: makes single steps.
+        loop: makes single steps.
         may_fuse: whether steps may be made otherwise.
     """
 
     def __init__(
-        self, replicas: Replicas, engine: JaxEngine, update: VariableUpdate, single: SingleStep, may_fuse: bool
+        self,
+        replicas: Replicas,
+        programs: StepPrograms,
+        update: VariableUpdate,
+        loop: StepLoop[TrainState, JaxPending],
+        may_fuse: bool,
     ) -> None:
         self._replicas = replicas
-        self._engine = engine
+        self._steps = programs
         self._update = update
-        self._single = single
+        self._loop = loop
         self._may_fuse = may_fuse
         self._programs: dict[tuple[int, int], FusedSteps | None] = {}  # None where it has other bits
 
@@ -69,6 +76,7 @@ class Executions:
         instances meet once in every step.
         """
         positive("steps_per_execution", steps_per_execution)
+        check_state(state)
         if isinstance(dataset, DistributedDataset):
             dataset.restore(dataset.position())  # the rest of the epoch, not all of it
             dataset = dataset.epoch(dataset.position().epoch)
@@ -88,24 +96,23 @@ class Executions:
     def _singly(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         made = Metrics((), np.zeros(0, np.float32))
         for batch in batches:
-            state, made = self._single.make(state, batch)
+            state, made = self._loop.make_step(state, batch)
         return state, made
 
     @property
     def _are_possible(self) -> bool:
         """Whether there is one replica, and neither is a fault to happen in a step nor is each of them recorded."""
-        is_single = self._replicas.faults.is_armed or self._single.is_recorded
+        is_single = self._replicas.faults.is_armed or self._loop.is_recorded
         return self._may_fuse and not is_single and self._replicas.num_replicas_in_sync == 1
 
     def _make_all(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         """Make a step with each of the batches, in one program if that has the same bits."""
-        check_state(state)
-        step = self._engine.prepare(state, batches[0])
-        if len(batches) == 1 or not all(self._engine.prepare(state, batch) is step for batch in batches):
+        step = self._steps.prepare(state, batches[0])
+        if len(batches) == 1 or not all(self._steps.prepare(state, batch) is step for batch in batches):
             return self._singly(state, batches)
         self._replicas.instruments.step_begins(state.step)
         state, metrics = self._made(step, state, batches)
-        self._single.take_over(metrics)
+        self._loop.take_over(metrics)
         return state, metrics
 
     def _made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
@@ -120,7 +127,7 @@ class Executions:
             seed = state.step
             probe = replace(state, variables=variables_like(state.variables, seed))
             others = [batch_like(batch, seed + number) for number, batch in enumerate(batches)]
-            wanted = self._engine.gradients_of(step.gradients, probe, others[-1])[-1]
+            wanted = self._steps.gradients_of(step.gradients, probe, others[-1])[-1]
             in_loop = fused.last_gradients(probe.variables, others, probe.step)
             is_same = are_same(wanted, in_loop)
             on_device = replace(state, optimizer_state=self._update.on_device(state.optimizer_state))
@@ -136,7 +143,7 @@ class Executions:
             return self._singly(state, batches)
         state, tails = self._make(found, program, state, batches)
         metrics = Metrics(program.names, tails[-1])
-        tell_end(self._replicas, batches[0], metrics, state.step, 1, tails)
+        tell_end(self._replicas, partial(rows_of, batches[0]), 1, metrics, state.step, tails)
         return state, metrics
 
     def _why_not(self, fused: FusedSteps, state: TrainState, batches: Sequence[Batch]) -> str:

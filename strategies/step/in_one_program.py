@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.comparing.exactness import are_same, probe_of
+from strategies.core.metrics import Metrics
 from strategies.gradients.model_state import ALIKE, FIRST, MEAN, SUM
 from strategies.gradients.replica_program import ReplicaProgram, with_loss
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
-from strategies.step.jax_engine import PreparedStep
-from strategies.step.metrics import Metrics
+from strategies.step.preparation import PreparedStep
 from strategies.train_state import TrainState
 from strategies.typing import Batch, OptimizerState, Tree, Variables
 from strategies.updates.update import VariableUpdate

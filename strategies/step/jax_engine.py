@@ -1,355 +1,299 @@
-"""Gradients by programs of JAX: compiled once for the shapes of a replica's batch, and run by all local replicas."""
+"""The engine of JAX: one program per replica and step, and one update per instance."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import final
 
 import jax
 import numpy as np
 
-from strategies.comparing.agreement import insist_on_agreement, lines_of, terms_of
-from strategies.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
+from strategies.comparing.digest import flip_bit, host_arrays
+from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.metrics import Metrics, UnreadArray, metrics_of
+from strategies.errors import NonFiniteGradientError
 from strategies.exchange.means import Bucket, Means
-from strategies.gradients.arguments import Trainable, check_takes_state
-from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
-from strategies.gradients.gradient_programs import JaxGradientPlan
-from strategies.gradients.leaving import Allocate
-from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
-from strategies.programs.captures import Reads
-from strategies.programs.compilation import explain_recompilation
-from strategies.programs.recomputation import recomputing
-from strategies.programs.xla_pitfalls import refuse_cut_integers
-from strategies.replicas.membership import lost_with_an_instance, warn_of_loss
+from strategies.exchange.transfer import Int8Layout
+from strategies.gradients.arguments import Trainable
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
+from strategies.gradients.replica_program import with_loss
+from strategies.loss_scaling import LossScale
+from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
+from strategies.replicas.shards import PartOfArray, Shards
+from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.options import StepOptions
+from strategies.step.preparation import PreparedStep, StepPrograms, control_of
 from strategies.train_state import TrainState
-from strategies.typing import Batch, Function, Gradients, LossFunction, Tree
+from strategies.typing import Batch, Gradients, Tree
 from strategies.updates.update import VariableUpdate
 
-logger = logging.getLogger("strategies.step")
 
-Contributions = Sequence[Sequence[np.ndarray]]
-"""The arrays of the local replicas, in their order, for each buffer of a bucket."""
-
-
-@dataclass(frozen=True)
-class PreparedStep:
-    """A step for batches of some shapes.
+@dataclass
+class JaxPending:
+    """A step of JAX that has begun; see `PendingStep`.
 
     Attributes:
-        program: what a replica computes.
-        gradients: compute it on all local replicas.
-        means: where the mean gradients are, as a pytree like the variables that are trained.
-        state_means: where the means of leaves of the model state are.
-        exchange: has them computed by all instances.
+        step: its programs.
+        state: with which it began.
+        control: see `control_words`.
+        notice: whether this instance was given one.
+        buckets: of gradients, when they are ready.
+        tail: what has travelled behind the gradients, or is still being computed.
+        is_finite: whether the step may be applied.
+        after: the state after a step that is made in one program; None where it is made in parts.
+        kept: the new residuals and model state.
     """
 
-    program: ReplicaProgram
-    gradients: ReplicaGradients
-    means: Gradients
-    state_means: Sequence[np.ndarray]
-    exchange: Means
+    step: PreparedStep
+    state: TrainState
+    control: np.ndarray
+    notice: bool
+    buckets: Iterator[tuple[Bucket, Buffers]] = field(default_factory=lambda: iter(()))
+    tail: UnreadArray = None
+    is_finite: bool = True
+    after: TrainState | None = None
+    kept: tuple[Tree, Tree] = (None, None)
+
+    @property
+    def exchange(self) -> Means:
+        """See `PendingStep`."""
+        return self.step.exchange
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The computation of a replica in a step, however many replicas are here; without memory for gradients.
-
-    Attributes:
-        program: of a replica.
-        gradients: the compiled programs that compute it.
-        lines: what they compute, for the comparison with other instances; none where there is none.
-    """
-
-    program: ReplicaProgram
-    gradients: ReplicaPlan
-    lines: Sequence[str]
-
-
-class JaxEngine:
-    """Computes gradients on the local replicas, bucket by bucket.
+@final
+class JaxEngine(Engine[TrainState, JaxPending]):
+    """Computes steps by programs of JAX; a step uses up the state with which it began.
 
     Args:
         replicas: where the replicas are.
-        loss_fn: see `Trainer`.
+        programs: of the steps.
+        update: of the variables.
         options: of the step.
-        update: of the variables, which follows.
-        is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
-        others: functions of the user besides the loss function that a step traces.
+        is_recorded: whether every step is recorded.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        loss_fn: LossFunction,
-        options: StepOptions,
+        programs: StepPrograms,
         update: VariableUpdate,
+        options: StepOptions,
         is_recorded: bool,
-        others: Sequence[Function] = (),
     ) -> None:
         self._replicas = replicas
-        self._functions = (loss_fn, *others)
-        self._loss_fn = recomputing(loss_fn, options.recompute)
-        self._reads: Reads | None = None  # what the loss function had when it was traced
-        self._options = options
+        self._programs = programs
         self._update = update
+        self._options = options
         self._is_recorded = is_recorded
-        self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
-        self._instances_at_first = replicas.num_instances
-        self._has_warned = False  # of what is lost with an instance
-        self.claim_replicas()
+        self._in_one = InOneProgram(update, options.seed, replicas.devices.executables)
 
-    def claim_replicas(self) -> None:
-        """Begin anew with the replicas that this instance drives now."""
-        self._devices = self._replicas.devices
-        self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
-        self._steps: dict[Any, PreparedStep] = {}
-        self._seen: list[Any] = []  # the shapes of batches for which steps were made
-        # Collectives and feeds in a loss function belong to the instances for which it was traced.
-        self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
+    # ---- one step
 
-    def begin(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> None:
-        """Begin to compute gradients; does not wait for them.
+    def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPending:
+        """See `Engine`."""
+        step = self._programs.prepare(state, batch)
+        control = control_of(state, notice)
+        run = self._in_one_program(step, state, batch, control) if self._may_be_one else None
+        if run is None:
+            return self._begun(step, state, batch, control, notice)
+        after, tail = run(state, batch, control)
+        return JaxPending(step, state, control, notice, tail=tail, after=after)
 
-        Args:
-            step: what `prepare` has returned.
-            state: not to be used up before all buckets are collected.
-            batch: of all local replicas.
-            control: see `control_words`.
-        """
-        self._begin(step.gradients, state, batch, control)
+    def _begun(
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, notice: bool = False
+    ) -> JaxPending:
+        step.gradients.dispatch(*self._programs.arguments(state, batch, control))
+        return JaxPending(step, state, control, notice, self._buckets(step))
 
-    def _begin(self, gradients: ReplicaGradients, state: TrainState, batch: Batch, control: np.ndarray) -> None:
-        own, shared = self._divided(state.model_state)
-        kept = self._devices.parts((state.residuals or [], own))
-        parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
-        of_replicas = [(rows, index, control, of_one) for rows, index, of_one in parts]
-        gradients.dispatch(state.variables, of_replicas, shared)
+    def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
+        for bucket, contributions in step.gradients.collect():
+            self._update.wait()  # the last one may still be reading the results
+            yield bucket, contributions
 
-    def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
-        """Split a model state into the leaves that each replica has for itself, and the rest, with None for them."""
-        if model_state is None:
-            return [], None
-        rule = self._options.rule_of(model_state)
-        return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
+    def arrived(self, pending: JaxPending) -> Arrived:
+        """See `Engine`."""
+        program = pending.step.program
+        if pending.after is not None:  # nobody waits for the only replica
+            return Arrived(program.names, pending.tail, float(pending.notice), True, lambda: self._means(pending))
+        self._raise_if_feeds_differ()
+        pending.kept = self._kept(pending.step, pending.state)
+        tail = pending.tail = pending.step.gradients.tail.copy()
+        if self._options.check_numerics:
+            self._raise_if_not_finite(pending.state, tail[-program.flags :])
+        if self._options.scaling is not None:
+            pending.is_finite = bool(tail[program.finite_place] == 0)
+        notice = float(tail[program.notice_place])
+        return Arrived(program.names, tail, notice, pending.is_finite, lambda: self._means(pending))
 
-    def collect(self, step: PreparedStep) -> Iterator[tuple[Bucket, Contributions]]:
-        """Yield each bucket when it is ready."""
-        return step.gradients.collect()
+    def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
+        return pending.step.means, self._update.mean_shards
 
-    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
-        """Return the gradients of each local replica, by some programs."""
-        self._begin(programs, state, batch, control_of(state))
-        return programs.leaves()
+    def update(self, pending: JaxPending, scale: LossScale | None) -> TrainState:
+        """See `Engine`."""
+        state, step = pending.state, pending.step
+        if pending.after is not None:
+            return pending.after
+        if not pending.is_finite:
+            return replace(state, step=state.step + 1, loss_scale=scale)
+        trainable = step.program.trainable
+        trained, optimizer_state = self._update.apply(
+            trainable.pick(state.variables),
+            state.optimizer_state,
+            step.means,
+            with_loss(pending.control, pending.tail),
+        )
+        variables = trainable.put(state.variables, trained)
+        return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
 
-    # ---- preparing
+    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
+        """Return the new residuals and model state; a collective call where the model state has leaves of replica 0."""
+        if state.residuals is None and state.model_state is None:
+            return None, None
+        rule, device = step.program.rule, self._replicas.variables_device
+        kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
+        residuals, of_state = zip(*kept, strict=True)
+        new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
+        if new[MEAN]:
+            new[MEAN] = jax.device_put(new[MEAN], device)
+        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+            new[FIRST] = self._replicas.broadcast(new[FIRST])
+        if new[PER_REPLICA]:
+            new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
+        return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
-    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
-        """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
-        if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
-            self.claim_replicas()
-        if self._reads is not None:
-            self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
-        self._replicas.dealing.refuse_others(batch)
-        refuse_cut_integers(batch)
-        try:
-            key = _key_of((state.variables, state.model_state, batch))
-        except AttributeError as error:
-            leaves = jax.tree.leaves((state.variables, state.model_state, batch))
-            others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
-            raise TypeError(
-                f"the batch has a {' and a '.join(sorted(others))}; use arrays with the rows of all local replicas"
-            ) from error
-        found = self._steps.get(key)
-        if found is None:
-            reason = explain_recompilation(self._seen, batch)
-            if reason is not None:
-                logger.info(reason)
-            self._seen.append(_shapes(batch))
-            reads = Reads(*self._functions)
-            found = self._steps[key] = self._prepared(state, batch)
-            reads.settle()
-            self._reads = reads
-        return found
+    def _raise_if_feeds_differ(self) -> None:
+        """Raise if replicas have used feeds differently; their programs have ended, and the state is unchanged."""
+        reducer = self._replicas.reducer
+        reducer.end()
+        if reducer.last_error is not None:
+            raise reducer.last_error
 
-    def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
-        """Return a replica's computation, with programs that are not compiled yet; no collective call.
-
-        Gradients that would be streamed, which is found out by running, come all at the end.
-
-        Args:
-            state: shapes and dtypes are enough.
-            batch: likewise.
-        """
-        check_takes_state(self._loss_fn, state.model_state is not None)
-        plan = self._plan(self._shapes_of(state, batch))
-        return plan.program, plan.gradients
-
-    def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
-        of_replica = self._devices.replica_shape
-        return ReplicaShapes(
-            _shapes(state.variables),
-            jax.tree.map(of_replica, batch),
-            jax.tree.map(of_replica, state.residuals or []),
-            self._options.shapes_of_replica(state.model_state),
+    def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
+        if not flags.any():
+            return
+        leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._replicas.num_replicas_in_sync)
+        path, _ = jax.tree_util.tree_leaves_with_path(self._trained(state))[leaf]
+        replicas = np.flatnonzero(flags.reshape(-1, self._replicas.num_replicas_in_sync).any(axis=0)).tolist()
+        raise NonFiniteGradientError(
+            f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "
+            f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
+            "clip the gradients, or look at that replica's batch"
         )
 
-    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
-        shapes = self._shapes_of(state, batch)
-        check_takes_state(self._loss_fn, state.model_state is not None)
-        key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
-        kept = self._kept(key)
-        plan = kept or self._plan(shapes)
-        self._agree(state, batch, shapes, plan)
-        if kept is None:
-            plan = self._plans[key] = self._streaming(plan, shapes, state, batch)
-        self._log_effective_batch(shapes.batch)
-        communicator = self._replicas.communicator
-        gradients = self._programs(plan.gradients, communicator.allocate)
-        quantised = plan.program.quantised
-        exchange = Means(communicator, self._replicas.num_replicas_in_sync, quantised)
-        if quantised is None:
-            means = gradients.means[: plan.program.num_gradients]
-        else:
-            assert exchange.of_payload is not None
-            means = quantised.views(exchange.of_payload)
-        of_state = gradients.means[plan.program.num_gradients :]
-        structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
-        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
-
-    def _kept(self, key: Any) -> _Plan | None:
-        """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
-
-        One that is lost while the first step is prepared may leave others of which some have their plan, and some have
-        not: what is measured or compared for it is measured and compared by all of them, or by none.
-        """
-        found = self._plans.get(key)
-        if self._replicas.num_instances == self._instances_at_first:
-            return found
-        return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
-
-    def _plan(self, shapes: ReplicaShapes) -> _Plan:
-        """Return a replica's computation for arguments of such shapes."""
-        options = self._options
-        program = ReplicaProgram(
-            self._replicas,
-            self._loss_fn,
-            shapes,
-            Trainable.of(shapes.variables, options.trainable),
-            options.rule_of(shapes.model_state),
-            options.seed,
-            options.accumulation,
-            options.precision,
-            options.transfer,
-            options.check_numerics,
-        )
-        gradients = self._planned(program, shapes)
-        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
-
-    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
-        if self._options.pipeline is not None:
-            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program))
-        return self._in_one_program(program, shapes, streams=False)
-
-    def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
-        return None if program.quantised else self._update.mean_shards
-
-    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
-        own, shared = self._divided(shapes.model_state)
-        own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
-        control = control_words(0, False, 1.0)
-        arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
-        of_state = len(program.results) - program.num_gradients
-        return JaxGradientPlan(
-            self._devices,
-            program,
-            arguments,
-            program.results,
-            streams,
-            program.tail_size,
-            self._mean_shards(program),
-            of_state,
-            program.num_kept,
-        )
-
-    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
-        """Return the plan, with gradients that are streamed if they may be; a collective call then."""
-        is_cut = plan.program.quantised is not None or self._options.pipeline is not None
-        if is_cut or not self._replicas.streams_gradients:
-            return plan
-        cut = self._in_one_program(plan.program, shapes, streams=True)
-        if len(cut.segments) == 1:
-            return plan
-        if not self._replicas.adds_in_order:  # sums have other bits for each spread in any case
-            return replace(plan, gradients=cut)
-        streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
-        is_exact = have_same_gradients(
-            lambda *case: self.gradients_of(streamed, *case),
-            lambda *case: self.gradients_of(at_once, *case),
-            state,
-            batch,
-            self._options.seed,
-        )
-        communicator = self._replicas.communicator
-        if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
-            return replace(plan, gradients=cut)
-        logger.info("gradients are not streamed: in parts they, the loss or metrics would have other bits")
-        return plan
-
-    def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
-        return plan.gradients_on(self._replicas.grid, allocate, self._replicas.reducer.fail)
+    # ---- a step of the only replica in one program
 
     @property
-    def _is_compared(self) -> bool:
-        """Whether there are others to agree with."""
-        return self._replicas.communicator.size > 1 and not self._is_recorded
+    def _may_be_one(self) -> bool:
+        """Whether there is one replica, and nobody looks at what happens in a step."""
+        is_looked_at = self._replicas.faults.is_armed or self._is_recorded
+        is_plain = self._options.may_fuse and not self._options.own_part
+        return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
-    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
-        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
-        dataset = self._replicas.dataset_of(batch)
-        if self._is_compared:
-            trained = plan.program.trainable.pick(state.variables)
-            means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-            update = self._update.equations(trained, state.optimizer_state, means, control_of(state))
-            programs = {"the loss function": plan.lines, "the update": lines_of(update)}
-            options = {**self._options.terms, "step": state.step}
-            terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
-            insist_on_agreement(self._replicas, terms)
-        if not self._has_warned:
-            self._has_warned = True
-            warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
+    def _in_one_program(
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
+    ) -> StepProgram | None:
+        def in_parts(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return self._in_parts(step, state, batch, control)
 
-    def _log_effective_batch(self, of_one: Any) -> None:
-        leaves = jax.tree.leaves(of_one)
-        if not leaves:
-            return
-        rows = leaves[0].shape[0]
-        count, replicas = self._options.accumulation.count, self._replicas.num_replicas_in_sync
-        logger.info(
-            "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
-            rows * replicas,
-            rows // count,
-            count,
-            replicas,
+        return self._in_one.found(step, state, batch, control, in_parts)
+
+    def _in_parts(
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
+    ) -> tuple[TrainState, Metrics]:
+        """Make a step whose results are compared with those of one program."""
+        pending = self._begun(step, state, batch, control)
+        for bucket, contributions in pending.buckets:
+            pending.exchange.reduce(bucket, contributions)
+        arrived = self.arrived(pending)
+        return self.update(pending, state.loss_scale), metrics_of(arrived.names, arrived.tail, None)
+
+    # ---- the state
+
+    def share(self, state: TrainState, root: int) -> TrainState:
+        """See `Engine`."""
+        rule = self._options.rule_of(state.model_state)
+        same = self._same_everywhere(state, rule)
+        parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
+        variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(parts, root)
+        return TrainState(
+            variables,
+            state.optimizer_state if self._update.is_sharded else optimizer_state,
+            int(step),
+            scale,
+            state.residuals,
+            rule.with_own(model_state, rule.pick(state.model_state, PER_REPLICA)),
         )
 
+    def digest(self, state: TrainState) -> dict[str, np.ndarray]:
+        """See `Engine`."""
+        return host_arrays(self._same_everywhere(state, self._options.rule_of(state.model_state)))
 
-def _key_of(tree: Tree) -> tuple[Tree, ...]:
-    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+    def _same_everywhere(self, state: TrainState, rule: ModelStateRule) -> TrainState:
+        """Return the state without what instances have parts of."""
+        return replace(
+            state,
+            residuals=None,
+            optimizer_state=None if self._update.is_sharded else state.optimizer_state,
+            model_state=rule.map_own(lambda leaf: None, state.model_state),
+        )
+
+    def snapshot(self, state: TrainState) -> TrainState:
+        """See `Engine`: what a state is."""
+        return state
+
+    def restore(self, snapshot: TrainState) -> TrainState:
+        """See `Engine`. The optimizer state of a snapshot that has none is the first one; so is its loss scale."""
+        scaling, place = self._options.scaling, self._replicas.devices.place
+        trained = self._trained(snapshot)
+        local = len(self._replicas.local_replicas)
+        residuals = None
+        if self._options.transfer.is_quantised:
+            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
+            residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
+        scale = snapshot.loss_scale
+        if scaling is not None and scale is None:
+            scale = scaling.start()
+        rule = self._options.rule_of(snapshot.model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), snapshot.model_state)
+        given = snapshot.optimizer_state
+        optimizer_state = self._update.init(trained) if given is None else self._update.adopt(trained, given)
+        return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        local = len(self._replicas.local_replicas)
+        shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
+
+        def of_all(leaf: jax.Array) -> PartOfArray:
+            rows = leaf.shape[0] // local * self._replicas.num_replicas_in_sync
+            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+            return PartOfArray(leaf, whole, shards, self._replicas)
+
+        return replace(
+            state,
+            optimizer_state=self._update.whole(state.optimizer_state),
+            residuals=jax.tree.map(of_all, state.residuals),
+            model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
+        )
+
+    def _trained(self, state: TrainState) -> Tree:
+        return Trainable.of(state.variables, self._options.trainable).pick(state.variables)
 
 
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+def flipped(state: TrainState) -> TrainState:
+    """Return a state with a bit of a variable changed; for faults on purpose."""
+    return replace(state, variables=flip_bit(state.variables))
 
 
-def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
-    """Return the control words of a step that begins with a state."""
-    scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-    return control_words(state.step, notice, scale)
+def rows_of(batch: Batch) -> int:
+    """Return the rows of a batch: the length of its longest array."""
+    return max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+
+
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
+    """Join the values that replicas keep, with the replicas along the first axis."""
+    if len(kept) == 1:
+        return list(kept[0])
+    return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

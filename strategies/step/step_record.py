@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,11 +30,12 @@ from popdist.records import recording
 from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.comparing.digest import fingerprint
+from strategies.core.metrics import Metrics
+from strategies.core.step import StepWatcher
 from strategies.gradients.arguments import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.step.metrics import Metrics
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Gradients, Leaf
@@ -62,31 +63,6 @@ _CONFIG = (
     "jax_numpy_dtype_promotion",
 )
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
-
-
-class StepWatcher(Protocol):
-    """The interface of objects to which a Trainer reports its steps."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is recorded: steps are then made one by one."""
-
-    def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
-        """Record the mean gradients of a step, before the variables are updated.
-
-        Args:
-            state: before the step.
-            batch: see `Trainer.step`.
-            means: like the variables that are trained, or what `shards` makes of some of them.
-            shards: how mean gradients are cut; None: they are whole. A collective call where they are cut.
-        """
-
-    def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """Record that a step is complete.
-
-        Raises:
-            SystemExit: with status 0, after the last step that is to be made.
-        """
 
 
 class NoRecorder:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.jit import optimized_execution
 
+from strategies.core.survival import warn_of_loss
 from strategies.errors import StrategyError
-from strategies.replicas.membership import warn_of_loss
 from strategies.strategy import Strategy
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState

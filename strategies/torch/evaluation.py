@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from strategies.comparing.agreement import insist_on_agreement, terms_of
+from strategies.comparing.agreement import terms_of
+from strategies.core.agreement import insist_on_agreement
+from strategies.core.survival import lost_with_an_instance, meet, warn_of_loss
 from strategies.data.every_row import EveryRow, every_row
 from strategies.data.sources import Masked
 from strategies.evaluation.data_pass import (
@@ -22,7 +24,6 @@ from strategies.evaluation.data_pass import (
     evaluation_of,
     predictions_of,
 )
-from strategies.replicas.membership import lost_with_an_instance, meet, warn_of_loss
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
@@ -95,7 +96,7 @@ class TorchEvaluator:
             self._agree(title, function, rows, batch)
             return Begun(partial(local.told, batch))
 
-        survives = self._training.own_part is None
+        survives = self._options.own_part is None
         passing = Passing(title, step, begin, lambda: None, partial(meet, replicas) if survives else None)
         return _closing(local, DataPass(replicas, passing, rows, to_all).results())
 

@@ -13,8 +13,9 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from strategies.comparing.agreement import insist_on_agreement
-from strategies.comparing.digest import digest_of, insist_on_same_bits
+from strategies.comparing.digest import digest_of, host_arrays
+from strategies.core.agreement import insist_on_agreement
+from strategies.core.digest import insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
@@ -268,7 +269,7 @@ class GradientAveraging:
     def reduce(self, bucket: int) -> None:
         """See `backward_passes.Model`."""
         assert self._exchange is not None
-        self._exchange.reduce(bucket, [[array] for array in self._contribution.arrays(bucket)])
+        self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
 
     def fill(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
@@ -356,7 +357,7 @@ class GradientAveraging:
         all_are_there = tail.metrics[0] == 1
         if all_are_there and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
-            insist_on_same_bits(self._replicas, state, self.loop.step)
+            insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
 
     def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -217,31 +217,31 @@ class GradientExchange:
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
-        self._buckets = plan.buckets(_private if is_private else communicator.allocate)
-        self._own_buckets = list(self._buckets)
+        self.buckets = plan.buckets(_private if is_private else communicator.allocate)
+        self._own_buckets = list(self.buckets)
         self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
         self._is_alone = replicas == 1 and plan.quantised is None
         self._received = self._views()
         self._converted: dict[int, torch.Tensor] = {}
 
-    def reduce(self, bucket: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
+    def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
         """Have the means of a bucket computed from the buffers of the local replicas; collective calls."""
         if self._is_alone:  # the mean of one is what it is
             results = tuple(of_buffer[0] for of_buffer in contributions)
-            self._buckets[bucket] = replace(self._buckets[bucket], results=results)
+            self.buckets[self.buckets.index(bucket)] = replace(bucket, results=results)
         else:
-            self._means.reduce(self._buckets[bucket], contributions)
+            self._means.reduce(bucket, contributions)
 
     def let_go(self) -> None:
         """Give back what the last step has left, which are the gradients themselves where one replica is alone."""
         if self._is_alone:
-            self._buckets = list(self._own_buckets)
+            self.buckets = list(self._own_buckets)
             self._received = []
 
     @property
     def tail(self) -> Tail:
         """The numbers that came behind the last bucket."""
-        last = self._buckets[-1]
+        last = self.buckets[-1]
         return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
 
     def means(self, scale: float) -> list[torch.Tensor]:
@@ -264,7 +264,7 @@ class GradientExchange:
     def _views(self) -> list[torch.Tensor]:
         """Return the memory of the means."""
         numbers = range(len(self.plan.parameters))
-        return [as_tensor(self.plan.mean(number, self._buckets, self._means.of_payload)) for number in numbers]
+        return [as_tensor(self.plan.mean(number, self.buckets, self._means.of_payload)) for number in numbers]
 
     def _mean(self, number: int, received: torch.Tensor, scale: float) -> torch.Tensor:
         dtype = self._dtypes[number]

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from strategies.comparing.digest import Digest, digest_of
+from strategies.comparing.digest import digest_of
+from strategies.core.digest import Digest
 from strategies.errors import StrategyError
 from strategies.torch.module_parts import ModuleParts
 from strategies.torch.tensors import as_array

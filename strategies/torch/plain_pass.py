@@ -13,7 +13,7 @@ import jax
 import torch
 from torch.autograd.graph import Node
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of

@@ -16,8 +16,8 @@ import torch
 from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks

@@ -9,10 +9,13 @@ import torch
 
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.core.options import completed
+from strategies.core.step import StepLoop, StepRules
 from strategies.evaluation.data_pass import Evaluation
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
-from strategies.step.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.step.jax_engine import rows_of
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
@@ -20,7 +23,7 @@ from strategies.torch.evaluation import TorchEvaluator
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
-from strategies.torch.torch_step import TorchStep
+from strategies.torch.torch_engine import TorchEngine, flipped
 from strategies.torch.training import TorchTraining, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
@@ -43,13 +46,12 @@ class Trainer:
             and one micro-batch; it gets the replica's copy of the module.
         optimizer: one of `torch.optim`, or of others, of the module's parameters.
         seed: of the random numbers in the module and in `loss_fn`.
-        options: the others, by name; see `TorchOptions`, where all of them are described.
+        options: the others, by name; see `TorchOptions` and its base class, which describe them.
 
     Attributes:
         module: see above.
         optimizer: see above.
         seed: see above.
-        notice: travels with the gradients of every step.
 
     Raises:
         TypeError: if the module is none, or cannot be copied.
@@ -69,13 +71,12 @@ class Trainer:
         **options: Unpack[TorchTrainerOptions],
     ) -> None:
         require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
-        settings = TorchOptions(seed, **options)
+        settings = completed(TorchOptions, strategy.defaults, {"seed": seed, **options})
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed
-        self.notice = StepNotice()
         self._strategy = strategy
         replicas = strategy.replicas
         sharding = settings.replicated_optimizer_state_sharding
@@ -86,9 +87,17 @@ class Trainer:
         )
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
-        self._step = TorchStep(replicas, self._training, loss_fn, settings, self.notice, recorder)
+        self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._options = settings
+        rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
+        self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
         self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
-        self._step.start()
+        self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
+
+    @property
+    def notice(self) -> StepNotice:
+        """The notice that travels with the gradients of every step."""
+        return self._loop.notice
 
     @property
     def strategy(self) -> Strategy:
@@ -103,7 +112,7 @@ class Trainer:
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """The outputs that the loss function returned in the last step, for each local replica and micro-batch."""
-        return self._step.outputs
+        return self._engine.prepared.outputs
 
     def step(self, batch: Batch) -> Metrics:
         """Make one update of the module; a collective call.
@@ -127,7 +136,7 @@ class Trainer:
             DisagreementError: on all instances, before the first step with batches of a shape, if they differ in the
                 options, the data set, the module, the optimizer or the loss function.
         """
-        return self._step.make(batch)
+        return self._loop.make_step(self._training, batch)[1]
 
     def plan(self, batch: Batch) -> MemoryPlan:
         """Return how much memory this instance will need, as far as is known before anything runs; no collective call.
@@ -137,7 +146,7 @@ class Trainer:
         Args:
             batch: one of this instance.
         """
-        return self._step.planned(batch)
+        return self._engine.prepared.planned(batch)
 
     @property
     def trace(self) -> Trace:
@@ -146,7 +155,7 @@ class Trainer:
         Raises:
             ValueError: if there was none; the first step learns the stages.
         """
-        return Trace(self._step.spans)
+        return Trace(self._engine.prepared.spans)
 
     def run(self, dataset: Iterable[Batch]) -> Metrics:
         """Make a step with every batch; the metrics of the last one.
@@ -202,30 +211,30 @@ class Trainer:
 
     def scale_losses(self, scale: float) -> None:
         """Multiply the losses of later steps by another number, and divide mean gradients by it; on all instances."""
-        self._step.scale_losses(scale)
+        self._loop.scaling = self._engine.scale_losses(self._training, scale)
 
     def close(self) -> None:
         """End the threads of the replicas; a step begins new ones."""
-        self._step.close()
+        self._engine.prepared.close()
 
     # ---- checkpoints
 
     @property
     def state(self) -> TrainState:
         """Everything that training changes, as arrays: what `strategies.Checkpoints` saves, until the next step."""
-        return self._training.state()
+        return self._engine.snapshot(self._training)
 
     def restore(self, checkpoints: Checkpoints, *, other_replicas: bool = False) -> None:
         """Go on from the newest whole checkpoint, if there is one; see `Checkpoints.restore`. A collective call."""
         state = self.state
         restored = checkpoints.restore(state, other_replicas=other_replicas)
         if restored is not state:
-            self._training.load(restored)
+            self._engine.restore(restored)
 
     @property
     def is_sharded(self) -> bool:
         """Whether instances have different parts of the state: of the optimizer's, or residuals."""
-        return self._training.own_part is not None
+        return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""

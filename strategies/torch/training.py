@@ -15,7 +15,6 @@ from strategies.exchange.transfer import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, Shards
-from strategies.step.metrics import Metrics
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
@@ -53,10 +52,9 @@ class TorchTraining:
     Attributes:
         parameters: of the module, in the order of `named_parameters`.
         step: how many updates were made.
-        scale: of the next loss; None where none is scaled.
+        loss_scale: of the next loss; None where none is scaled.
         residuals: of int8 gradients, for each local replica.
         memory_of_replicas: where they compute.
-        metrics: of the last step; None before the first one.
     """
 
     def __init__(
@@ -71,8 +69,7 @@ class TorchTraining:
         self.parameters = list(module.parameters())
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
         self.step = 0
-        self.scale: LossScale | None = None if options.scaling is None else options.scaling.start()
-        self.metrics: Metrics | None = None
+        self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.memory_of_replicas = ReplicaMemory(module, device_here(options.device, replicas.instance.local_index))
         self._replicas = replicas
         self._options = options
@@ -83,15 +80,6 @@ class TorchTraining:
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that are trained, in the order of `named_parameters`."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
-
-    @property
-    def own_part(self) -> str | None:
-        """The part of the state that no other instance has, in words; None where all have the same."""
-        kinds = {
-            "sharded optimizer state": isinstance(self.update, ShardedTorchUpdate),
-            "residuals of int8 gradients": self._options.transfer.is_quantised,
-        }
-        return next((kind for kind, has_it in kinds.items() if has_it), None)
 
     def replaced(self) -> None:
         """Note that what was given of the state is used up."""
@@ -122,13 +110,13 @@ class TorchTraining:
         variables, optimizer_tree, residuals, model_state = jax.tree.map(
             lambda array: HostArray.of(np.asarray(array), self._age), tree
         )
-        return TrainState(variables, optimizer_tree, self.step, self.scale, residuals, model_state)
+        return TrainState(variables, optimizer_tree, self.step, self.loss_scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
         """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
         optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
-        return TrainState(variables, optimizer, self.step, self.scale, None, model_state)
+        return TrainState(variables, optimizer, self.step, self.loss_scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
         """Return the memory of parameters, and that of buffers; None if there are none."""
@@ -197,7 +185,7 @@ class TorchTraining:
             for name, tensor in self.buffers.named().items():
                 tensor.copy_(_tensor(state.model_state[name]))
         self._load_optimizer(state.optimizer_state)
-        self.step, self.scale = state.step, state.loss_scale
+        self.step, self.loss_scale = state.step, state.loss_scale
         if state.residuals is not None:
             local = len(self._replicas.local_replicas)
             split = [np.split(np.asarray(leaf), local) for leaf in state.residuals]
@@ -221,17 +209,17 @@ class TorchTraining:
         set_state(self.optimizer, made, kinds)
 
     def share(self, root: int) -> None:
-        """Take over the state, and the metrics, of instance `root`; a collective call. Hyperparameters stay."""
+        """Take over the state of instance `root`; a collective call. Hyperparameters stay."""
         communicator = self._replicas.communicator
         broadcast = communicator.broadcast
-        known = np.array([self.step, len(self.metrics.means) if self.metrics else 0, *self._scale_words()], np.float64)
+        known = np.array([self.step, *self._scale_words()], np.float64)
         broadcast(known, root, name="how far the state is")
         for name, tensor in [*self.module.named_parameters(), *self.buffers.named().items()]:
             receive_into(tensor, partial(broadcast, root=root, name=name))
         self._share_optimizer(root)
         self.step = int(known[0])
-        if self.scale is not None:
-            self.scale = LossScale(np.float32(known[2]), np.int32(known[3]), np.int32(known[4]))
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
         self.replaced()
 
     def _share_optimizer(self, root: int) -> None:
@@ -251,7 +239,7 @@ class TorchTraining:
         set_state(self.optimizer, arrays, kinds_of(self.optimizer))
 
     def _scale_words(self) -> list[float]:
-        scale = self.scale
+        scale = self.loss_scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
 

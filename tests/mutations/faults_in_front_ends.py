@@ -175,8 +175,8 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="nobody looks whether the first step is that of plain PyTorch",
-        path="strategies/torch/torch_step.py",
-        old="            self._refuse_difference(watch)\n",
+        path="strategies/torch/torch_engine.py",
+        old="            self._refuse_difference(pending.watch, training.step)\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_first_steps.py::TestADifference::test_is_raised_on_all_instances",
     ),
@@ -280,7 +280,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients that before_update puts in place are dropped",
-        path="strategies/torch/torch_step.py",
+        path="strategies/torch/torch_engine.py",
         old="[(parameter, parameter.grad) for parameter in training.trained]",
         new="[(parameter, mean if has else None) for parameter, mean, has in pairs]",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_gradients_that_before_update_puts_in_place_of_others_are_applied",
@@ -399,7 +399,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a rate that one instance changes alone is not noticed",
-        path="strategies/torch/torch_step.py",
+        path="strategies/torch/torch_engine.py",
         old="if settings_differ(*tail.settings):",
         new="if False:",
         caught_by="tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",

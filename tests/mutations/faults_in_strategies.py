@@ -56,9 +56,9 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a step that overflowed is applied",
-        path="strategies/step/single_step.py",
-        old="is_finite = bool(tail[step.program.finite_place] == 0)",
-        new="is_finite = True",
+        path="strategies/step/jax_engine.py",
+        old="pending.is_finite = bool(tail[program.finite_place] == 0)",
+        new="pending.is_finite = True",
         caught_by="tests/strategies/test_precision.py::TestLossScaling::test_one_replica_that_overflows_keeps_all_from_the_step",
     ),
     Fault(
@@ -92,8 +92,8 @@ IN_STRATEGIES = (
     Fault(
         name="a digest leaves out the last array",
         path="strategies/comparing/digest.py",
-        old="for leaf in jax.tree.leaves(tree):",
-        new="for leaf in jax.tree.leaves(tree)[:-1]:",
+        old="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)\n",
+        new="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)[:-1]\n",
         caught_by="tests/strategies/test_digest.py::test_every_flipped_bit_shows",
     ),
     Fault(
@@ -154,7 +154,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="steps are made on the replicas that an instance had before others were lost in something else",
-        path="strategies/step/jax_engine.py",
+        path="strategies/step/preparation.py",
         old="if self._devices is not self._replicas.devices:",
         new="if False:",
         caught_by="tests/strategies/test_surviving.py::test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left",
@@ -189,10 +189,10 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a configuration decides also what a trainer says itself",
-        path="strategies/step/options.py",
-        old="if check_numerics is None and effects.checks_numerics",
-        new="if effects.checks_numerics",
-        caught_by="tests/strategies/test_ipu_config.py::TestEffects::test_unless_they_say_so_or_scale_losses",
+        path="strategies/core/options.py",
+        old="checks is None and found",
+        new="found",
+        caught_by="tests/strategies/test_ipu_config.py::TestDefaults::test_unless_they_say_so_or_scale_losses",
     ),
     Fault(
         name="the loss may have other bits where gradients are streamed",

@@ -10,8 +10,9 @@ import strategies
 from popdist import EnvironmentMismatchError, Instance
 from popdist.tensorflow import set_ipu_config
 from strategies.config import IPUConfig, reset_ipu_configuration
-from strategies.config.configured import Effects, Selection, ipus_of_group, rounded_to_power_of_two, select
+from strategies.config.configured import ipus_of_group, select
 from strategies.config.launched import refuse_contradictions
+from strategies.defaults import Defaults, Selection, rounded_to_power_of_two
 
 
 @pytest.fixture
@@ -134,41 +135,41 @@ LAUNCHED = Instance(1, 2, 3, 3, 6, 1, ipus_per_replica=3, launcher="poprun")
 
 class TestContradictions:
     @pytest.mark.parametrize(
-        "effects",
+        "defaults",
         [
-            Effects(),
-            Effects(select([9], [])),
-            Effects(select([12], [])),  # as powers of two
-            Effects(select([18], [])),  # of all instances
-            Effects(select([24], [])),
-            Effects(select([], [0])),  # the name of a device, which says nothing of the launcher's
-            Effects(process_index=1, process_count=2),
+            Defaults(),
+            Defaults(select([9], [])),
+            Defaults(select([12], [])),  # as powers of two
+            Defaults(select([18], [])),  # of all instances
+            Defaults(select([24], [])),
+            Defaults(select([], [0])),  # the name of a device, which says nothing of the launcher's
+            Defaults(process_index=1, process_count=2),
         ],
     )
-    def test_what_describes_the_instance_is_taken(self, effects):
-        refuse_contradictions(effects, LAUNCHED)
+    def test_what_describes_the_instance_is_taken(self, defaults):
+        refuse_contradictions(defaults, LAUNCHED)
 
     @pytest.mark.parametrize(
-        ("effects", "words"),
+        ("defaults", "words"),
         [
             (
-                Effects(select([3], [])),
+                Defaults(select([3], [])),
                 "auto_select_ipus is 3, and this instance has 3 of 6 replicas that span 3 .* it 9, or 18",
             ),
-            (Effects(select([6], [])), "auto_select_ipus is 6"),
+            (Defaults(select([6], [])), "auto_select_ipus is 6"),
             (
-                Effects(process_index=0, process_count=2),
+                Defaults(process_index=0, process_count=2),
                 "process_index 0 of process_count 2, and this is instance 1 of 2",
             ),
             (
-                Effects(process_index=1, process_count=3),
+                Defaults(process_index=1, process_count=3),
                 "process_index 1 of process_count 3, and this is instance 1 of 2",
             ),
         ],
     )
-    def test_what_describes_another_one_is_refused(self, effects, words):
+    def test_what_describes_another_one_is_refused(self, defaults, words):
         with pytest.raises(EnvironmentMismatchError, match=words):
-            refuse_contradictions(effects, LAUNCHED)
+            refuse_contradictions(defaults, LAUNCHED)
 
 
 def test_other_strategies_stay_whatever_a_model_spans(on_instances):

@@ -217,7 +217,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         for _ in range(3):
             state, _ = trainer.step(state, np.ones((2 * BATCH, INPUTS), np.float32))
             may_go_on.clear()  # but for the first step, before which programs are compared
-        (step,) = trainer._single._engine._steps.values()
+        (step,) = trainer._programs._steps.values()
         return len(step.gradients.buckets), waited
 
     for buckets, waited in on_instances(2, 4, program, variables_on_host=True):
@@ -233,7 +233,7 @@ def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
         found = []
         for start, loss_fn in (normalised(), mlp()):
             trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-            step = trainer._single._engine.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
+            step = trainer._programs.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
             found.append(len(step.gradients.buckets))
         return found
 
@@ -268,7 +268,7 @@ def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypat
     def program(strategy):
         start, loss_fn = mlp()
         trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-        step = trainer._single._engine.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
+        step = trainer._programs.prepare(trainer.init(start), np.ones((2 * BATCH, INPUTS), np.float32))
         return len(step.gradients.buckets)
 
     assert on_instances(2, 4, program, variables_on_host=True) == [1, 1]

@@ -66,14 +66,14 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
 @pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
 def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
     def tell_more(trainer):
-        made = trainer._single._in_parts
+        made = trainer._engine._in_parts
 
         def in_parts(*arguments):
             state, metrics = made(*arguments)
             metrics.means[name] = np.nextafter(metrics.means[name], np.float32(np.inf))
             return state, metrics
 
-        monkeypatch.setattr(trainer._single, "_in_parts", in_parts)
+        monkeypatch.setattr(trainer._engine, "_in_parts", in_parts)
 
     with caplog.at_level(logging.INFO, "strategies.step"):
         trained(change=tell_more)

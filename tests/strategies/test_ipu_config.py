@@ -21,7 +21,7 @@ from strategies.config import (
     get_ipu_config,
     reset_ipu_configuration,
 )
-from strategies.config.configured import Effects, in_force
+from strategies.defaults import Defaults, in_force
 from strategies.pipelines.pipelining import RecomputationMode
 from strategies.pipelines.pipelining_ops import pipeline
 from strategies.programs.compilation import use_executable_cache
@@ -61,7 +61,7 @@ class TestRows:
         name = "experimental__multi_replica_distribution__process_"
         with pytest.raises(ValueError, match=r"process_index must be in the range \[0, experimental.*, and is"):
             configure(**{f"{name}count": count, f"{name}index": index})
-        assert in_force() == Effects()
+        assert in_force() == Defaults()
 
     @pytest.mark.parametrize("name", ["auto_select_ipus", "select_ipus"])
     def test_cf_04_numbers_lists_and_tuples_are_stored_and_truth_values_not(self, config, name):
@@ -178,9 +178,9 @@ class Rows:
         return np.float32(index)
 
 
-class TestEffects:
+class TestDefaults:
     def test_of_a_new_configuration_are_none_but_for_recomputation(self, config):
-        assert config.check() == Effects(recomputes=False)
+        assert config.check() == Defaults(recomputes=False)
 
     @pytest.mark.parametrize("name", ["inv", "div0", "oflo", "set_all"])
     def test_trainers_refuse_gradients_that_are_not_finite(self, configure, name):

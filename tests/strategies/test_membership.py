@@ -16,7 +16,7 @@ from collectives import (
     PeerLostError,
     ThreadHub,
 )
-from strategies.replicas.membership import InstanceProgress, meet, surviving
+from strategies.core.survival import InstanceProgress, meet, surviving
 
 REPLICAS = 6
 MOST_CALLS = 10
@@ -82,12 +82,12 @@ def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_th
     def function(strategy):
         return Attempts(strategy, raising(Lost, strategy.replicas.first_index == lost)).run()
 
-    with caplog.at_level("INFO", "strategies.replicas.membership"):
+    with caplog.at_level("INFO", "strategies.core.survival"):
         found = run_instances(3, REPLICAS, function)
     assert found.pop(lost) is None
     calls = ["attempt", "catch up", "attempt"]
     assert found == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
-    messages = [record.message for record in caplog.records if record.name == "strategies.replicas.membership"]
+    messages = [record.message for record in caplog.records if record.name == "strategies.core.survival"]
     assert len(messages) == 2
     assert all(message.startswith("an instance is lost: ") for message in messages)
 

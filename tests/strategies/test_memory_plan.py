@@ -62,7 +62,7 @@ def planned(plan, what):
 def held_by(trainer, state, batch):
     """What a training has after a step, by what it is called in a plan."""
     state, _ = trainer.step(state, batch)
-    (step,) = trainer._single._engine._steps.values()
+    (step,) = trainer._programs._steps.values()
     results = [array for bucket in step.gradients.buckets for array in bucket.results]
     quantised = [] if step.exchange.of_payload is None else step.program.quantised.views(step.exchange.of_payload)
     return {
@@ -169,7 +169,7 @@ def test_a_stage_keeps_no_more_of_a_micro_batch_than_is_planned(recomputes):
     trainer = Trainer(strategy, in_stages, optax.sgd(0.1), pipeline=pipelining, gradient_accumulation_count=4)
     state, batch = trainer.init(variables()), batch_for(strategy)
     plan = trainer.plan(batch)
-    step = trainer._single._engine.prepare(state, batch)
+    step = trainer._programs.prepare(state, batch)
     found = {}
     (run,) = step.gradients._runs
     perform = run._perform

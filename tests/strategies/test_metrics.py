@@ -9,7 +9,8 @@ import collectives
 from collectives.instruments import Instruments
 from popdist.instance import Instance
 from strategies import Metrics
-from strategies.step.metrics import StepNotice, tell_end
+from strategies.core.metrics import StepNotice, tell_end
+from strategies.step.jax_engine import rows_of
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def counted(means, **more):
     counter = Counter()
     single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
     replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
-    tell_end(replicas, {"x": np.zeros((4, 8)), "n": 3}, Metrics(("loss",), means), 5, 2, **more)
+    tell_end(replicas, lambda: rows_of({"x": np.zeros((4, 8)), "n": 3}), 2, Metrics(("loss",), means), 5, **more)
     ((steps, rows, loss),) = counter.seen
     return steps, rows, loss()
 

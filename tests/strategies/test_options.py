@@ -1,17 +1,30 @@
-"""The options of a step: what they may be, and which exclude each other."""
+"""The options of a step, on every engine: what they may be, and which exclude each other."""
 
 import dataclasses
+import importlib.util
 import re
 import typing
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import strategies
 from strategies import StepOptions, Trainer
+from strategies.core.options import CommonOptions, name_of_dtype
 from strategies.step.options import TrainerOptions
 
 POSITIONAL = {"seed", "check_numerics", "digest_every"}
+ENGINES = ["jax", *(["torch"] if importlib.util.find_spec("torch") else [])]
+
+
+@pytest.fixture(params=ENGINES)
+def options_class(request):
+    """The options of each engine that is installed."""
+    if request.param == "jax":
+        return StepOptions
+    return importlib.import_module("strategies.torch.options").TorchOptions
 
 
 def test_a_trainer_takes_every_option():
@@ -22,9 +35,10 @@ def test_a_trainer_takes_every_option():
     assert {name: of_step[name] for name in of_trainer} == of_trainer
 
 
-def test_every_option_is_described():
-    for field in dataclasses.fields(StepOptions):
-        assert f"        {field.name}: " in StepOptions.__doc__
+def test_every_option_is_described_once(options_class):
+    descriptions = options_class.__doc__ + CommonOptions.__doc__
+    for field in dataclasses.fields(options_class):
+        assert descriptions.count(f"\n        {field.name}: ") == 1, field.name
 
 
 @pytest.mark.parametrize(
@@ -33,16 +47,60 @@ def test_every_option_is_described():
         ({"digest_every": -1}, "digest_every is -1; it must be at least 0"),
         ({"gradient_accumulation_count": 0}, "gradient_accumulation_count is 0; it must be at least 1"),
         ({"min_elements_for_sharding": 0}, "min_elements_for_sharding is 0"),
-        ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use None"),
+        ({"reduction_method": "median"}, "Cannot parse 'median'"),
+        ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use"),
         ({"gradient_transfer_dtype": "float64"}, "gradient_transfer_dtype is 'float64'; gradients travel as"),
+        ({"loss_scaling": "static"}, "loss_scaling is 'static'"),
         ({"check_numerics": True, "loss_scaling": "dynamic"}, "use one of them"),
-        ({"replicated_optimizer_state_sharding": True, "offload_optimizer_state": False}, "must be offloaded"),
+        ({"model_state_aggregation": "median"}, "model_state_aggregation has 'median'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_out_of_range_or_excluded_is_refused_when_options_are_made(options, words):
+def test_what_is_out_of_range_or_excluded_is_refused_when_options_are_made(options_class, options, words):
     with pytest.raises(ValueError, match=words):
-        StepOptions(**options)
+        options_class(**options)
+
+
+@pytest.mark.parametrize("name", ["check_numerics", "replicated_optimizer_state_sharding", "map_gradient"])
+def test_a_value_of_another_type_is_refused_when_options_are_made(options_class, name):
+    with pytest.raises(TypeError, match=f"{name} is 'no'"):
+        options_class(**{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["compute_dtype", "gradient_transfer_dtype"])
+def test_dtypes_of_both_frameworks_are_the_same(options_class, name):
+    given = ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")]
+    if "torch" in ENGINES:
+        given.append(importlib.import_module("torch").bfloat16)
+    for dtype in given:
+        assert options_class(**{name: dtype}).terms == options_class(**{name: "bfloat16"}).terms
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(None, None), (np.float16, "float16"), ("half", "float16"), ("torch.bfloat16", "bfloat16"), ("x y", "x y")],
+)
+def test_a_dtype_has_one_name(dtype, name):
+    assert name_of_dtype(dtype) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({}, None),
+        ({"gradient_transfer_dtype": "bfloat16"}, None),
+        ({"gradient_transfer_dtype": "int8"}, "residuals of int8 gradients"),
+        ({"replicated_optimizer_state_sharding": True}, "sharded optimizer state"),
+    ],
+    ids=str,
+)
+def test_the_part_that_only_one_instance_has_is_named(options_class, options, part):
+    assert options_class(**options).own_part == part
+
+
+def test_sharded_state_is_offloaded():
+    with pytest.raises(ValueError, match="must be offloaded"):
+        StepOptions(replicated_optimizer_state_sharding=True, offload_optimizer_state=False)
 
 
 def test_an_option_that_is_none_is_named():
@@ -75,6 +133,6 @@ def test_state_is_sharded_as_it_is_offloaded_unless_it_is_said(shards, offloads,
     assert options.shards_state is expected
 
 
-def test_options_do_not_change():
+def test_options_do_not_change(options_class):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        StepOptions().seed = 1
+        options_class().seed = 1

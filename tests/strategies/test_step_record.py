@@ -38,7 +38,7 @@ def train(strategy, folder=None, steps=3, between=lambda state: state, **options
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     if folder is not None:
         limit = wanted.pop("steps_wanted", None)
-        trainer._single._recorder = StepRecorder(
+        trainer._loop._watcher = StepRecorder(
             strategy.replicas, StepOptions(**options), Recording(folder, limit, **wanted)
         )
     state = trainer.init(VARIABLES)
@@ -114,7 +114,7 @@ def test_every_spread_records_the_same(tmp_path, on_instances, options):
 def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
     strategy = strategies.IPUStrategy(1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    trainer._single._recorder = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
+    trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
     dataset = strategy.distribute_dataset(DATA, batch_size=8, seed=1)
     trainer.run(trainer.init(VARIABLES), dataset, steps_per_execution=4)
     assert len(read_record(tmp_path).steps) == len(dataset) == 8
@@ -168,7 +168,7 @@ def test_trainings_are_numbered(strategy, tmp_path, monkeypatch):
 
 def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    trainer._single._recorder = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
+    trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
     for _ in range(2):
         state = trainer.init(VARIABLES)
         for _, batch in zip(range(2), strategy.distribute_dataset(DATA, batch_size=4).epoch(0), strict=False):

@@ -12,8 +12,8 @@ from losing import Lost
 from surviving_instances import run_instances
 
 import strategies
+from strategies.core.survival import surviving
 from strategies.extended import StrategyExtended
-from strategies.replicas.membership import surviving
 
 HEAD = "import json, pytest, numpy as np, popdist, strategies\n"
 

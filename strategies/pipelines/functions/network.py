@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from strategies.core.metrics import Metrics
 from strategies.feeds.outfeed import OutfeedQueue
 from strategies.gradients.arguments import Outcome
 from strategies.pipelines.functions.captures import Captures
@@ -25,7 +26,6 @@ from strategies.pipelines.trace import Trace
 from strategies.programs.captures import Reads
 from strategies.programs.gradient_capture import shapes_by_tag
 from strategies.replicas.replica_context import refuse_in_replica, replica_context
-from strategies.step.metrics import Metrics
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.programs.segments import ProgramSegment
 from strategies.typing import MapGradient
 

@@ -14,8 +14,8 @@ import jax
 import torch
 
 from popdist.switches import require_switches
+from strategies.core.options import GradientAccumulationReductionMethod as Method
 from strategies.errors import StrategyError
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod as Method
 from strategies.loss_scaling import LossScaling
 from strategies.pipelines.trace import Trace
 from strategies.torch.gradient_map import MapGradient, multiplied

@@ -6,7 +6,7 @@ import pytest
 from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
 from tiers import first_of, only
 
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.core.options import GradientAccumulationReductionMethod
 
 
 @pytest.mark.parametrize("method", first_of(["MEAN", "RUNNING_MEAN"]))

@@ -65,7 +65,7 @@ class TestMeans:
             own = copy.deepcopy(model)
             training = poptorch.trainingModel(own, options, descent(own.parameters()))
             training(*rows(12))
-            found.append((training.trainer._training.metrics.means.tolist(), own.layer.bias.grad.item()))
+            found.append((training.trainer._loop.metrics.means.tolist(), own.layer.bias.grad.item()))
         (loss_of_sum, of_sum), (loss_of_mean, of_mean) = found
         assert loss_of_sum == loss_of_mean
         assert of_sum == pytest.approx(6 * of_mean)

@@ -136,7 +136,7 @@ def test_times_and_bytes_are_those_of_the_stages():
         strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=pipeline
     )
     trainer.step(trainer.init(START), np.ones((REPLICAS * COUNT * ROWS, 3), np.float32))
-    [plan] = [plan.gradients.stages for plan in trainer._single._engine._plans.values()]
+    [plan] = [plan.gradients.stages for plan in trainer._programs._plans.values()]
     times, stash = advice.measured(plan, [column.device_of(0) for column in strategy.replicas.grid.columns])
     assert times.num_stages == 2
     assert min(times.forward) > 0

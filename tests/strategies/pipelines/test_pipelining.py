@@ -20,7 +20,7 @@ from zoo.pipelines import MODELS, trained
 import strategies
 from strategies import pipelining_ops
 from strategies.pipelines.schedules import SCHEDULES
-from strategies.step.jax_engine import control_of
+from strategies.step.preparation import control_of
 
 REPLICAS = 4
 
@@ -195,7 +195,7 @@ def test_gradients_of_a_stage_leave_while_others_run():
         strategy, loss_fn, optax.sgd(0.1), pipeline=strategies.Pipelining([0, 1], "one_forward_one_backward")
     )
     state = trainer.init(START)
-    engine = trainer._single._engine
+    engine = trainer._programs
     batch = np.ones((2, 3), np.float32)
     step = engine.prepare(state, batch)
     engine.begin(step, state, batch, control_of(state))

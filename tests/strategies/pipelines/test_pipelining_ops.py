@@ -11,7 +11,7 @@ from tiers import first_of
 
 import strategies
 from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
-from strategies.gradients.accumulation import GradientAccumulationReductionMethod
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
 from strategies.pipelines.pipelining import RecomputationMode
 from strategies.pipelines.pipelining_ops import pipeline

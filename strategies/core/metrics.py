@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeAlias
 
-import jax
 import numpy as np
 
-from collectives.instruments import is_seen
+from collectives.instruments import Instruments, is_seen
 from strategies.loss_scaling import LossScale
-from strategies.replicas.replicas import Replicas
 from strategies.sinks.sink import Reading
-from strategies.typing import Batch
+from strategies.sinks.sinks import Sinks
+from strategies.typing import Leaf, Metric
 
 EVALUATION = "evaluation/"
 """In front of the names of what evaluations find, in sinks."""
+
+
+UnreadArray: TypeAlias = Leaf
+"""An array of NumPy, or one on a device, which may still be being computed; `np.asarray` waits for it."""
+
+
+class ObservedMembers(Protocol):
+    """The instances of a job, and who looks at them."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The replicas of all instances."""
+
+    @property
+    def instruments(self) -> Instruments:
+        """The instruments attached to this instance."""
+
+    @property
+    def sinks(self) -> Sequence[Sinks]:
+        """The places where metrics go."""
 
 
 class Metrics(Mapping[str, float]):
@@ -24,20 +43,20 @@ class Metrics(Mapping[str, float]):
 
     Attributes:
         names: "loss", and those that the loss function gave.
-        means: float32, in the order of the names; there may be more behind them. An array of JAX's may still be being
-            computed: whoever reads a metric waits for it.
+        means: float32, in the order of the names; there may be more behind them. An array on a device may still be
+            being computed: whoever reads a metric waits for it.
     """
 
-    def __init__(self, names: tuple[str, ...], means: np.ndarray | jax.Array) -> None:
+    def __init__(self, names: tuple[str, ...], means: UnreadArray) -> None:
         self.names = names
-        self.means: np.ndarray | jax.Array = means
+        self.means: UnreadArray = means
 
     def __getitem__(self, name: str) -> float:
         try:
             position = self.names.index(name)
         except ValueError:
             raise KeyError(name) from None
-        if not isinstance(self.means, np.ndarray):  # an element of an array of JAX's is a program of its own
+        if not isinstance(self.means, np.ndarray):  # an element of an array on a device is a program of its own
             self.means = np.asarray(self.means)
         return float(self.means[position])
 
@@ -52,7 +71,7 @@ class Metrics(Mapping[str, float]):
         means = self.means
         if not self.names:
             return None
-        if isinstance(means, jax.Array) and (means.is_deleted() or not means.is_ready()):  # type: ignore[attr-defined]
+        if not isinstance(means, np.ndarray) and (means.is_deleted() or not means.is_ready()):
             return None
         return float(np.asarray(means)[0])
 
@@ -60,7 +79,7 @@ class Metrics(Mapping[str, float]):
         return f"Metrics({dict(self)})"
 
 
-def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: LossScale | None) -> Metrics:
+def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | None) -> Metrics:
     """Return the metrics of a step, and those of its loss scale where there is one.
 
     Args:
@@ -70,32 +89,37 @@ def metrics_of(names: tuple[str, ...], tail: np.ndarray | jax.Array, scale: Loss
     """
     if scale is None:
         return Metrics(names, tail)
-    own, rest = np.split(tail, [len(names)])
+    own, rest = np.split(np.asarray(tail), [len(names)])
     of_scale = np.array([scale.scale, scale.skipped], np.float32)
     return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))
 
 
 def tell_end(
-    replicas: Replicas, batch: Batch, metrics: Metrics, step: int, local: int, tails: jax.Array | None = None
+    members: ObservedMembers,
+    rows_of_all: Callable[[], int],
+    local: int,
+    metrics: Metrics,
+    step: int,
+    tails: UnreadArray | None = None,
 ) -> None:
     """Tell who looks, and sinks of metrics, that a step has ended well.
 
     Args:
-        replicas: whose.
-        batch: of the local replicas.
+        members: the instances.
+        rows_of_all: returns the rows of all local replicas in the batch.
+        local: how many replicas the batch is for.
         metrics: of the step.
         step: how many were made with it.
-        local: how many replicas the batch is for.
-        tails: where several steps were made in one program, each with such a batch: the metrics of each of them.
+        tails: the metrics of each of several steps that were made in one program, with as many rows each.
     """
-    instruments, sinks = replicas.instruments, replicas.sinks
+    instruments, sinks = members.instruments, members.sinks
     waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
     if not (sinks or waits or counts):
         return
-    rows = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    rows = rows_of_all()
     count = 1 if tails is None else len(tails)
     for each in sinks:
-        samples = rows // local * replicas.num_replicas_in_sync
+        samples = rows // local * members.num_replicas_in_sync
         for number in range(count):
             read = reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
             each.tell(step - count + 1 + number, read, samples)
@@ -105,15 +129,15 @@ def tell_end(
         instruments.step_ends(count * rows, float(metrics.means[0]) if metrics.names else float("nan"))
 
 
-def tell_evaluation(replicas: Replicas, step: int, found: Mapping[str, Any]) -> None:
+def tell_evaluation(members: ObservedMembers, step: int, found: Mapping[str, Metric]) -> None:
     """Tell sinks of metrics what an evaluation has found.
 
     Args:
-        replicas: whose.
+        members: the instances.
         step: how many steps were made before.
         found: by its names; what is no scalar is left out, and said to be.
     """
-    for sinks in replicas.sinks:
+    for sinks in members.sinks:
         sinks.log_scalars({f"{EVALUATION}{name}": value for name, value in found.items()}, step)
 
 
@@ -125,7 +149,7 @@ def reading(metrics: Metrics) -> Reading:
     return lambda: dict(zip(names, np.asarray(means).tolist(), strict=False))
 
 
-def _of_step(names: tuple[str, ...], tails: jax.Array, number: int) -> dict[str, float]:
+def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[str, float]:
     return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))
 
 

@@ -1,0 +1,1 @@
+"""The order of a training step, written once for all engines."""

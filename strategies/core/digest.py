@@ -1,0 +1,122 @@
+"""Comparisons of the bits of a training between instances.
+
+They show a flipped bit, or a program that is not deterministic.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from strategies.core.agreement import NumberedMembers
+from strategies.errors import DivergenceError
+
+logger = logging.getLogger(__name__)
+
+Digest = tuple[int, int]
+
+
+class HealingMembers(NumberedMembers, Protocol):
+    """The instances of a job, which may go on with the state of most of them."""
+
+    @property
+    def instance_index(self) -> int:
+        """The rank of this instance."""
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the job goes on where an instance is lost."""
+
+
+def digest_of_arrays(arrays: Iterable[np.ndarray]) -> Digest:
+    """Return a number for the bits of all arrays, and another one; one flipped bit changes both.
+
+    Exclusive or, and sum, of the arrays' 64-bit words, which goes as fast as memory can be read. It finds accidents.
+    Somebody can make other arrays with the same digest on purpose.
+    """
+    mixed = total = 0
+    for array in arrays:
+        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        whole = octets[: octets.size // 8 * 8].view(np.uint64)
+        rest = int.from_bytes(octets[whole.nbytes :].tobytes(), "little")
+        mixed = _rotated(mixed) ^ int(np.bitwise_xor.reduce(whole, initial=np.uint64(0))) ^ rest
+        total = (_rotated(total) + int(np.add.reduce(whole, dtype=np.uint64)) + rest) % (1 << 64)
+    return mixed, total
+
+
+def instances_that_differ(digests: Sequence[Digest]) -> list[int]:
+    """Return the instances without the digest of more than half of them; all if there is no such majority."""
+    digest, count = Counter(digests).most_common(1)[0]
+    if 2 * count <= len(digests):
+        return list(range(len(digests)))
+    return [instance for instance, other in enumerate(digests) if other != digest]
+
+
+def majority_of(members: HealingMembers, arrays: Mapping[str, np.ndarray], step: int, heals: bool = True) -> int | None:
+    """Return the rank of an instance that holds the majority state, or None if all agree. Collective.
+
+    Args:
+        members: the instances.
+        arrays: with the same names, shapes and dtypes on all instances.
+        step: for messages.
+        heals: whether a majority may hand its state to the others, in a job that carries on.
+
+    Raises:
+        DivergenceError: on all instances if their bits differ, and no majority hands on its state.
+    """
+    mine = np.array([*digest_of_arrays(arrays.values()), members.first_index], np.uint64)
+    gathered = members.communicator.all_gather(mine, name="digests of the state")
+    differ = instances_that_differ([(int(mixed), int(total)) for mixed, total, _ in gathered])
+    if not differ:
+        return None
+    where = _first_difference(members, arrays)
+    if len(differ) == len(gathered):
+        raise DivergenceError(
+            f"before step {step} the instances have different bits, and no majority has the same{where}"
+        )
+    who = f"{'instance' if len(differ) == 1 else 'instances'} {', '.join(str(gathered[each, 2]) for each in differ)}"
+    if not heals or not members.can_carry_on:
+        raise DivergenceError(
+            f"before step {step} {who} had other bits than the other {len(gathered) - len(differ)}{where}"
+        )
+    source = next(instance for instance in range(len(gathered)) if instance not in differ)
+    if members.instance_index == source:
+        logger.warning("before step %d %s had other bits than the others, and got theirs", step, who)
+    return source
+
+
+def insist_on_same_bits(members: HealingMembers, arrays: Mapping[str, np.ndarray], step: int) -> None:
+    """Compare arrays that have to be the same everywhere, also in a job that could carry on; a collective call.
+
+    Args:
+        members: see `majority_of`.
+        arrays: see there.
+        step: for messages.
+
+    Raises:
+        DivergenceError: on all instances if their bits differ.
+    """
+    majority_of(members, arrays, step, heals=False)
+
+
+def _first_difference(members: HealingMembers, arrays: Mapping[str, np.ndarray]) -> str:
+    """Describe the first array that is not the same everywhere. A collective call, made only after a difference."""
+    own = np.array([digest_of_arrays([array]) for array in arrays.values()], np.uint64)
+    gathered = members.communicator.all_gather(own, name="digests of each array")
+    first = int(np.argmax((gathered != gathered[0]).any(axis=(0, 2))))
+    name, array = list(arrays.items())[first]
+    norm = np.array(np.linalg.norm(array.astype(np.float64)))
+    norms = members.communicator.all_gather(norm, name="norms of an array")
+    shown = ", ".join(f"{float(norm):.9g}" for norm in norms)
+    return (
+        f": the first array that differs is {name}, of the norms {shown} on the instances; a program that changes the "
+        "state on some instances only, or draws from other generators there, does that, and so does faulty memory"
+    )
+
+
+def _rotated(number: int) -> int:
+    return (number << 1 | number >> 63) % (1 << 64)

@@ -1,0 +1,145 @@
+"""The interface between the order of a step and the framework that computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from strategies.core.metrics import UnreadArray
+from strategies.exchange.means import Bucket
+from strategies.loss_scaling import LossScale
+from strategies.typing import Batch, Gradients, Leaf, Tree
+
+if TYPE_CHECKING:
+    from strategies.train_state import TrainState
+
+Buffers: TypeAlias = Sequence[Sequence[Leaf]]
+"""For each buffer of a bucket those of the local replicas, in their order.
+
+They lie in the memory of the host or of a device; an engine and its exchange know in which.
+"""
+
+
+class EngineState(Protocol):
+    """The state of a training, as its engine has it; the loop only asks how far it is."""
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were made."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the next loss; None without loss scaling."""
+
+
+class Exchange(Protocol):
+    """Makes means over all replicas of all instances: by messages, in shared memory, or by a compiled program."""
+
+    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+        """Begin to make the means of a bucket. Collective. `Engine.arrived` sees them."""
+
+
+class PendingStep(Protocol):
+    """A step that has begun."""
+
+    @property
+    def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
+        """Each bucket of gradients, when it is ready. The loop reads all of them once, in this order.
+
+        Raises:
+            Exception: what a replica has raised, when no replica computes any more; the state is unchanged.
+        """
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange for these buckets, known when the first one is ready."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The results of an exchange.
+
+    Attributes:
+        names: of the metrics.
+        tail: their means over all replicas, float32; there may be more behind them.
+        notice: the share of the replicas to whose instance a notice was given.
+        is_finite: whether the step may be applied; True where nobody wants to know.
+        gradients: returns the mean gradients, and how they are cut into shards, for records.
+    """
+
+    names: tuple[str, ...]
+    tail: UnreadArray
+    notice: float
+    is_finite: bool
+    gradients: Callable[[], tuple[Gradients, Tree]]
+
+
+State = TypeVar("State", bound=EngineState)
+Pending = TypeVar("Pending", bound=PendingStep)
+
+
+class Engine(ABC, Generic[State, Pending]):
+    """A framework that computes steps: it owns the state, and knows nothing of the order in which things happen.
+
+    A state is either replaced by each step, as JAX's pytrees are, or changed in place, as modules of PyTorch are: then
+    `update`, `share` and `restore` return the object that they were given. An engine follows the replicas of this
+    instance by itself: where an instance was lost, `begin` finds others than before.
+
+    Until `update` is called, an error leaves the state as it was, and the step can be repeated with the same state, on
+    the batch of the replicas that the instance drives then. An error of `update` is final.
+    """
+
+    @abstractmethod
+    def begin(self, state: State, batch: Batch, notice: bool) -> Pending:
+        """Begin a step; does not wait for it. A collective call where batches of such shapes are new.
+
+        Args:
+            state: not to be used up before the step has ended.
+            batch: of all local replicas.
+            notice: whether this instance was given a notice, which travels with the gradients.
+
+        Raises:
+            DisagreementError: on all instances, if they would not compute the same.
+        """
+
+    @abstractmethod
+    def arrived(self, pending: Pending) -> Arrived:
+        """Return what the exchange of all buckets has brought; may be a collective call.
+
+        Raises:
+            NonFiniteGradientError: if gradients are checked.
+        """
+
+    @abstractmethod
+    def update(self, pending: Pending, scale: LossScale | None) -> State:
+        """Return the state after the step. If what has arrived is not finite, only the step and the scale change.
+
+        Args:
+            pending: the step, which has arrived.
+            scale: of the next loss.
+        """
+
+    @abstractmethod
+    def share(self, state: State, root: int) -> State:
+        """Return the state of rank `root`, and the parts of it that only this instance has; a collective call.
+
+        Args:
+            state: on `root` what all get; elsewhere one with arrays of the same shapes, which are not read.
+            root: the rank.
+        """
+
+    @abstractmethod
+    def digest(self, state: State) -> Mapping[str, np.ndarray]:
+        """Return the arrays that have the same bits on all instances, by name; views where they can be."""
+
+    @abstractmethod
+    def snapshot(self, state: State) -> TrainState:
+        """Return the state as a `TrainState` of arrays, until the next step: for checkpoints and records."""
+
+    @abstractmethod
+    def restore(self, snapshot: TrainState) -> State:
+        """Return a state with the arrays of a `TrainState`, of which this instance keeps its part."""

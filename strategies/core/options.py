@@ -1,0 +1,231 @@
+"""The options of a training step that all engines have, without a framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Protocol, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import at_least, positive
+from strategies.defaults import Defaults
+from strategies.exchange.transfer import GradientTransfer
+from strategies.loss_scaling import LossScaling
+from strategies.typing import MapGradient
+
+
+class DtypeOfFramework(Protocol):
+    """A dtype of NumPy or PyTorch."""
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+
+
+Dtype: TypeAlias = str | type | DtypeOfFramework
+"""A dtype of NumPy, JAX or PyTorch, or its name."""
+
+
+class GradientAccumulationReductionMethod(Enum):
+    """The way to combine the gradients of a replica's micro-batches into one; the original's enum.
+
+    For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
+    g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit
+    accumulators each step of them is computed in float32, then rounded, and never beyond the largest number.
+    """
+
+    SUM = 0
+    MEAN = 1
+    RUNNING_MEAN = 2
+
+    @classmethod
+    def parse(cls, method: object) -> GradientAccumulationReductionMethod:
+        """Return the method of that name, in upper or lower case, or the method itself.
+
+        Raises:
+            ValueError: "Cannot parse ..." for anything else.
+        """
+        if isinstance(method, cls):
+            return method
+        if isinstance(method, str) and method.upper() in cls.__members__:
+            return cls[method.upper()]
+        raise ValueError(
+            f"Cannot parse {method!r} as one of GradientAccumulationReductionMethod.; use "
+            f"{', '.join(repr(name) for name in cls.__members__)}"
+        )
+
+
+class CommonOptionsByName(TypedDict, total=False):
+    """The options that the `Trainer` of every engine takes by name; see `CommonOptions`."""
+
+    gradient_accumulation_count: int
+    reduction_method: GradientAccumulationReductionMethod | str
+    map_gradient: MapGradient | None
+    replicated_optimizer_state_sharding: bool | None
+    min_elements_for_sharding: int
+    compute_dtype: Dtype | None
+    loss_scaling: LossScaling | float | str | None
+    gradient_transfer_dtype: Dtype | None
+
+
+@dataclass(frozen=True)
+class CommonOptions(ABC):
+    """The options of a training step that all engines have.
+
+    Variables are the parameters of a module with PyTorch.
+
+    Attributes:
+        seed: of the keys, or of all random numbers that modules draw.
+        check_numerics: raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
+        digest_every: compare the bits of the state between instances before every so many steps, and raise
+            `DivergenceError` where they differ; under `poprun --on-failure shrink` an instance that differs from most
+            gets their state instead. 0: never. The parts that only one instance has are not compared: sharded
+            optimizer state, and residuals.
+        gradient_accumulation_count: micro-batches of each replica for one update. A replica's rows of the batch are
+            its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`), and instances
+            exchange gradients once per update.
+        reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
+            `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged. With PyTorch MEAN
+            divides each loss by the count before its backward pass.
+        map_gradient: None, or a function `(gradient, variable) -> gradient` of each variable that is trained: of each
+            micro-batch on each replica, before anything is divided or added up. Without the loss scale. With JAX it is
+            traced, and in a pipeline it excludes `loss_scaling` and variables that several stages use. With PyTorch it
+            runs in the replicas' threads, behind the hooks of the parameter.
+        replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
+            new variables are gathered; the same bits. With PyTorch for optimizers that compute element by element; with
+            JAX the state of others is put together for each update. None: False, or with JAX as
+            `offload_optimizer_state`.
+        min_elements_for_sharding: the state of smaller variables stays whole.
+        compute_dtype: bfloat16 or float16. With JAX variables and batches are cast to it for `loss_fn`; with PyTorch
+            forward passes run under `torch.autocast` of it. Gradients, updates and the variables themselves keep their
+            dtype.
+        loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`. A step with a gradient
+            that is not finite on any replica changes nothing on all of them but the scale; the metrics get
+            "loss_scale" and "skipped_steps".
+        gradient_transfer_dtype: float16 or bfloat16: gradients travel in it, half as many bytes as float32, and are
+            added in the order of the tree in float32. int8: a quarter, with error feedback; see
+            `strategies.exchange.transfer`.
+
+    Raises:
+        TypeError: if a switch is neither True nor False, or `map_gradient` no function.
+        ValueError: if an option is out of range, or two of them exclude each other.
+    """
+
+    seed: int = 0
+    check_numerics: bool = False
+    digest_every: int = 0
+    gradient_accumulation_count: int = 1
+    reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.MEAN
+    map_gradient: MapGradient | None = None
+    replicated_optimizer_state_sharding: bool | None = False
+    min_elements_for_sharding: int = 32
+    compute_dtype: Dtype | None = None
+    loss_scaling: LossScaling | float | str | None = None
+    gradient_transfer_dtype: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        require_switches(check_numerics=self.check_numerics)
+        require_switches_or_none(replicated_optimizer_state_sharding=self.replicated_optimizer_state_sharding)
+        at_least(0, "digest_every", self.digest_every)
+        positive("gradient_accumulation_count", self.gradient_accumulation_count)
+        positive("min_elements_for_sharding", self.min_elements_for_sharding)
+        if self.map_gradient is not None and not callable(self.map_gradient):
+            raise TypeError(
+                f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
+                "(gradient, variable) -> gradient, or None"
+            )
+        _ = self.method, self.scaling, self.transfer  # each refuses what is out of range
+        if self.check_numerics and self.scaling is not None:
+            raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
+
+    @cached_property
+    def method(self) -> GradientAccumulationReductionMethod:
+        """The way in which micro-batches become one gradient."""
+        return GradientAccumulationReductionMethod.parse(self.reduction_method)
+
+    @cached_property
+    def scaling(self) -> LossScaling | None:
+        """The scaling of losses; None if they are not scaled."""
+        return LossScaling.parse(self.loss_scaling)
+
+    @cached_property
+    def transfer(self) -> GradientTransfer:
+        """The dtype in which gradients travel."""
+        return GradientTransfer.parse(name_of_dtype(self.gradient_transfer_dtype))
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether every replica keeps a part of the optimizer state."""
+        return bool(self.replicated_optimizer_state_sharding)
+
+    @property
+    def own_part(self) -> str | None:
+        """The part of the state that differs between instances, in words; None if all have the same state."""
+        if self.shards_state:
+            return "sharded optimizer state"
+        return "residuals of int8 gradients" if self.transfer.is_quantised else None
+
+    @property
+    def terms(self) -> Mapping[str, object]:
+        """The options as all instances have to have them."""
+        return {
+            "seed": self.seed,
+            "check_numerics": self.check_numerics,
+            "digest_every": self.digest_every,
+            "gradient_accumulation_count": self.gradient_accumulation_count,
+            "reduction_method": self.method.name,
+            "replicated_optimizer_state_sharding": self.shards_state,
+            "min_elements_for_sharding": self.min_elements_for_sharding,
+            "compute_dtype": name_of_dtype(self.compute_dtype),
+            "loss_scaling": self.scaling,
+            "gradient_transfer_dtype": self.transfer.dtype,
+            **self.own_terms,
+        }
+
+    @property
+    @abstractmethod
+    def own_terms(self) -> Mapping[str, object]:
+        """The options of this engine alone, as all instances have to have them."""
+
+
+Options = TypeVar("Options", bound=CommonOptions)
+
+
+def completed(kind: Callable[..., Options], defaults: Defaults, options: Mapping[str, object]) -> Options:
+    """Return options, of which those that are left out are as the defaults of the strategy say.
+
+    Args:
+        kind: makes them.
+        defaults: of the strategy.
+        options: by name, as far as they are given. `check_numerics` may be None: it is left out. Then it stays off if
+            losses are scaled, whose gradients are expected to overflow.
+
+    Raises:
+        TypeError, ValueError: see `CommonOptions`.
+    """
+    given = {"min_elements_for_sharding": defaults.min_elements_for_sharding, **options}
+    checks = given.pop("check_numerics", None)
+    found = kind(check_numerics=False if checks is None else checks, **given)
+    is_left_out = checks is None and found.scaling is None
+    return replace(found, check_numerics=True) if is_left_out and defaults.checks_numerics else found
+
+
+def name_of_dtype(dtype: Dtype | None) -> str | None:
+    """Return the name of a dtype of NumPy, JAX or PyTorch, such as "bfloat16"; anything else as text, and None as None.
+
+    Args:
+        dtype: given by a user.
+    """
+    if dtype is None:
+        return None
+    text = str(dtype)
+    is_text = isinstance(dtype, str) or text.startswith("torch.")
+    try:
+        return np.dtype(text.removeprefix("torch.") if is_text else dtype).name  # type: ignore[arg-type]
+    except TypeError:
+        return text

@@ -1,0 +1,260 @@
+"""The order of a training step, and what is done around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol
+
+import numpy as np
+
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from popdist.records import FaultInjector
+from strategies.core.agreement import broadcast_text
+from strategies.core.digest import HealingMembers, majority_of
+from strategies.core.engine import Engine, Pending, State
+from strategies.core.metrics import Metrics, ObservedMembers, StepNotice, metrics_of, tell_end
+from strategies.core.survival import (
+    LOSSES,
+    SurvivingMembers,
+    meet,
+    repeated,
+    surviving,
+    warn_of_loss,
+)
+from strategies.loss_scaling import LossScaling
+from strategies.typing import Batch, Gradients, Tree
+
+if TYPE_CHECKING:
+    from strategies.train_state import TrainState
+
+
+class ReplicaPrograms(Protocol):
+    """The running programs of the local replicas, which may call back into Python: collectives and feeds."""
+
+    def begin(self) -> None:
+        """Drop what is left of programs that have failed half-way."""
+
+    def ending(self) -> AbstractContextManager[None]:
+        """End the programs when the block does; raise what a callback has raised where the framework hides it."""
+
+
+class StepMembers(SurvivingMembers, HealingMembers, ObservedMembers, Protocol):
+    """The instances of a job that makes steps."""
+
+    @property
+    def local_replicas(self) -> range:
+        """The replicas that this instance drives now."""
+
+    @property
+    def faults(self) -> FaultInjector:
+        """The faults that the user wants in this instance."""
+
+    @property
+    def reducer(self) -> ReplicaPrograms:
+        """The programs of the local replicas."""
+
+    def replicas_batch(self, batch: Batch) -> Batch:
+        """Return the batch of the same step for the replicas that this instance drives since it has carried on."""
+
+
+class StepWatcher(Protocol):
+    """The interface of objects to which a step is reported while it is made."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is recorded: steps are then made one by one."""
+
+    def reduced(self, snapshot: TrainState, batch: Batch, gradients: Gradients, shards: Tree) -> None:
+        """Record the mean gradients of a step, before the variables are updated.
+
+        Args:
+            snapshot: the `TrainState` before the step.
+            batch: of the local replicas.
+            gradients: the means, like the variables that are trained, or what `shards` makes of some of them.
+            shards: how mean gradients are cut; None: they are whole. A collective call where they are cut.
+        """
+
+    def updated(self, snapshot: TrainState, metrics: Metrics) -> None:
+        """Record that a step is complete.
+
+        Raises:
+            SystemExit: with status 0, after the last step that is to be made.
+        """
+
+
+@dataclass(frozen=True)
+class StepRules(Generic[State]):
+    """The rules by which steps are made, whatever the engine is.
+
+    Attributes:
+        digest_every: compare the bits of the state between instances before every so many steps; 0: never.
+        own_part: the part of the state that no other instance has, in words; None if there is none.
+        flipped: returns the state with one bit changed, for faults on purpose.
+        rows_of: returns the rows of all local replicas in a batch.
+    """
+
+    digest_every: int
+    own_part: str | None
+    flipped: Callable[[State], State]
+    rows_of: Callable[[Batch], int]
+
+
+class StepLoop(Generic[State, Pending]):
+    """Makes one step after another, with the instances that there are.
+
+    Args:
+        members: the instances.
+        engine: computes.
+        rules: see there.
+        scaling: of losses; None without.
+        watcher: is told of every step.
+
+    Attributes:
+        notice: travels with the gradients of every step.
+        metrics: of the last step; None before the first one.
+        scaling: see above.
+    """
+
+    def __init__(
+        self,
+        members: StepMembers,
+        engine: Engine[State, Pending],
+        rules: StepRules[State],
+        scaling: LossScaling | None,
+        watcher: StepWatcher,
+    ) -> None:
+        self.notice = StepNotice()
+        self.metrics: Metrics | None = None
+        self.scaling = scaling
+        self._members = members
+        self._engine = engine
+        self._rules = rules
+        self._watcher = watcher
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether every step is recorded."""
+        return self._watcher.is_on
+
+    # ---- one step
+
+    def _one_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make one update: gradients of the local replicas, their means over all replicas, new variables."""
+        instruments, watcher = self._members.instruments, self._watcher
+        with instruments.during[FORWARD_BACKWARD]:
+            pending = self._engine.begin(state, batch, self.notice.is_given)
+        for bucket, contributions in instruments.each(FORWARD_BACKWARD, pending.buckets):
+            with instruments.during[EXCHANGE]:
+                pending.exchange.reduce(bucket, contributions)
+        arrived = self._engine.arrived(pending)
+        self.notice.agree(arrived.notice)
+        scale = state.loss_scale
+        if self.scaling is not None and scale is not None:
+            scale = self.scaling.after(scale, arrived.is_finite)
+        if watcher.is_on:
+            watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
+        with instruments.during[UPDATE]:
+            state = self._engine.update(pending, scale)
+        metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
+        if watcher.is_on:
+            watcher.updated(self._engine.snapshot(state), metrics)
+        return state, metrics
+
+    # ---- around it
+
+    def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make one update; where instances are lost that had nothing alone, with those that are left.
+
+        Args:
+            state: used up.
+            batch: of the local replicas.
+
+        Returns:
+            The new state, and the metrics as means over all replicas.
+        """
+        members, local = self._members, len(self._members.local_replicas)
+        members.instruments.step_begins(state.step)
+        if members.faults.take_flip():
+            state = self._rules.flipped(state)
+        try:
+            state, metrics = self._checked(state, batch)
+        except LOSSES as loss:
+            if self._rules.own_part:
+                raise
+            state, metrics = self._repeated(loss, state, batch)
+        tell_end(members, partial(self._rules.rows_of, batch), local, metrics, state.step)
+        can_share = members.can_carry_on and not self._rules.own_part
+        members.done_so_far.complete(partial(self._share, state) if can_share else None)
+        return state, metrics
+
+    def _checked(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make a step of a state that all instances have, whose programs end well."""
+        programs = self._members.reducer
+        programs.begin()
+        with programs.ending():
+            return self._one_step(self._compared(state), batch)
+
+    def _compared(self, state: State) -> State:
+        """Return the state, or that of most instances where this one has other bits."""
+        every = self._rules.digest_every
+        if not every or not state.step or state.step % every:
+            return state
+        root = majority_of(self._members, self._engine.digest(state), state.step)
+        return state if root is None else self._engine.share(state, root)
+
+    # ---- together with the others
+
+    def start(self, begun: Callable[[], State], local: Callable[[], State]) -> State:
+        """Return the first state, the same on all instances; a collective call.
+
+        Args:
+            begun: returns it; a collective call.
+            local: returns one with arrays of the same shapes, for an instance that comes late.
+        """
+        if part := self._rules.own_part:
+            warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
+            return begun()
+
+        def catch_up() -> State | None:
+            meeting = meet(self._members)
+            return self._share(local(), meeting.newest) if meeting.is_late else None
+
+        return surviving(self._members, begun, catch_up, self._share)
+
+    def _repeated(self, loss: BaseException, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make the step once more, on the batch of the replicas that this instance drives then.
+
+        An instance that has not made it takes over the result where others have.
+        """
+
+        def catch_up() -> tuple[State, Metrics] | None:
+            nonlocal batch
+            meeting = meet(self._members)
+            if not meeting.is_late:
+                batch = self._members.replicas_batch(batch)
+                return None
+            newest = self._share(state, meeting.newest)
+            assert self.metrics is not None
+            return newest, self.metrics
+
+        return repeated(self._members, loss, lambda: self._checked(state, batch), catch_up)
+
+    def _share(self, state: State, root: int) -> State:
+        """Return the state of instance `root`, with its metrics and notice; a collective call."""
+        state = self._engine.share(state, root)
+        own = self.metrics
+        text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
+        told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
+        if told is not None:
+            self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
+            self.notice.agree(float(told[2]))
+        return state
+
+    def take_over(self, metrics: Metrics) -> None:
+        """Note the metrics of the last of several steps that were made otherwise, by the only instance."""
+        self.metrics = metrics
+        self.notice.agree(self.notice.is_given)

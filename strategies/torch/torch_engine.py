@@ -1,0 +1,286 @@
+"""The engine of PyTorch: replicas on threads, and one step of the optimizer per instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+
+from strategies.comparing.digest import host_arrays
+from strategies.core.agreement import broadcast_text, insist_on_agreement
+from strategies.core.digest import insist_on_same_bits
+from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.exchange.means import Bucket
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.replicas.gathering import gather_replicas
+from strategies.replicas.replicas import Replicas
+from strategies.torch.agreement import settings_differ, settings_in_words
+from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
+from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.options import TorchOptions
+from strategies.torch.plain_pass import Comparison, expected_of
+from strategies.torch.prepared_replicas import PreparedReplicas
+from strategies.torch.replica_run import LossFunction, ReplicaTurn
+from strategies.torch.tensors import as_array, parts_of, tensors_of
+from strategies.torch.threads import intra_op_threads
+from strategies.torch.training import TorchTraining
+from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree
+
+
+@dataclass
+class TorchPending:
+    """A step of PyTorch that has begun; see `PendingStep`.
+
+    Attributes:
+        prepared: the replicas, and what connects them.
+        local: the replicas that compute.
+        scale: of the losses.
+        watch: compares replica 0 with plain PyTorch; None where that is not done.
+        is_verified: whether that is done on any instance.
+        buckets: of gradients, when they are ready.
+        tail: what has travelled behind the gradients.
+        means: of the gradients.
+        values: the agreed values of buffers and frozen parameters.
+        is_finite: whether the step may be applied.
+    """
+
+    prepared: PreparedReplicas
+    local: LocalReplicas
+    scale: float
+    watch: Comparison | None
+    is_verified: bool
+    buckets: Iterator[tuple[Bucket, Buffers]]
+    tail: Tail | None = None
+    means: Sequence[torch.Tensor] = ()
+    values: dict[int, torch.Tensor] | None = None
+    is_finite: bool = True
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """See `PendingStep`."""
+        return self.prepared.exchange
+
+
+@final
+class TorchEngine(Engine[TorchTraining, TorchPending]):
+    """Computes steps by modules of PyTorch, which it changes in place.
+
+    Args:
+        replicas: where the replicas are.
+        training: the module, its optimizer, and how far they are.
+        loss_fn: see `Trainer`.
+        options: of the step.
+        is_recorded: whether every step is recorded, which lets instances differ.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        training: TorchTraining,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        is_recorded: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._loss_fn = loss_fn
+        self.prepared = PreparedReplicas(replicas, training, loss_fn, options, is_recorded)
+
+    def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
+        """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
+        scaling = replace(self.prepared.options.scaling or LossScaling(factor=1.0), initial=scale)
+        self.prepared.options = replace(self.prepared.options, loss_scaling=scaling)
+        skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
+        training.loss_scale = replace(scaling.start(), skipped=np.int32(skipped))
+        return scaling
+
+    # ---- one step
+
+    def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
+        """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
+        prepared = self.prepared
+        if self.prepared.options.compares_bits(prepared.steps_made):
+            insist_on_same_bits(self._replicas, host_arrays(state.tensors()), state.step)
+        tensors = tensors_of(batch)
+        local = prepared.local_for(batch, tensors)
+        prepared.let_go()
+        scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+        is_verified = prepared.steps_made < self.prepared.options.verify_steps
+        watch = self._expected(state, tensors, scale) if is_verified else None
+        buffers = state.buffers
+        turn = ReplicaTurn(
+            state.step,
+            scale,
+            notice,
+            local.planned,
+            (),
+            buffers.moving,
+            (),
+            prepared.settings.word(state.step),
+            watch,
+        )
+        local.begin(tensors, turn, [buffers.masters_of(each) for each in local.replicas], state.residuals)
+        return TorchPending(prepared, local, scale, watch, is_verified, self._buckets(local))
+
+    def _buckets(self, local: LocalReplicas) -> Iterator[tuple[Bucket, Buffers]]:
+        for number, contributions in local.collect(self.prepared.make_exchange):
+            yield self.prepared.exchange.buckets[number], contributions
+
+    def _expected(self, training: TorchTraining, batch: Batch, scale: float) -> Comparison | None:
+        """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
+        local = self._replicas.local_replicas
+        if local.start:
+            return None
+        part = parts_of(batch, len(local))[0]
+        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self.prepared.options)
+        return None if expected is None else Comparison(expected)
+
+    def _refuse_difference(self, watch: Comparison | None, step: int) -> None:
+        """Have all instances raise what the one with replica 0 has found; a collective call."""
+        found = "" if watch is None else watch.difference
+        if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
+            raise StrategyError(f"in step {step} {told}")
+
+    def arrived(self, pending: TorchPending) -> Arrived:
+        """See `Engine`."""
+        training, exchange, local = pending.prepared.training, pending.exchange, pending.local
+        training.memory_of_replicas.refuse_gradients_of_originals()
+        if pending.is_verified:
+            self._refuse_difference(pending.watch, training.step)
+        plan, tail = exchange.plan, exchange.tail
+        if settings_differ(*tail.settings):
+            insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
+        self._refuse_gradients_of_some(plan, tail, local)
+        pending.tail, pending.values = tail, self._new_buffers(training, tail.has_changed, local)
+        pending.means = exchange.means(1.0 if plan.quantised else pending.scale)
+        pending.is_finite = self._is_finite(training, plan, pending.means, local)
+        local.give_back()
+
+        def gradients() -> tuple[Tree, Tree]:
+            return self._named(training.module, plan, pending.means), plan.shards
+
+        return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
+
+    def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
+        """See `Engine`."""
+        training, local = pending.prepared.training, pending.local
+        training.loss_scale = scale
+        if pending.is_finite:
+            assert pending.tail is not None
+            assert pending.values is not None
+            self._apply(training, pending.means, pending.tail)
+            training.buffers.keep(pending.values)
+            local.share_frozen(training.buffers.written)
+            if pending.exchange.plan.quantised:
+                training.residuals = [run.residuals for run in local.runs]
+        training.step += 1
+        training.replaced()
+        return training
+
+    def _apply(self, training: TorchTraining, means: Sequence[torch.Tensor], tail: Tail) -> None:
+        options = self.prepared.options
+        pairs = list(zip(training.trained, means, tail.has_gradient, strict=True))
+        with intra_op_threads(options.intra_op_threads):
+            for parameter, mean, has_gradient in pairs:
+                is_whole = parameter.shape == mean.shape
+                parameter.grad = mean if has_gradient and is_whole else None
+            if options.before_update is not None:
+                options.before_update(training.module)
+                training.update.apply([(parameter, parameter.grad) for parameter in training.trained])
+                return
+            training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
+
+    def _new_buffers(
+        self, training: TorchTraining, shares: np.ndarray, local: LocalReplicas
+    ) -> dict[int, torch.Tensor]:
+        """Return the agreed values of buffers and frozen parameters, from the share of replicas that changed each."""
+        if not shares.any():
+            return {}
+        slots = [run.copy.slots for run in local.runs]
+        changed, resized = np.flatnonzero(shares).tolist(), np.flatnonzero(shares > 1).tolist()
+        return training.buffers.agreed(changed, slots, self._replicas, resized)
+
+    def _named(
+        self, module: torch.nn.Module, plan: TorchGradientPlan, means: Sequence[torch.Tensor]
+    ) -> dict[str, np.ndarray]:
+        """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
+        own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in module.named_parameters()}
+
+    def _refuse_gradients_of_some(self, plan: TorchGradientPlan, tail: Tail, local: LocalReplicas) -> None:
+        """Refuse gradients that are None on some replicas only; a collective call where there are any."""
+        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
+        if not tail.has_gradient.any():
+            raise StrategyError(
+                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
+                "module that loss_fn is given as its first argument"
+            )
+        if not some.size:
+            return
+        lacking = self._of_all_replicas([[not seen for seen in run.seen] for run in local.runs])
+        number = int(some[0])
+        replicas = np.flatnonzero(lacking[:, number]).tolist()
+        raise StrategyError(
+            f"{plan.parameters[number].name} has no gradient on the replicas {replicas}, and one on the others; let "
+            "the loss of every replica depend on it, if only by 0 * parameter.sum()"
+        )
+
+    def _is_finite(
+        self, training: TorchTraining, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas
+    ) -> bool:
+        """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
+
+        Raises:
+            NonFiniteGradientError: with `check_numerics`.
+        """
+        if training.loss_scale is None and not self.prepared.options.check_numerics:
+            return True
+        flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
+        if plan.shards is not None:
+            flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
+        if not flags.any() or not self.prepared.options.check_numerics:
+            return not flags.any()
+        own = [[not run.is_finite(number) for number in range(len(means))] for run in local.runs]
+        number = int(np.flatnonzero(flags)[0])
+        replicas = np.flatnonzero(self._of_all_replicas(own)[:, number]).tolist()
+        raise NonFiniteGradientError(
+            f"the gradient of {plan.parameters[number].name} is not finite at step {training.step} on the "
+            f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
+            "the batches of these replicas"
+        )
+
+    def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
+        """A row for each replica of all instances; a collective call."""
+        own = [np.array(row, bool) for row in rows]
+        return np.stack(gather_replicas(self._replicas, own, "what replicas have found"))
+
+    # ---- the state
+
+    def share(self, state: TorchTraining, root: int) -> TorchTraining:
+        """See `Engine`. Hyperparameters stay."""
+        state.share(root)
+        return state
+
+    def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
+        """See `Engine`."""
+        return host_arrays(state.recorded())
+
+    def snapshot(self, state: TorchTraining) -> TrainState:
+        """See `Engine`: views of the memory of tensors."""
+        return state.state()
+
+    def restore(self, snapshot: TrainState) -> TorchTraining:
+        """See `Engine`: the arrays are copied."""
+        training = self.prepared.training
+        training.load(snapshot)
+        return training
+
+
+def flipped(state: TorchTraining) -> TorchTraining:
+    """Change a bit of a parameter, for faults on purpose; return the same state."""
+    state.flip_bit()
+    return state
