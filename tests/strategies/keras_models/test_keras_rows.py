@@ -1,6 +1,7 @@
 """Rows of the original's tests that are checked nowhere else."""
 
 import itertools
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -124,6 +125,31 @@ def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dt
     assert ours.dtype == predicted.dtype
     np.testing.assert_allclose(ours, predicted, rtol=1e-4, atol=1e-5)
     assert our_loss == pytest.approx(loss, rel=1e-5)
+
+
+class WithWords(keras.Sequential):
+    """A class of the user's that keeps more than variables."""
+
+    words = ""
+
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text(self.words)
+
+    def load_assets(self, folder):
+        self.words = (Path(folder) / "words.txt").read_text()
+
+
+def test_what_a_class_of_the_users_keeps_in_files_is_kept_beside_the_options(alone, tmp_path):
+    def program(strategy):
+        model = WithWords([keras.Input((6,)), keras.layers.Dense(1)])
+        model.words = "yes no"
+        model.set_infeed_queue_options(prefetch_depth=5)
+        model.save(tmp_path / "model.keras")
+        with keras.saving.custom_object_scope({"WithWords": WithWords}):
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+        return loaded.words, loaded.fit.__self__.options.prefetch
+
+    assert alone(program) == ("yes no", 5)
 
 
 def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_path):
