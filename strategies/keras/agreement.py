@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from strategies.comparing.digest import digest_of, fingerprint
@@ -15,7 +16,7 @@ from strategies.core.survival import together
 from strategies.errors import DisagreementError
 from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
 from strategies.replicas.replicas import Replicas
-from strategies.typing import Batch
+from strategies.typing import Batch, Tree
 
 WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
@@ -70,6 +71,11 @@ def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
         return 1
 
     _agreed(replicas, asked, name)
+
+
+def bits_of(tree: Tree) -> bytes:
+    """Return a digest of arrays."""
+    return np.array(digest_of(list(map(np.asarray, jax.tree.leaves(tree)))), np.uint64).tobytes()
 
 
 def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:

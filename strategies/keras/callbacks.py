@@ -10,16 +10,15 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 from keras import tree
 from keras.callbacks import CallbackList
 
-from strategies.comparing.digest import digest_of
 from strategies.core.metrics import EVALUATION
 from strategies.errors import StrategyError
 from strategies.keras.agreement import (
     WAY_OUT,
     VariableWatch,
+    bits_of,
     broadcast,
     compared,
     insist,
@@ -162,8 +161,7 @@ class Running:
         if self.is_alone or self.watch is None:
             return
         arrays = self.watch.arrays()
-        digest = np.array(digest_of(arrays), np.uint64).tobytes()
-        if not compared(replicas, False, digest, "variables of the model")[1]:
+        if not compared(replicas, False, bits_of(arrays), "variables of the model")[1]:
             self.watch.assign(broadcast(replicas, arrays))
         self.watch.begin()
 

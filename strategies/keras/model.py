@@ -46,6 +46,8 @@ from strategies.typing import Batch, Data, Tree
 
 logger = logging.getLogger("strategies.keras")
 
+_NOT_COMPARED = ("self", "x", "y", "verbose", "callbacks")
+"""Arguments of `fit` that may differ, or are compared otherwise."""
 COMPARED = 3
 """Number of batches of `train_on_batch`, the first ones, whose rows instances compare."""
 
@@ -122,23 +124,10 @@ class ReplicatedModel:
         global_batch_size: int | None = None,
     ) -> object:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
+        arguments = {name: value for name, value in locals().items() if name not in _NOT_COMPARED}
+        arguments |= {"sample_weight": sample_weight is not None, "validation_data": validation_data is not None}
         checkpoints = given_in(callbacks)
         self._check("fit", "train_step", has_checkpoints=checkpoints is not None)
-        arguments = {
-            "batch_size": batch_size,
-            "global_batch_size": global_batch_size,
-            "epochs": epochs,
-            "initial_epoch": initial_epoch,
-            "steps_per_epoch": steps_per_epoch,
-            "shuffle": shuffle,
-            "class_weight": class_weight,
-            "sample_weight": sample_weight is not None,
-            "validation_split": validation_split,
-            "validation_data": validation_data is not None,
-            "validation_steps": validation_steps,
-            "validation_batch_size": validation_batch_size,
-            "validation_freq": validation_freq,
-        }
         self._insist("fit", callbacks, arguments)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
@@ -507,20 +496,8 @@ class _Called:
         return returned, state
 
 
-FORWARDED = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-    "reset_metrics",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "save",
-    "save_weights",
-    "export",
+FORWARDED = [
     "_symbolic_build",
-)
-"""The methods of a model of a strategy that are not Keras's own."""
+    *(name for name in vars(ReplicatedModel) if name in dir(keras.Model) and name[0] != "_"),
+]
+"""The methods of a model of a strategy that have names of Keras's."""
