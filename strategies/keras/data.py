@@ -14,8 +14,8 @@ import numpy as np
 from keras.utils import PyDataset, unpack_x_y_sample_weight
 
 from strategies.argument_checks import positive
+from strategies.core.rows import Told
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
 from strategies.keras.patches import (
     ArrayDataAdapter,
