@@ -155,9 +155,9 @@ class Assignments:
         self._is_sequential = isinstance(model, keras.Sequential)
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is a model whose calls are known."""
-        return self._is_sequential or isinstance(self._model, keras.Function)
+    def _are_known(self) -> bool:
+        """Whether the calls of the model are known: it is functional, or sequential and built."""
+        return isinstance(self._model._functional if self._is_sequential else self._model, keras.Function)
 
     @property
     def functional(self) -> FunctionalLike:
@@ -166,13 +166,12 @@ class Assignments:
         Raises:
             RuntimeError: if there is none.
         """
-        found = self._model._functional if self._is_sequential else self._model
-        if not isinstance(found, keras.Function):
+        if not self._are_known:
             raise RuntimeError(
                 f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
                 "of its own mark stages there: with strategies.pipeline_stage(0): ..."
             )
-        return cast(FunctionalLike, found)
+        return cast(FunctionalLike, self._model._functional if self._is_sequential else self._model)
 
     @property
     def nodes(self) -> list[NodeLike]:
@@ -305,7 +304,7 @@ class Assignments:
         Raises:
             RuntimeError: if some have none otherwise.
         """
-        if not self.is_known or (self._is_sequential and self._model._functional is None):
+        if not self._are_known:
             return None
         stages = tuple(map(_stages.get, self.nodes))
         if all(stage is None for stage in stages):
@@ -322,9 +321,8 @@ class Assignments:
 
     def forget(self) -> None:
         """Forget the scopes."""
-        if self.is_known and not (self._is_sequential and self._model._functional is None):
-            for node in self.nodes:
-                _stages.pop(node, None)
+        for node in self.nodes if self._are_known else ():
+            _stages.pop(node, None)
 
     # ---- running
 
