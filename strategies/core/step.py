@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from popdist.records import FaultInjector
 from strategies.core.agreement import broadcast_text
 from strategies.core.digest import HealingMembers, majority_of
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.metrics import Metrics, ObservedMembers, StepNotice, metrics_of, tell_end
+from strategies.core.metrics import Metrics, ObservedMembers, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import (
     LOSSES,
     SurvivingMembers,
@@ -135,11 +135,6 @@ class StepLoop(Generic[State, Pending]):
         self._rules = rules
         self._watcher = watcher
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether every step is recorded."""
-        return self._watcher.is_on
-
     # ---- one step
 
     def _one_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -254,7 +249,15 @@ class StepLoop(Generic[State, Pending]):
             self.notice.agree(float(told[2]))
         return state
 
-    def take_over(self, metrics: Metrics) -> None:
-        """Note the metrics of the last of several steps that were made otherwise, by the only instance."""
+    def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
+        """Note that the only replica has made several steps otherwise.
+
+        Args:
+            state: after them.
+            batches: of the steps, of equal shapes.
+            metrics: of the last step.
+            tails: the metrics of each step.
+        """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)
+        tell_end(self._members, partial(self._rules.rows_of, batches[0]), 1, metrics, state.step, tails)

@@ -18,12 +18,12 @@ from strategies.gradients.leaving import MeansMemory
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
+from strategies.programs.program import shapes_of
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
 from strategies.step.preparation import StepPrograms, control_of
 from strategies.train_state import TrainState
 from strategies.typing import Batch, LossFunction, Tree, Variables
-from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, as_optimizer
 from strategies.updates.update import VariableUpdate
 
@@ -44,15 +44,19 @@ class MemoryPlanner:
             TypeError, ValueError: as of a step with them.
         """
         replicas, options = self.replicas, self.options
-        update = update_for(replicas, self.optimizer, options.of_update)
-        state = self._state(update, variables, model_state)
-        steps = StepPrograms(replicas, self.loss_fn, options, update, is_recorded=True)
+        steps = StepPrograms(replicas, self.loss_fn, self.optimizer, options, is_recorded=True)
+        variables = shapes_of(variables)
+        update, trained = steps.update_of(variables), steps.trained(variables)
+        state = self._state(update, variables, trained, shapes_of(model_state))
         program, plan = steps.planned(state, batch)
         memory = MeansMemory(plan.leaving, not_made)
         buckets = plan.buckets(memory)
         local = len(replicas.local_replicas)
         programs = [ProgramMemory.of(name, each, local) for name, each in plan.executables(replicas.grid).items()]
-        programs += self._of_update(update, state, program, memory)
+        leaves = program.means if program.quantised else memory.means[: program.num_gradients]
+        means = jax.tree.unflatten(jax.tree.structure(trained), leaves)
+        traced = update.programs(trained, state.optimizer_state, means, control_of(state))
+        programs += [ProgramMemory.of(name, each.lower().compile(), 1) for name, each in traced.items()]
         held = [*self._of_state(state), *self._of_exchange(plan, buckets, program), *self._of_data(batch)]
         return MemoryPlan(
             replicas.instance.index,
@@ -62,11 +66,9 @@ class MemoryPlanner:
             programs,
         )
 
-    def _state(self, update: VariableUpdate, variables: Variables, model_state: Tree) -> TrainState:
+    def _state(self, update: VariableUpdate, variables: Variables, trained: Variables, model_state: Tree) -> TrainState:
         """Return the shapes of a state as `JaxEngine.restore` makes it."""
-        variables, model_state = shapes_of(variables), shapes_of(model_state)
         options, local = self.options, len(self.replicas.local_replicas)
-        trained = Trainable.of(variables, options.trainable).pick(variables)
         residuals = None
         if options.transfer.is_quantised:
             residuals = shapes_of(Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local))
@@ -74,16 +76,7 @@ class MemoryPlanner:
             lambda leaf: jax.ShapeDtypeStruct((local, *leaf.shape), leaf.dtype), model_state
         )
         scale = None if options.scaling is None else options.scaling.start()
-        return TrainState(variables, update.init_shapes(trained), 0, scale, residuals, own)
-
-    def _of_update(
-        self, update: VariableUpdate, state: TrainState, program: ReplicaProgram, memory: MeansMemory
-    ) -> list[ProgramMemory]:
-        trained = Trainable.of(state.variables, self.options.trainable).pick(state.variables)
-        leaves = program.means if program.quantised else memory.means[: program.num_gradients]
-        means = jax.tree.unflatten(jax.tree.structure(trained), list(map(_shape, leaves)))
-        lowered = update.lowered(trained, state.optimizer_state, means, control_of(state))
-        return [ProgramMemory.of(name, each.compile(), 1) for name, each in lowered.items()]
+        return TrainState(variables, jax.eval_shape(update.begun, trained, np.int32(0)), 0, scale, residuals, own)
 
     # ---- what is held
 
@@ -144,15 +137,6 @@ class MemoryPlanner:
             Held("batch", _nbytes(batch), DEVICE),
             Held("batches read ahead", ahead * _nbytes(batch), DEVICE, f"{ahead} of them"),
         ]
-
-
-def _shape(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def shapes_of(tree: Tree) -> Tree:
-    """The shapes and dtypes of a pytree of arrays and numbers."""
-    return jax.tree.map(lambda leaf: _shape(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)), tree)
 
 
 def _nbytes(tree: Tree) -> int:
