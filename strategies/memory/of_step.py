@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,13 +10,10 @@ import numpy as np
 
 from strategies.exchange.flat import not_made
 from strategies.exchange.int8 import Int8Layout
-from strategies.exchange.means import Bucket
 from strategies.gradients.arguments import Trainable
-from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.leaving import MeansMemory
 from strategies.gradients.model_state import PER_REPLICA
-from strategies.gradients.replica_program import ReplicaProgram
-from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
+from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, ProgramMemory, held_by_data, held_by_means
 from strategies.programs.program import shapes_of
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
@@ -57,14 +53,16 @@ class MemoryPlanner:
         means = jax.tree.unflatten(jax.tree.structure(trained), leaves)
         traced = update.programs(trained, state.optimizer_state, means, control_of(state))
         programs += [ProgramMemory.of(name, each.lower().compile(), 1) for name, each in traced.items()]
-        held = [*self._of_state(state), *self._of_exchange(plan, buckets, program), *self._of_data(batch)]
-        return MemoryPlan(
-            replicas.instance.index,
-            local,
-            [each for each in held if each.nbytes],
-            plan.kept(replicas.grid),
-            programs,
-        )
+        gradients = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)
+        held = [
+            *self._of_state(state),
+            Held("gradients", local * gradients, DEVICE, f"of {local} replicas"),
+            Held("sums of gradients", local * plan.sum_bytes, DEVICE, "of micro-batches"),
+            *held_by_means(replicas, buckets, _nbytes(program.means) if program.quantised else 0, is_private=False),
+            *held_by_data(replicas, batch, _nbytes(batch), DEVICE),
+        ]
+        taken = [each for each in held if each.nbytes]
+        return MemoryPlan(replicas.instance.index, local, taken, plan.kept(replicas.grid), programs)
 
     def _state(self, update: VariableUpdate, variables: Variables, trained: Variables, model_state: Tree) -> TrainState:
         """Return the shapes of a state as `JaxEngine.restore` makes it."""
@@ -111,32 +109,6 @@ class MemoryPlanner:
             - _nbytes(own)
             + of_replicas * replicas.num_replicas_in_sync
         )
-
-    def _of_exchange(self, plan: ReplicaPlan, buckets: Sequence[Bucket], program: ReplicaProgram) -> list[Held]:
-        communicator, local = self.replicas.communicator, len(self.replicas.local_replicas)
-        buffers = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)
-        means = [
-            (array.nbytes, number not in bucket.scattered and communicator.is_shared(array.nbytes))
-            for bucket in buckets
-            for number, array in enumerate(bucket.results)
-        ]
-        shared = sum(nbytes for nbytes, is_shared in means if is_shared)
-        quantised = _nbytes(program.means) if program.quantised else 0
-        return [
-            Held("gradients", local * buffers, DEVICE, f"of {local} replicas"),
-            Held("sums of gradients", local * plan.sum_bytes, DEVICE, "of micro-batches"),
-            Held("mean gradients", sum(nbytes for nbytes, _ in means) - shared + quantised, HOST),
-            Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
-            Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
-        ]
-
-    def _of_data(self, batch: Batch) -> list[Held]:
-        dataset = self.replicas.dataset_of(batch)
-        ahead = 0 if dataset is None else dataset.num_read_ahead
-        return [
-            Held("batch", _nbytes(batch), DEVICE),
-            Held("batches read ahead", ahead * _nbytes(batch), DEVICE, f"{ahead} of them"),
-        ]
 
 
 def _nbytes(tree: Tree) -> int:
