@@ -12,6 +12,8 @@ import numpy as np
 from strategies.comparing.digest import flip_bit, host_arrays
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
+from strategies.core.rows import Begun, EvaluationTask
+from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
@@ -22,6 +24,7 @@ from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import rows_of_replicas
+from strategies.step.evaluation_program import JaxRows
 from strategies.step.fused_steps import FusedPrograms, Made
 from strategies.step.options import StepOptions
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
@@ -84,6 +87,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         self._options = options
         self._is_recorded = is_recorded
         self._fused = FusedPrograms(programs, self._in_parts, options.seed, replicas.devices.executables)
+        self._rows = JaxRows(replicas, options, is_recorded)
 
     # ---- one step
 
@@ -219,6 +223,12 @@ class JaxEngine(Engine[TrainState, JaxPending]):
             tails.append(np.asarray(self.arrived(pending).tail))
             state = self.update(pending, state.loss_scale)
         return state, tails[0] if len(tails) == 1 else np.stack(tails)
+
+    # ---- without training
+
+    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
+        """See `Engine`."""
+        return self._rows.tell(task, state, batch)
 
     # ---- the state
 
