@@ -30,7 +30,7 @@ ANY = {
     "strategies/programs": 37,
     "strategies/replicas": 6,
     "strategies/sinks": 11,
-    "strategies/step": 12,
+    "strategies/step": 11,
     "strategies/torch": 21,
     "strategies/updates": 2,
 }
