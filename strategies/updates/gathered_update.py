@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.shards import Shards
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, ShardedTree, shards_of
 from strategies.typing import Gradients, OptimizerState, Variables
@@ -43,22 +42,15 @@ class GatheredStateUpdate(VariableUpdate):
         self._update = WholeStateUpdate(replicas, optimizer, replace(settings, offloads_state=False))
         shards, shapes = shards_of(replicas, settings.min_elements), jax.eval_shape(self._optimizer.init, variables)
         is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
-        self._state = ShardedTree(replicas, shards, shapes, is_cut)
-        self._cut = self._compiled(self._state.take)
-
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`: it takes them whole."""
-        return None
+        self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
+        self._take = self._state_shards.take
+        self._cut = self._compiled(self._take)
+        self._shapes = shapes
 
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
         # Behind a barrier: if XLA fused it with the cut, it could round otherwise.
-        return self._state.take(jax.lax.optimization_barrier(self._optimizer.init(variables)), first)
-
-    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return self._placed(self._cut, optimizer_state, self._first)
+        return self._take(jax.lax.optimization_barrier(self._optimizer.init(variables)), first)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -76,11 +68,7 @@ class GatheredStateUpdate(VariableUpdate):
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
         """See `VariableUpdate`: of a state that is put together."""
-        return self._update.programs(variables, self._state.shapes, means, control)
-
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return self._state.whole(optimizer_state)
+        return self._update.programs(variables, self._shapes, means, control)
 
     def _gathered(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return all of the state, on the device of the variables."""

@@ -13,7 +13,7 @@ import optax
 from jax.extend import core
 
 from strategies.errors import StrategyError
-from strategies.exchange.shards import ShardedArrays, Shards
+from strategies.exchange.shards import ShardedArrays
 from strategies.gradients.leaving import flatten
 from strategies.gradients.replica_program import loss_of
 from strategies.programs.dataflow import first_across_elements, operations
@@ -58,25 +58,17 @@ class ShardedStateUpdate(VariableUpdate):
         of_whole = self._trace(whole)
         self._refuse_across_elements(whole, of_whole)
         needs_norm = is_read(of_whole.jaxpr, of_whole.jaxpr.invars[-1])
-        self._takes_parts = replicas.communicator.scatters_reductions and not needs_norm  # of mean gradients
+        if replicas.communicator.scatters_reductions and not needs_norm:
+            self.mean_shards = self._shards
         self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
-        self._state = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
+        self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
         self._jitted = jit(self._divided, donate_argnums=(1,))
         self._divide = self._in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
 
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`; whole where the optimizer needs the norm of all of them."""
-        return self._shards if self._takes_parts else None
-
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
         return self._optimizer.init(self._take(variables, first))
-
-    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return self._placed(self._compiled(self._state.take), optimizer_state, self._first)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -106,10 +98,6 @@ class ShardedStateUpdate(VariableUpdate):
         given = shapes_of((variables, optimizer_state, means))
         return {"update of parts": self._jitted.trace(*given, control, self._first)}
 
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return self._state.whole(optimizer_state)
-
     # ---- programs
 
     def _take(self, tree: Tree, first: jax.Array) -> Tree:
@@ -134,7 +122,7 @@ class ShardedStateUpdate(VariableUpdate):
     ) -> tuple[Variables, OptimizerState]:
         """Return this instance's parts of the new variables, and of the optimizer state."""
         _, norm = self._gradients(variables, means, control)
-        if self._takes_parts:
+        if self.mean_shards is not None:
             norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)

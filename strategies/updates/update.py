@@ -18,6 +18,7 @@ from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit, shapes_of
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import ShardedTree
 from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
@@ -59,19 +60,20 @@ class VariableUpdate(ABC):
         replicas: whose variables are updated.
         optimizer: an optax gradient transformation, or a `StepOptimizer`.
         settings: see there.
+
+    Attributes:
+        mean_shards: the shards of mean gradients if `apply` takes this instance's part only; None if it takes them
+            whole.
     """
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+        self.mean_shards: Shards | None = None
+        self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
         self._replicas = replicas
         self._optimizer = as_optimizer(optimizer)
         self._settings = settings
         self._first = np.int32(replicas.local_replicas.start)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
-
-    @property
-    @abstractmethod
-    def mean_shards(self) -> Shards | None:
-        """The shards of mean gradients if `apply` takes this instance's part only; None if it takes them whole."""
 
     @abstractmethod
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
@@ -81,10 +83,6 @@ class VariableUpdate(ABC):
             variables: whole.
             first: the first replica of the instance whose part is returned, an int32 scalar.
         """
-
-    @abstractmethod
-    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
 
     @abstractmethod
     def apply(
@@ -113,16 +111,22 @@ class VariableUpdate(ABC):
             control: see `apply`.
         """
 
-    @abstractmethod
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
-
     # ---- what all of them do alike
 
     def init(self, variables: Variables) -> OptimizerState:
         """Return this instance's optimizer state before the first step, where it lies."""
         self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self.begun), variables, self._first)
+
+    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
+        if self._state_shards is None:
+            return self._placed(lambda: optimizer_state)
+        return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
+
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+        return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
 
     def wait(self) -> None:
         """Return when the mean gradients of the last update are not read any more."""
@@ -202,18 +206,9 @@ class WholeStateUpdate(VariableUpdate):
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self._in_turn(self._jitted)
 
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`: it takes them whole."""
-        return None
-
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
         return self._optimizer.init(variables)
-
-    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`: all of it."""
-        return self._placed(lambda: optimizer_state)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -239,7 +234,3 @@ class WholeStateUpdate(VariableUpdate):
         known = Known(norm, loss_of(control))
         variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
-
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`: it is whole."""
-        return optimizer_state
