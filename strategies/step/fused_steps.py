@@ -10,8 +10,9 @@ of convolutions then differ in their last bits (seen on CPU). So a program is co
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,23 +45,6 @@ Made: TypeAlias = tuple[TrainState, UnreadArray]
 MakeSteps: TypeAlias = Callable[[PreparedStep, TrainState, Sequence[Batch]], Made]
 
 
-@dataclass
-class _Tried:
-    """The results of trying to make steps of a replica's program in one program.
-
-    Attributes:
-        program: of the replica.
-        count: how often they were made in parts.
-        fused: makes them; None before that is known, and if their bits would be others.
-        is_known: whether it is known.
-    """
-
-    program: ReplicaProgram
-    count: int = 0
-    fused: FusedSteps | None = None
-    is_known: bool = False
-
-
 class FusedPrograms:
     """The programs of single steps and of several ones, each after it was compared with steps in parts.
 
@@ -76,7 +60,8 @@ class FusedPrograms:
         self._in_parts = in_parts
         self._seed = seed
         self._executables = executables
-        self._tried: dict[tuple[int, int], _Tried] = {}
+        self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
+        self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
 
     def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
         """Make a step with each batch in one program; None if they are to be made otherwise.
@@ -88,19 +73,17 @@ class FusedPrograms:
             state: used up, unless the result is None.
             batches: of the shapes of the step.
         """
-        key = id(step.program), len(batches)
-        tried = self._tried.setdefault(key, _Tried(step.program))
-        if tried.is_known:
-            return None if tried.fused is None else tried.fused(state, batches)
-        tried.count += 1
-        if len(batches) == 1 and tried.count <= WORTH_AFTER:
+        key = step.program, len(batches)
+        if key in self._fused:
+            fused = self._fused[key]
+            return None if fused is None else fused(state, batches)
+        self._in_parts_so_far[key] += 1
+        if len(batches) == 1 and self._in_parts_so_far[key] <= WORTH_AFTER:
             return None
-        tried.is_known = True
-        return self._made_both_ways(tried, step, state, batches)
+        self._fused[key] = None  # also if the trial fails
+        return self._made_both_ways(step, state, batches)
 
-    def _made_both_ways(
-        self, tried: _Tried, step: PreparedStep, state: TrainState, batches: Sequence[Batch]
-    ) -> Made | None:
+    def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
         assert isinstance(step.update, WholeStateUpdate)
         fused = FusedSteps(step.program, step.update, self._executables)
         made, reason = None, self._why_not(fused, step, state, batches)
@@ -112,7 +95,7 @@ class FusedPrograms:
             logger.info("steps are made %s: %s", "in parts" if len(batches) == 1 else "one by one", reason)
         else:
             logger.info("steps are made in one program from step %d on", state.step)
-            tried.fused = fused
+            self._fused[step.program, len(batches)] = fused
         return made
 
     def _why_not(self, fused: FusedSteps, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> str:
