@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +142,11 @@ class VariableUpdate(ABC):
         with jax.default_device(device):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
-    def _compiled(self, function: Function, **options: Any) -> Function:
-        """Return a program that one instance of the host compiles, where executables are kept."""
-        return self._in_turn(jit(function, **options))
+    def _compiled(self, function: Function) -> Function:
+        return self._in_turn(jit(function))
 
     def _in_turn(self, program: jax.stages.Wrapped) -> Function:
+        """Return the same program, which one instance of the host compiles where executables are kept."""
         return compiled_in_turn(program, self._replicas.devices.executables)
 
     def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
