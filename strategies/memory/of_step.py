@@ -10,17 +10,16 @@ import numpy as np
 
 from strategies.exchange.flat import not_made
 from strategies.exchange.int8 import Int8Layout
-from strategies.gradients.arguments import Trainable
 from strategies.gradients.leaving import MeansMemory
-from strategies.gradients.model_state import PER_REPLICA
 from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, ProgramMemory, held_by_data, held_by_means
 from strategies.programs.program import shapes_of
 from strategies.replicas.replicas import Replicas
+from strategies.step.jax_engine import JaxEngine
 from strategies.step.options import StepOptions
 from strategies.step.preparation import StepPrograms, control_of
 from strategies.train_state import TrainState
 from strategies.typing import Batch, LossFunction, Tree, Variables
-from strategies.updates.optimizers import AnyOptimizer, as_optimizer
+from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.update import VariableUpdate
 
 
@@ -53,9 +52,10 @@ class MemoryPlanner:
         means = jax.tree.unflatten(jax.tree.structure(trained), leaves)
         traced = update.programs(trained, state.optimizer_state, means, control_of(state))
         programs += [ProgramMemory.of(name, each.lower().compile(), 1) for name, each in traced.items()]
+        whole = JaxEngine(replicas, steps, options, is_recorded=True).whole(state)
         gradients = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)
         held = [
-            *self._of_state(state),
+            *self._of_state(state, whole),
             Held("gradients", local * gradients, DEVICE, f"of {local} replicas"),
             Held("sums of gradients", local * plan.sum_bytes, DEVICE, "of micro-batches"),
             *held_by_means(replicas, buckets, _nbytes(program.means) if program.quantised else 0, is_private=False),
@@ -76,13 +76,13 @@ class MemoryPlanner:
         scale = None if options.scaling is None else options.scaling.start()
         return TrainState(variables, jax.eval_shape(update.begun, trained, np.int32(0)), 0, scale, residuals, own)
 
-    # ---- what is held
-
-    def _of_state(self, state: TrainState) -> list[Held]:
+    def _of_state(self, state: TrainState, whole: TrainState) -> list[Held]:
         offloads = self.options.of_update.offloads_state
         variables_lie = HOST if self.replicas.variables_on_host else DEVICE
         is_sharded = self.options.of_update.shards_state
-        held = [
+        copied = whole.variables, whole.optimizer_state, whole.residuals, whole.model_state
+        in_checkpoint = 0 if self.replicas.instance.index else _nbytes(copied)  # which instance 0 writes
+        return [
             Held("variables", _nbytes(state.variables), variables_lie, "once for all local replicas"),
             Held(
                 "optimizer state",
@@ -92,23 +92,8 @@ class MemoryPlanner:
             ),
             Held("model state", _nbytes(state.model_state), variables_lie),
             Held("residuals", _nbytes(state.residuals), variables_lie, "of int8 gradients"),
+            Held("checkpoint", in_checkpoint, HOST, "the copy that is written, if any"),
         ]
-        return [*held, Held("checkpoint", self._checkpoint_bytes(state), HOST, "the copy that is written, if any")]
-
-    def _checkpoint_bytes(self, state: TrainState) -> int:
-        """The whole state, of which instance 0 has a copy while it writes a checkpoint."""
-        replicas = self.replicas
-        if replicas.instance.index:
-            return 0
-        trained = Trainable.of(state.variables, self.options.trainable).pick(state.variables)
-        optimizer_state = jax.eval_shape(as_optimizer(self.optimizer).init, trained)
-        own = self.options.rule_of(state.model_state).pick(state.model_state, PER_REPLICA)
-        of_replicas = _nbytes((state.residuals, own)) // len(replicas.local_replicas)
-        return (
-            _nbytes((state.variables, optimizer_state, state.model_state))
-            - _nbytes(own)
-            + of_replicas * replicas.num_replicas_in_sync
-        )
 
 
 def _nbytes(tree: Tree) -> int:
