@@ -96,6 +96,7 @@ class LocalReplicas:
 
     def close(self) -> None:
         """End the threads, when they have done what was begun."""
+        self._wait()
         self._threads.shutdown(wait=True)
         for run in self.runs:
             if run.pipeline is not None:
@@ -146,7 +147,8 @@ class LocalReplicas:
             )
         ]
         if self.plan is None:
-            self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
+            are_known = self._first.are_known
+            self._begun[0].add_done_callback(lambda _: are_known.set())
 
     def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
@@ -231,9 +233,9 @@ class LocalReplicas:
     def _plan_first(self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]) -> None:
         """Make the plan, as soon as the first replica has computed its metrics."""
         first = self._first
-        first.are_known.wait()
         errors: list[BaseException | None] = []
         try:
+            first.are_known.wait()
             if first.found is not None:
                 first.plan = self.plan = make_plan(first.found)
                 self.names = first.found
@@ -242,9 +244,8 @@ class LocalReplicas:
                     future.add_done_callback(partial(_finish, run))
         finally:
             first.is_planned.set()
-            if self.plan is None:  # replicas that come later find that there will be none
+            if self.plan is None:
                 errors = self._wait()
-                self._first = _Names()
         _raise_first(errors)
 
     # ---- ends
@@ -255,8 +256,14 @@ class LocalReplicas:
         self._memory.refuse_writes(self._bits.written())
 
     def _wait(self) -> list[BaseException | None]:
+        """Return what each replica has raised, when all have ended; also of a step that was given up."""
         begun, self._begun = self._begun, []
-        return [future.exception() for future in begun]
+        if self.plan is None:  # replicas that wait for one find that there will be none
+            self._first.is_planned.set()
+        errors = [future.exception() for future in begun]
+        if self.plan is None:
+            self._first = _Names()
+        return errors
 
 
 def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]) -> None:

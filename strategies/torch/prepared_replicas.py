@@ -84,6 +84,7 @@ class PreparedReplicas:
 
     def local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        self._replicas.dealing.refuse_others(given)
         if self._local is not None:
             self._local.follow()
         is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas

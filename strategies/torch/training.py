@@ -20,6 +20,7 @@ from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
     ArraysByName,
+    Kinds,
     after_one_step,
     kinds_of,
     numbers_of_groups,
@@ -194,34 +195,46 @@ class TorchTraining:
         set_state(self.optimizer, made, kinds)
 
     def share(self, root: int) -> None:
-        """Take over the state of instance `root`; a collective call. Hyperparameters stay."""
-        communicator = self._replicas.communicator
-        broadcast = communicator.broadcast
+        """Take over the state of instance `root`; a collective call. Hyperparameters stay.
+
+        Nothing changes before everything has arrived: `root` may be lost on the way.
+        """
+        broadcast = partial(self._replicas.communicator.broadcast, root=root)
         known = np.array([self.step, *self._scale_words()], np.float64)
-        broadcast(known, root, name="how far the state is")
-        for name, tensor in [*self.module.named_parameters(), *self.buffers.named().items()]:
-            receive_into(tensor, partial(broadcast, root=root, name=name))
-        self._share_optimizer(root)
+        broadcast(known, name="how far the state is")
+        tensors = {**dict(self.module.named_parameters()), **self.buffers.named()}
+        received = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
+        for name, copy in received.items():
+            broadcast(as_array(copy), name=name)
+        kinds, arrays = self._received_optimizer(broadcast)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(received[name])
+        set_state(self.optimizer, arrays, kinds)
         self.step = int(known[0])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
         self.replaced()
 
-    def _share_optimizer(self, root: int) -> None:
-        broadcast = self._replicas.communicator.broadcast
+    def _received_optimizer(self, broadcast: Callable[..., np.ndarray]) -> tuple[Kinds, dict[int, ArraysByName]]:
+        """Return the kinds and the values of the state that the optimizer is about to take over."""
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
-        is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
+        is_made_there = broadcast(is_made.copy(), name="which parameters have optimizer state")
         there = np.flatnonzero(is_made_there).tolist()
+        own, kinds = state_of(self.optimizer), kinds_of(self.optimizer)
         if lacking := [number for number in there if not is_made[number]]:
-            kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
-            set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
-        own = state_of(self.optimizer)
-        arrays = {number: {name: np.ascontiguousarray(one) for name, one in own[number].items()} for number in there}
+            own, kinds = (
+                {**own, **self._before_first_step(lacking)},
+                {**kinds_of(after_one_step(self.optimizer)), **kinds},
+            )
+        arrays = {number: {name: np.array(one, order="C") for name, one in own[number].items()} for number in there}
         for number, of_parameter in arrays.items():
             for name, array in of_parameter.items():
-                broadcast(array, root, name=f"{name} of parameter {number}")
-        set_state(self.optimizer, arrays, kinds_of(self.optimizer))
+                broadcast(array, name=f"{name} of parameter {number}")
+        return kinds, arrays
 
     def _scale_words(self) -> list[float]:
         scale = self.loss_scale
