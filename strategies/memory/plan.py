@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, fields
 
 import jax
 
+from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept
+from strategies.replicas.replicas import Replicas
+from strategies.typing import Batch
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DEVICE, HOST, SHARED = "device", "host", "window"
@@ -130,6 +133,43 @@ class MemoryPlan:
             head = ["program", "arguments", "temporaries", "outputs", "in place", "at once"]
             blocks.append(_table(head, [_row_of(each) for each in self.programs]))
         return "\n\n".join(blocks)
+
+
+def held_by_means(replicas: Replicas, buckets: Sequence[Bucket], quantised: int, is_private: bool) -> list[Held]:
+    """Return the memory of mean gradients and of their exchange.
+
+    Args:
+        replicas: whose gradients they are.
+        buckets: of gradients.
+        quantised: the bytes of the means of quantised gradients.
+        is_private: whether no means lie in a window.
+    """
+    communicator = replicas.communicator
+    total, shared = quantised, 0
+    for bucket in buckets:
+        for number, array in enumerate(bucket.results):
+            total += array.nbytes
+            if not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes):
+                shared += array.nbytes
+    return [
+        Held("mean gradients", total - shared, HOST),
+        Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
+        Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
+    ]
+
+
+def held_by_data(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> list[Held]:
+    """Return the memory of a batch, and of those that are read ahead of it.
+
+    Args:
+        replicas: whose batch it is.
+        batch: of the local replicas.
+        nbytes: of the batch.
+        where: the batch lies, as in `Held`.
+    """
+    dataset = replicas.dataset_of(batch)
+    ahead = 0 if dataset is None else dataset.num_read_ahead
+    return [Held("batch", nbytes, where), Held("batches read ahead", ahead * nbytes, where, f"{ahead} of them")]
 
 
 def bytes_text(nbytes: int) -> str:
