@@ -112,16 +112,22 @@ class VariableWatch:
 
     Args:
         model: of Keras.
+
+    Attributes:
+        is_changed: whether the present step began with other arrays than were left, or agreed on.
     """
 
     def __init__(self, model: ModelLike) -> None:
+        self.is_changed = True
         self._model = model
         self._left: list[Array] = []
         self._changes = hashlib.blake2b(digest_size=16)  # since `taken` was called last
 
     def before_step(self, state: State) -> None:
         """Note what was changed in the state that a step begins with; see `TrainFunction`."""
-        self._note(_arrays(state))
+        arrays = _arrays(state)
+        self.is_changed = len(arrays) != len(self._left) or not all(map(_is_same, arrays, self._left))
+        self._note(arrays)
 
     def after_step(self, state: State) -> None:
         """Know the state that a step has left."""
@@ -168,6 +174,11 @@ def _variables(model: ModelLike) -> list[VariableLike]:
 
 def _variables_of_optimizer(model: ModelLike) -> list[VariableLike]:
     return [] if model.optimizer is None else model.optimizer.variables
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    is_scalar = np.ndim(one) == 0 == np.ndim(other)  # of which Keras makes copies
+    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
 
 
 def _arrays(state: State) -> list[Array]:

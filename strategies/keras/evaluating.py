@@ -21,7 +21,7 @@ from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
-from strategies.keras.state import VARIABLES, ModelFunctions, Seeds, seeds_of, shape_of
+from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
 from strategies.strategy import Strategy
@@ -138,7 +138,7 @@ class TestFunction(_Function):
 
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
         super().__init__(model, strategy, steps_per_execution)
-        self._results = jit(self.functions.results)
+        self._results = jit(partial(results_of, model))
         self.begin()
 
     def begin(self) -> None:
@@ -159,7 +159,9 @@ class TestFunction(_Function):
             StrategyError: if a metric cannot be merged.
         """
         if self._words is None:
-            self._words = self._looked_at(state, iterator.feed.example)
+            trained, others, metrics = state
+            words, _ = self.functions.words(trained, others, metrics, iterator.feed.example, training=False)
+            self._words = words[METRICS]
         told, (trained, others, of_metrics) = self.taken(state, iterator)
         metrics = [np.asarray(one) for one in of_metrics]
         logs: Logs = {}
@@ -180,10 +182,6 @@ class TestFunction(_Function):
         if word == MEAN:
             return np.asarray(old + (total - len(made) * old) / np.asarray(self._seen, total.dtype), total.dtype)
         return np.asarray(old + total)
-
-    def _looked_at(self, state: State, example: Batch) -> list[str]:
-        trained, others, metrics = jax.tree.map(shape_of, tuple(map(list, state)))
-        return self.functions.words_of_metrics(trained, others, metrics, jax.tree.map(shape_of, example))
 
 
 class PredictFunction(_Function):

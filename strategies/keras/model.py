@@ -264,7 +264,7 @@ class ReplicatedModel:
                 function = OwnTrainFunction(self._model, self.stock, self.strategy, steps)
             else:
                 staged = self._extensions.staged
-                function = TrainFunction(self._model, self.strategy, self.options, steps, staged)
+                function = TrainFunction(self._model, self.strategy, self.options, steps, self._watch, staged)
             watch = None if self.strategy.replicas.communicator.size == 1 else self._watch
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -28,7 +28,7 @@ from strategies.replicas.replica_context import get_replica_context
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.typing import Batch, Data, Key, Number, Tree, Variables
+from strategies.typing import Batch, Data, Key, Number, Variables
 
 TRAINED, OPTIMIZER = "trained", "optimizer"
 _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
@@ -39,56 +39,12 @@ Parts: TypeAlias = dict[str, Values]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class OwnStep:
-    """The `train_step` of a model, as a function of its state."""
-
-    model: ModelLike
-    step: Callable[[State, Data], tuple[Logs, State]]
-    seeds: Seeds
-
-    def __call__(self, state: Mapping[str, Values], batch: Batch, mean: Mean) -> tuple[Logs, Parts]:
-        """Return the logs and the new state; traceable.
-
-        Args:
-            state: see `_PARTS`.
-            batch: `(x, y, sample_weight)` of one replica.
-            mean: is applied to what `optimizer.stateless_apply` gets as gradients, of all optimizers of the model.
-        """
-        optimizers = [one for one in tree.flatten(list(vars(self.model).values())) if isinstance(one, keras.Optimizer)]
-        with averaging(optimizers, mean):
-            logs, new = self.step(tuple(list(state[part]) for part in _PARTS), pack_x_y_sample_weight(*batch))
-        return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
-
-
 def _flat(logs: Mapping[str, Number]) -> Logs:
     """Return logs as Keras reports them: a metric with several results gives each its own name."""
     found: Logs = {}
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class OwnLoss:
-    """The loss function of a `Trainer` that makes a step of the user's own in each replica; the state is model state.
-
-    Attributes:
-        step: makes it.
-        names: of the logs that are no results of metrics; their means are metrics of the `Trainer`.
-    """
-
-    step: OwnStep
-    names: tuple[str, ...]
-
-    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Parts) -> Outcome:
-        """See `Trainer`. Nothing is left to be trained."""
-        seeds, given = self.step.seeds, model_state[VARIABLES]
-        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        logs, new = self.step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
-        new[VARIABLES] = seeds.after(given, own, new[VARIABLES])
-        told = {f"log {name}": jnp.mean(jnp.asarray(logs[name], jnp.float32)) for name in self.names}
-        return Outcome(0 * variables["nothing"], told, new)
 
 
 class OwnTrainFunction:
@@ -109,11 +65,12 @@ class OwnTrainFunction:
         self._model = model
         self._strategy = strategy
         self._steps = steps_per_execution
-        self._step = OwnStep(model, stock.train_step.__get__(model), Seeds(seeds_of(model)))
+        self._train_step: Callable[[State, Data], tuple[Logs, State]] = stock.train_step.__get__(model)
+        self._seeds = Seeds(seeds_of(model))
         self._results = jit(partial(results_of, model))
         self._trainer: Trainer | None = None
-        self._names: tuple[str, ...] = ()
         self._logs: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()  # of the logs that are no results of metrics
         self._state: TrainState | None = None
 
     def unite(self) -> None:
@@ -150,9 +107,30 @@ class OwnTrainFunction:
 
     def _made(self, parts: Parts, batch: Batch) -> Trainer:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
-        words = self._looked_at(jax.tree.map(shape_of, parts), jax.tree.map(shape_of, rows))
-        loss = OwnLoss(self._step, self._names)
-        return Trainer(self._strategy, loss, optax.set_to_zero(), model_state_aggregation=words)
+        words = self._looked_at(*jax.tree.map(shape_of, (parts, rows)))
+        return Trainer(self._strategy, self._loss, optax.set_to_zero(), model_state_aggregation=words)
+
+    def _step(self, state: Mapping[str, Values], batch: Batch, mean: Mean) -> tuple[Logs, Parts]:
+        """Return the logs and the new state; traceable.
+
+        Args:
+            state: see `_PARTS`.
+            batch: `(x, y, sample_weight)` of one replica.
+            mean: is applied to what `optimizer.stateless_apply` gets as gradients, of all optimizers of the model.
+        """
+        optimizers = [one for one in tree.flatten(list(vars(self._model).values())) if isinstance(one, keras.Optimizer)]
+        with averaging(optimizers, mean):
+            logs, new = self._train_step(tuple(list(state[part]) for part in _PARTS), pack_x_y_sample_weight(*batch))
+        return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
+
+    def _loss(self, variables: Variables, batch: Batch, key: Key, model_state: Parts) -> Outcome:
+        """Make the step of a replica: all state is model state, and nothing is left to be trained."""
+        seeds, given = self._seeds, model_state[VARIABLES]
+        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
+        logs, new = self._step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
+        new[VARIABLES] = seeds.after(given, own, new[VARIABLES])
+        told = {f"log {name}": jnp.mean(jnp.asarray(logs[name], jnp.float32)) for name in self._names}
+        return Outcome(0 * variables["nothing"], told, new)
 
     def _looked_at(self, parts: Parts, batch: Batch) -> dict[str, list[str]]:
         """Return the ways in which replicas agree on each part of the state."""
@@ -168,13 +146,11 @@ class OwnTrainFunction:
             self._names = tuple(name for name in logs if name not in results_of(self._model, new[METRICS]))
             return [leaf for part in _PARTS for leaf in new[part]]
 
-        def without_gradients(leaves: Values, batch: Batch) -> list[Array]:
-            return after(leaves, batch, _zeros_like)
-
         old = [leaf for part in _PARTS for leaf in parts[part]]
         changed, adds = map(split, looks(after, old, batch))
-        flags = self._step.seeds.flags
+        flags = self._seeds.flags
         own = [*[False] * counts[0], *flags, *[False] * counts[2], *[True] * counts[3]]
+        without_gradients = partial(after, mean=partial(jax.tree.map, jnp.zeros_like))
         depends = split(depends_on(without_gradients, old, own, batch))
         self._refuse_other_changes(depends)
         words = words_of(self._model.non_trainable_variables, flags, changed[VARIABLES])
@@ -198,7 +174,3 @@ class OwnTrainFunction:
                         "optimizer.stateless_apply of an optimizer that is an attribute of the model; replicas would "
                         "have different values: use stateless_apply, or strategies.Trainer"
                     )
-
-
-def _zeros_like(gradients: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), gradients)

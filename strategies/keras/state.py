@@ -161,18 +161,29 @@ class ModelFunctions:
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
 
-    def words_of_metrics(self, variables: Variables, others: Values, metrics: Values, batch: Batch) -> list[str]:
-        """Return how replicas agree on the variables of metrics where nothing is trained; of shapes and dtypes.
+    def words(
+        self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
+    ) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+        """Return how replicas agree on each part of the model state, and which logs are no results of metrics.
+
+        Only shapes and dtypes of the arguments matter.
 
         Raises:
-            StrategyError: see `strategies.keras.state.words_of_metrics`.
+            StrategyError: see `words_of_metrics`.
         """
+        count, names = len(others), list[str]()
 
-        def after(old: Values, variables: Variables, others: Values, batch: Batch) -> list[Array]:
-            return self.losses(variables, others, old, batch, training=False)[2]
+        def after(old: Values, variables: Variables, batch: Batch) -> list[Array]:
+            _, others, metrics, logs = self.losses(variables, old[:count], old[count:], batch, training)
+            names[:] = [name for name in logs if name not in results_of(self.model, metrics)]
+            return [*others, *metrics]
 
-        changed, adds = looks(after, metrics, variables, others, batch)
-        return words_of_metrics(self.model.metrics_variables, changed, adds)
+        changed, adds = looks(after, *jax.tree.map(shape_of, ([*others, *metrics], list(variables), batch)))
+        words = {
+            VARIABLES: words_of(self.model.non_trainable_variables, self.seeds.flags, changed[:count]),
+            METRICS: words_of_metrics(self.model.metrics_variables, changed[count:], adds[count:]),
+        }
+        return words, tuple(names)
 
     def outputs(self, variables: Variables, others: Values, batch: Batch) -> Tree:
         """Return what the model says of each row; traceable."""
@@ -180,10 +191,6 @@ class ModelFunctions:
         named = {"training": False} if self.model._call_has_training_arg else {}
         outputs, _ = self.model.stateless_call(variables, others, x, **named)
         return outputs
-
-    def results(self, metrics: Values) -> Logs:
-        """See `results_of`."""
-        return results_of(self.model, metrics)
 
 
 def results_of(model: ModelLike, metrics: Values) -> Logs:

@@ -5,31 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from strategies.gradients.arguments import Outcome
-from strategies.keras.agreement import bits_of, compared
+from strategies.keras.agreement import VariableWatch, bits_of, compared
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
-from strategies.keras.state import (
-    METRICS,
-    VARIABLES,
-    ModelFunctions,
-    Seeds,
-    seeds_of,
-    shape_of,
-    words_of,
-    words_of_metrics,
-)
+from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
 from strategies.pipelines.pipelining import Pipelining
-from strategies.programs.dataflow import looks
 from strategies.programs.program import jit
 from strategies.replicas.replica_context import get_replica_context
 from strategies.replicas.shards import PartOfArray
@@ -37,28 +28,6 @@ from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 from strategies.typing import Batch, Key, Number, Variables
-
-
-@dataclass(frozen=True, eq=False)
-class _TrainLoss:
-    """The loss function of a `Trainer` for a model.
-
-    Attributes:
-        functions: of the model.
-        names: of logs that are no results of metrics, such as what an own `compute_metrics` returns; their means are
-            metrics of the step.
-    """
-
-    functions: ModelFunctions
-    names: tuple[str, ...] = ()
-
-    def __call__(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
-        """See `Trainer`. The model has random states of its own, so the key is not used."""
-        seeds, given = self.functions.seeds, model_state[VARIABLES]
-        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        loss, made, metrics, logs = self.functions.losses(variables, own, model_state[METRICS], batch, training=True)
-        after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
-        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self.names}, after)
 
 
 class TrainFunction:
@@ -69,11 +38,13 @@ class TrainFunction:
         strategy: where the replicas are.
         options: of the model.
         steps_per_execution: how many steps are made in a call.
+        watch: knows whether variables are those that the last step has left.
         staged: has the model computed stage by stage; None where it is not, or marks stages itself.
 
     Attributes:
         trainer: makes the steps; None before the first one.
         saved: has checkpoints of them, while a `fit` that has any runs.
+        steps_made: how many steps were made when it was called last.
         words: how replicas agree on what is not trained, once there is a trainer.
     """
 
@@ -83,39 +54,37 @@ class TrainFunction:
         strategy: Strategy,
         options: ModelOptions,
         steps_per_execution: int,
+        watch: VariableWatch,
         staged: StagedModel | None = None,
     ) -> None:
         self.trainer: Trainer | None = None
         self.saved: SavedFit | None = None
+        self.steps_made = 0
         self._model = model
         self._strategy = strategy
         self._options = options
         self._steps = steps_per_execution
+        self._watch = watch
         assert model.optimizer is not None  # it was refused otherwise
         self._optimizer = KerasOptimizer(model.optimizer)
         seeds = Seeds(seeds_of(model))
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
-        self._results = jit(self._functions.results)
+        self._results = jit(partial(results_of, model))
+        self._names: tuple[str, ...] = ()  # of logs that are no results of metrics, as of an own `compute_metrics`
         self._is_adopted = False
-        self._left: list[Array] | None = None  # the arrays that the last step has left with Keras
-        self._step = 0
         self._skipped: Number = 0
         self._then: tuple[Values, TrainState] | None = None  # in the midst of the epoch that begins
         self._parts: list[Array] | None = None  # the optimizer state, of which this instance has only its own
-
-    @property
-    def steps_made(self) -> int:
-        """The number of steps that were made when it was called last."""
-        return self._step
 
     def unite(self) -> None:
         """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
         if self._parts is None:
             return
         assert self.trainer is not None
+        self._model.jax_state_sync()  # within an epoch Keras's loop has the values of variables
         trained = [variable.value for variable in self._model.trainable_variables]
-        held = self.trainer.whole(TrainState(trained, self._parts, self._step)).optimizer_state
+        held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made)).optimizer_state
         variables = self._optimizer.variables
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
             if number >= self._optimizer.num_whole:  # Keras has the others
@@ -192,12 +161,12 @@ class TrainFunction:
         begun = TrainState(
             list(trained),
             inner,
-            self._step,
+            self.steps_made,
             self._optimizer.scale_of(own, self._skipped),
             model_state={VARIABLES: list(others), METRICS: list(metrics)},
         )
         if self.trainer is None:
-            self.trainer = self._trainer(begun, batch)
+            self.trainer = self._made(begun, batch)
         if not self._is_adopted:
             self._is_adopted = True
             return own, self._adopted(replace(begun, step=self._optimizer.step_of(inner)))
@@ -209,19 +178,18 @@ class TrainFunction:
     def _adopted(self, state: TrainState) -> TrainState:
         """Return instance 0's state on all instances; a collective call.
 
-        If all instances have the arrays that the last step has left, and otherwise the same, nothing travels.
+        If no instance has other variables than were agreed on, and all else is the same, nothing travels.
         """
         assert self.trainer is not None
-        replicas = self._strategy.replicas
         if self._options.step:  # instances may have parts of it
             return self.trainer.adopt(state)
-        left, self._left = self._left, None
-        if replicas.communicator.size == 1:
-            return self._placed(state) if _may_be_used_up(state) else self.trainer.adopt(state)
-        is_changed = left is None or not _are_the_same(_large(state), left)
-        others = bits_of((state.loss_scale, np.int64(state.step), state.model_state[METRICS]))
-        is_changed, is_same = compared(replicas, is_changed, others, "variables were changed")
-        return self.trainer.adopt(state) if is_changed or not is_same else self._placed(state)
+        is_other, is_same = not _may_be_used_up(state), True
+        replicas = self._strategy.replicas
+        if replicas.communicator.size > 1:
+            others = bits_of((state.loss_scale, np.int64(state.step), state.model_state[METRICS]))
+            is_other |= self._watch.is_changed
+            is_other, is_same = compared(replicas, is_other, others, "variables were changed")
+        return self.trainer.adopt(state) if is_other or not is_same else self._placed(state)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Return the state where programs expect it: a callback may have assigned to variables since the last step."""
@@ -233,7 +201,7 @@ class TrainFunction:
         return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
     def _ended(self, own: Values, state: TrainState, metrics: Logs) -> tuple[Logs, State]:
-        self._step = state.step
+        self.steps_made = state.step
         if state.loss_scale is not None:
             self._skipped = state.loss_scale.skipped
         others, of_metrics = state.model_state[VARIABLES], state.model_state[METRICS]
@@ -243,21 +211,25 @@ class TrainFunction:
         if self.trainer is not None and self.trainer.is_sharded:
             self._parts, inner = inner, inner[: self._optimizer.num_whole]
             self._optimizer.hold_places()
-        self._left = _large(state)
         of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
         return logs, (state.variables, others, of_optimizer, of_metrics)
 
-    # ---- making the trainer
+    def _loss(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
+        """Compute the loss of a replica; the model has random states of its own, so the key is not used."""
+        seeds, given = self._functions.seeds, model_state[VARIABLES]
+        own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
+        loss, made, metrics, logs = self._functions.losses(variables, own, model_state[METRICS], batch, training=True)
+        after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
+        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self._names}, after)
 
-    def _trainer(self, state: TrainState, batch: Batch) -> Trainer:
+    def _made(self, state: TrainState, batch: Batch) -> Trainer:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
-        shapes = jax.tree.map(self._micro_shape, rows)
-        self.words, self._names = self._looked_at(state, shapes)
-        loss = _TrainLoss(self._functions, self._names)
+        parts = (state.variables, state.model_state[VARIABLES], state.model_state[METRICS])
+        self.words, self._names = self._functions.words(*parts, jax.tree.map(self._micro_shape, rows), training=True)
         options = self._options
         return Trainer(
             self._strategy,
-            loss,
+            self._loss,
             self._optimizer,
             gradient_accumulation_count=options.micro_batches,
             reduction_method=options.reduction_method,
@@ -291,38 +263,6 @@ class TrainFunction:
     def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows = shape.shape[0] // self._options.micro_batches
         return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
-
-    def _looked_at(self, state: TrainState, batch: Batch) -> tuple[dict[str, list[str]], tuple[str, ...]]:
-        """Return how replicas agree on what is not trained, and the names of logs that are no results of metrics."""
-        names: list[str] = []
-
-        def after(old: list[Array], trained: Variables, batch: Batch) -> list[Array]:
-            others, metrics = old[:count], old[count:]
-            _, others, metrics, logs = self._functions.losses(trained, others, metrics, batch, training=True)
-            names[:] = [name for name in logs if name not in self._functions.results(metrics)]
-            return [*others, *metrics]
-
-        model = self._model
-        others, metrics = model.non_trainable_variables, model.metrics_variables
-        count = len(others)
-        old = [*state.model_state[VARIABLES], *state.model_state[METRICS]]
-        changed, adds = looks(after, [shape_of(one) for one in old], jax.tree.map(shape_of, state.variables), batch)
-        words = {
-            VARIABLES: words_of(others, self._functions.seeds.flags, changed[:count]),
-            METRICS: words_of_metrics(metrics, changed[count:], adds[count:]),
-        }
-        return words, tuple(names)
-
-
-def _large(state: TrainState) -> list[Array]:
-    """Return the arrays of a state, but for those of metrics, which Keras sets back."""
-    others: list[Array] = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state[VARIABLES]))
-    return others
-
-
-def _are_the_same(arrays: Values, others: Values) -> bool:
-    """Return whether these are the very same arrays; nothing changes those of JAX."""
-    return len(arrays) == len(others) and all(one is other for one, other in zip(arrays, others, strict=True))
 
 
 def _is_placed(leaf: Array) -> bool:
