@@ -39,15 +39,10 @@ def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
     return _agreed(replicas, lambda: _told(replicas, number, 0, name), name)
 
 
-def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
-    """Return whether a flag is set on any instance; a collective call, which has a name."""
-    return compared(replicas, flag, b"", name)[0]
-
-
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
-    """Return whether a flag is set on any instance, and whether all have the same digest, which is equally long on all.
+    """Return whether a flag is set on any instance, and whether all have the same digest.
 
-    A collective call, which has a name.
+    A collective call, which has a name. Digests are equally long on all instances.
     """
 
     def asked() -> int:
@@ -125,9 +120,7 @@ class VariableWatch:
 
     def before_step(self, state: State) -> None:
         """Note what was changed in the state that a step begins with; see `TrainFunction`."""
-        arrays = _arrays(state)
-        self.is_changed = len(arrays) != len(self._left) or not all(map(_is_same, arrays, self._left))
-        self._note(arrays)
+        self.is_changed = self._note(_arrays(state))
 
     def after_step(self, state: State) -> None:
         """Know the state that a step has left."""
@@ -160,12 +153,15 @@ class VariableWatch:
         for variable, value in zip(_variables(self._model), values, strict=True):
             variable.assign(value)
 
-    def _note(self, arrays: list[Array]) -> None:
+    def _note(self, arrays: list[Array]) -> bool:
+        """Note which arrays are others than were left; return whether any is."""
         pairs = enumerate(zip(arrays, self._left, strict=False))
-        for place, (new, old) in pairs:
-            if new is not old:
-                self._changes.update(str((place, digest_of(new))).encode())
+        changed = [place for place, (new, old) in pairs if not _is_same(new, old)]
+        for place in changed:
+            self._changes.update(str((place, digest_of(arrays[place]))).encode())
+        is_changed = bool(changed) or len(arrays) != len(self._left)
         self._left = arrays
+        return is_changed
 
 
 def _variables(model: ModelLike) -> list[VariableLike]:

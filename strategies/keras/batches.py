@@ -101,16 +101,20 @@ class _Dealer:
         count, local = self.layout.gradient_accumulation_count, self.layout.local_replicas
         return range(local[0] * count, (local[-1] + 1) * count)
 
-    def is_even(self, batches: Sequence[Batch]) -> bool:
-        """Return whether these batches fill a step."""
-        return len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}
-
     def dealt(self, batches: Sequence[Batch]) -> Batch | None:
         """Return what local replicas take of all batches of a step; None where it is not enough."""
-        if self.is_even(batches):
+        if len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}:
             return self.of_even([batches[number] for number in self.own])
         rows = _joined(batches)
-        return self._padded(rows) if self.layout.pads else self._shortened(rows)
+        given = rows_of(rows)
+        positions = self.layout.positions(0, given)
+        take = np.minimum(positions, given - 1)
+        values = jax.tree.map(lambda leaf: leaf[take], rows)
+        if not self.layout.pads:
+            return values if positions.size else None
+        numbers = (self.first_row + take).astype(np.int32)
+        self.first_row += given
+        return Masked((numbers, values), positions < given)
 
     def of_even(self, own: Sequence[Batch]) -> Batch:
         """Return what local replicas take, given their batches of a step that is filled."""
@@ -122,21 +126,6 @@ class _Dealer:
         rows = rows_of(values)
         return Masked((np.arange(first, first + rows, dtype=np.int32), values), np.ones(rows, bool))
 
-    def _shortened(self, rows: Batch) -> Batch | None:
-        given = rows_of(rows)
-        count = self.layout.of_short_step(min(given, self.layout.global_batch_size))
-        if not count:
-            return None
-        local = self.layout.local_replicas
-        return jax.tree.map(lambda leaf: leaf[local[0] * count : (local[-1] + 1) * count], rows)
-
-    def _padded(self, rows: Batch) -> Masked:
-        given, positions = rows_of(rows), self.layout.positions(0)
-        take = np.minimum(positions, given - 1)
-        numbers = (self.first_row + take).astype(np.int32)
-        self.first_row += given
-        return Masked((numbers, jax.tree.map(lambda leaf: leaf[take], rows)), positions < given)
-
 
 class _Batches(DataSource, ABC):
     """The common part of sources of batches."""
@@ -145,7 +134,7 @@ class _Batches(DataSource, ABC):
 
     def __init__(self, count: int | None, layout: Layout) -> None:
         self._layout = layout
-        self.steps = None if count is None else _steps(count, layout)
+        self.steps = None if count is None else layout.steps(count * layout.batch_size)
 
     @abstractmethod
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
@@ -157,13 +146,6 @@ class _Batches(DataSource, ABC):
             if batch is None:
                 return
             yield batch
-
-
-def _steps(count: int, layout: Layout) -> int:
-    per_step = layout.total_replicas * layout.gradient_accumulation_count
-    whole, rest = divmod(count, per_step)
-    left = rest * layout.batch_size
-    return whole + bool(left if layout.pads else layout.of_short_step(left))
 
 
 @final
@@ -180,7 +162,7 @@ class _Numbered(_Batches):
         self._last_rows = rows_of(given.read(given.count - 1))
 
     def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        order, per_step = (epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step)
+        order, per_step = epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step
         dealer.first_row = start * self._layout.global_batch_size
         for step in range(start, self.steps or 0):
             numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]

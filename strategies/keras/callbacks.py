@@ -22,7 +22,6 @@ from strategies.keras.agreement import (
     broadcast,
     compared,
     insist,
-    is_so_anywhere,
     number_of_leader,
     terms_of_model,
 )
@@ -224,13 +223,11 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     if not is_new and running.strategy.num_instances > 1:
         _refuse_told(boards)
     _require_tensorflow(boards)
-    prepared: CallbackList = callbacks
-    if is_new:
-        add_progbar = settings.get("verbose") != 0
-        prepared = CallbackList(callbacks, add_progbar=add_progbar, **settings)
+    has_bar = settings.get("verbose") != 0
+    prepared: CallbackList = CallbackList(callbacks, add_progbar=has_bar, **settings) if is_new else callbacks
     own = [each for each in prepared.callbacks if not isinstance(each, _OfStrategy)]
     looks = any(map(_has_batch_hooks, own))
-    writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
+    writes, _ = compared(running.strategy.replicas, any(map(_writes_in_epochs, own)), b"", "files within an epoch")
     if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
         call_in_one_thread(prepared)
     first, last = _first(running, looks or writes), _last(running, looks)

@@ -99,7 +99,8 @@ class KerasFeed(DataAdapter):
 
     def get_jax_iterator(self) -> Pass:
         """Return the batches of the next epoch."""
-        self._end_pass()
+        if self._pass is not None:
+            self._pass.end()
         self._pass = Pass(self)
         return self._pass
 
@@ -129,10 +130,6 @@ class KerasFeed(DataAdapter):
         if self._is_in_epoch:
             self._is_in_epoch = False
             self._hooks[1]()
-
-    def _end_pass(self) -> None:
-        if self._pass is not None:
-            self._pass.end()
 
 
 class Pass(Iterator[Batch]):

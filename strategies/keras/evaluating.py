@@ -53,7 +53,6 @@ class _MetricsTask(_OfRows):
     title: ClassVar[str] = "evaluation"
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         numbers, rows = batch
         zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
         others = self._state(numbers, model_state[0])
@@ -61,7 +60,6 @@ class _MetricsTask(_OfRows):
         return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return computed
 
 
@@ -72,13 +70,11 @@ class _OutputsTask(_OfRows):
     title: ClassVar[str] = "prediction"
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         numbers, rows = batch
         outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
         return jax.tree.map(jnp.asarray, outputs)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return jax.tree.map(partial(padded, mask=mask), computed)
 
 
@@ -159,8 +155,8 @@ class TestFunction(_Function):
             StrategyError: if a metric cannot be merged.
         """
         if self._words is None:
-            trained, others, metrics = state
-            words, _ = self.functions.words(trained, others, metrics, iterator.feed.example, training=False)
+            trained, others, of_metrics = state
+            words, _ = self.functions.words(trained, others, of_metrics, iterator.feed.example, training=False)
             self._words = words[METRICS]
         told, (trained, others, of_metrics) = self.taken(state, iterator)
         metrics = [np.asarray(one) for one in of_metrics]

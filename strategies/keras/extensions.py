@@ -26,30 +26,26 @@ from strategies.typing import Tree
 
 _FILE = "strategies.json"
 _METRIC_REDUCTIONS = ("NONE", "LIST", "SUM", "MEAN")
-_OF_OPTIMIZER = {
-    "map_gradient": "map_gradient",
-    "dtype": "gradient_accumulation_dtype",
+_OF_STEP = {
     "offload_weight_update_variables": "offload_optimizer_state",
     "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
 }
-_OF_PIPELINE = {
+_OF_OPTIMIZER = {**_OF_STEP, "map_gradient": "map_gradient", "dtype": "gradient_accumulation_dtype"}
+_STEP_OF_PIPELINE = {**_OF_STEP, "gradient_accumulation_dtype": "gradient_accumulation_dtype"}
+_SAME_IN_PIPELINE = (
+    "schedule",
+    "recompute",
+    "recomputation_mode",
+    "offload_activations",
+    "offload_gradient_accumulation_buffers",
+    "watch",
+    "memory_limit_bytes",
+)
+_OF_PIPELINE: Mapping[str, str | None] = {
+    **{name: name for name in _SAME_IN_PIPELINE},
     "pipeline_schedule": "schedule",
-    "recomputation_mode": "recomputation_mode",
-    "offload_activations": "offload_activations",
-    "offload_gradient_accumulation_buffers": "offload_gradient_accumulation_buffers",
-    "offload_weight_update_variables": None,
-    "replicated_optimizer_state_sharding": None,
-    "gradient_accumulation_dtype": None,
+    **dict.fromkeys(_STEP_OF_PIPELINE),
     "accumulate_outfeed_dtype": None,  # metrics are float32, as Keras has them
-    "schedule": "schedule",
-    "recompute": "recompute",
-    "watch": "watch",
-    "memory_limit_bytes": "memory_limit_bytes",
-}
-_STEP_OF_PIPELINE = {
-    "offload_weight_update_variables": "offload_optimizer_state",
-    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
-    "gradient_accumulation_dtype": "gradient_accumulation_dtype",
 }
 _OF_INFEED: Mapping[str, None] = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
 _OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_latency"))
@@ -248,14 +244,12 @@ class Extensions:
         _refuse("set_pipelining_options arguments", pipelining_kwargs, _OF_PIPELINING_OPTIONS, "use")
         _refuse("these are automatically set by Keras", pipelining_kwargs, _BY_KERAS, "leave them out:")
         _refuse("these are not compatible with Keras", pipelining_kwargs, _NOT_WITH_KERAS, "leave them out:")
-        given = {"device_mapping": device_mapping}
-        of_step = {name: pipelining_kwargs.pop(name) for name in list(pipelining_kwargs) if name in _STEP_OF_PIPELINE}
         said = _translated("pipelining_kwargs", pipelining_kwargs, _OF_PIPELINE)
-        given |= {name: value for name, value in said.items() if value is not None}
+        given = {"device_mapping": device_mapping} | {name: one for name, one in said.items() if one is not None}
+        of_step = {new: pipelining_kwargs[name] for name, new in _STEP_OF_PIPELINE.items() if name in pipelining_kwargs}
         require_switches_or_none(accumulate_outfeed=accumulate_outfeed)
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
-        step = {**self.options.step, **_translated("pipelining_kwargs", of_step, _STEP_OF_PIPELINE)}
-        self._set(pipelining=given, step=step)
+        self._set(pipelining=given, step={**self.options.step, **of_step})
 
     def set_infeed_queue_options(self, **kwargs: Option) -> None:
         """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
@@ -277,8 +271,6 @@ class Extensions:
         _refuse("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
         _translated("kwargs", kwargs, _OF_OUTFEED)
 
-    # ---- stages
-
     @property
     def assignments(self) -> Assignments:
         """The calls of the layers of this model, to which stages can be assigned."""
@@ -287,10 +279,8 @@ class Extensions:
     @property
     def staged(self) -> StagedModel | None:
         """The model in stages; None where none are assigned."""
-        if self.options.stages is None:
-            found = self.assignments.scoped()
-            return None if found is None else self.assignments.runner(found)
-        return self.assignments.runner(self.options.stages)
+        stages = self.assignments.scoped() if self.options.stages is None else self.options.stages
+        return None if stages is None else self.assignments.runner(stages)
 
     def get_pipeline_stage_assignment(self) -> list[Assignment]:
         """Return the stage of each call of a layer, in the order in which they are made."""
@@ -319,8 +309,6 @@ class Extensions:
         width = line_length or 80
         for assignment in self.get_pipeline_stage_assignment():
             print_fn(str(assignment)[:width])
-
-    # ---- files
 
     def save_assets(self, folder: str) -> None:
         """Write the options beside the variables of a file; called by Keras. A stock model does not read them.

@@ -16,7 +16,7 @@ from strategies.keras.in_programs import KerasState
 from strategies.keras.model import FORWARDED, ReplicatedModel
 from strategies.keras.patches import TRIED, ask_before_loops, give_methods, tell_of_new_models
 from strategies.keras.protocols import ModelLike
-from strategies.strategy import Strategy, get_strategy
+from strategies.strategy import get_strategy
 
 __all__ = ["KerasState", "hook", "refuse_other_keras"]
 
@@ -45,7 +45,10 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
         strategy = get_strategy()
         if strategy is not None:
             refuse_other_keras()
-            _replicate(model, strategy)
+            extensions = Extensions(model)
+            replicated = ReplicatedModel(model, type(model), strategy, extensions)
+            methods = {name: getattr(replicated, name) for name in FORWARDED}
+            give_methods(model, methods | {name: getattr(extensions, name) for name in METHODS})
         elif is_scope_open():
             logger.warning(
                 "a model is made by a thread that is in no scope while another one is; it trains in this instance "
@@ -64,14 +67,6 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
             tell_of_new_models(join_scope)
             ask_before_loops(refuse_in_scope)
             _is_hooked = True
-
-
-def _replicate(model: ModelLike, strategy: Strategy) -> None:
-    """Make a new model one of a strategy."""
-    extensions = Extensions(model)
-    replicated = ReplicatedModel(model, type(model), strategy, extensions)
-    methods = {name: getattr(replicated, name) for name in FORWARDED}
-    give_methods(model, methods | {name: getattr(extensions, name) for name in METHODS})
 
 
 def refuse_other_keras() -> None:

@@ -100,8 +100,6 @@ class ReplicatedModel:
         """The options of its training."""
         return self._extensions.options
 
-    # ---- what Keras has by the same names
-
     def fit(
         self,
         x: Data = None,
@@ -304,8 +302,6 @@ class ReplicatedModel:
         if function is not None:
             function.function.unite()
 
-    # ---- how
-
     def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
         """Refuse what cannot be done on replicas."""
         refuse_use(self._model, self.in_scope, called)
@@ -362,21 +358,22 @@ class ReplicatedModel:
     def _feed(
         self, given: DataArguments, *, trains: bool, shuffle: Shuffle = False, seed: int | None = None
     ) -> KerasFeed:
+        if not (trains and shuffle):
+            seed = 0
+        elif seed is None:  # instance 0 draws it from NumPy, as Keras does for each permutation
+            drawn = int(np.random.randint(2**31 - 1))
+            seed = number_of_leader(self.strategy.replicas, drawn, "seed of a shuffle")
         feed = open_feed(
             given,
             self.strategy,
             trains=trains,
             shuffle=shuffle,
-            seed=(self._agreed_seed() if seed is None else seed) if trains and shuffle else 0,
+            seed=seed,
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )
         refuse_other_rows(self.strategy.replicas, feed.compared)
         return feed
-
-    def _agreed_seed(self) -> int:
-        """Return a seed that instance 0 draws from NumPy, as Keras does for each permutation."""
-        return number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of a shuffle")
 
     def _say_batch_size(self, feed: KerasFeed) -> None:
         count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
@@ -445,8 +442,6 @@ class ReplicatedModel:
             x, _, _ = unpack_x_y_sample_weight(example)
             with keras.StatelessScope():
                 self._model(x)
-
-    # ---- single batches
 
     def _compare_batch(self, given: Data) -> None:
         """Have the next batch begin with instance 0's state; of the first batches the rows are compared too."""

@@ -92,13 +92,6 @@ class KerasOptimizer(StepOptimizer):
         new: tuple[list[Array], list[Array]] = arithmetic.rounded(update)(gradients, optimizer_state, variables)
         return new
 
-    # ---- what Keras knows as the variables of the optimizer
-
-    @property
-    def all_variables(self) -> list[VariableLike]:
-        """All variables that Keras knows, those of a `LossScaleOptimizer` itself first."""
-        return self._given.variables
-
     @property
     def _own(self) -> list[VariableLike]:
         """The variables of a `LossScaleOptimizer` itself, which come first."""
@@ -114,7 +107,7 @@ class KerasOptimizer(StepOptimizer):
         """Return the scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
         if self.scaling is None:
             return None
-        named = dict(zip([variable.name for variable in self._own], own, strict=True))
+        named = {variable.name: value for variable, value in zip(self._own, own, strict=True)}
         return LossScale(np.float32(named["dynamic_scale"]), np.int32(named["step_counter"]), np.int32(skipped))
 
     def with_scale(self, own: Values, scale: LossScale | None) -> list[Array]:
@@ -122,27 +115,17 @@ class KerasOptimizer(StepOptimizer):
         if scale is None:
             return list(own)
         new: dict[str, Any] = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
-        pairs = zip(self._own, own, strict=True)
-        return [new.get(variable.name, value) for variable, value in pairs]
+        return [new.get(variable.name, value) for variable, value in zip(self._own, own, strict=True)]
 
     @property
     def for_unscaled_loss(self) -> list[Array]:
         """Values of the first variables with which Keras does not scale a loss: the step does that."""
-        return [
-            np.ones(variable.shape, variable.dtype)
-            if variable.name == "dynamic_scale"
-            else np.zeros(variable.shape, variable.dtype)
-            for variable in self._own
-        ]
+        return [np.full(one.shape, 1 if one.name == "dynamic_scale" else 0, one.dtype) for one in self._own]
 
     def step_of(self, inner: Values) -> int:
         """Return how many updates there were, as the variables of the optimizer say."""
-        place = next(
-            number
-            for number, variable in enumerate(self._optimizer.variables)
-            if variable is self._optimizer._iterations
-        )
-        return int(inner[place])
+        places = list(map(id, self._optimizer.variables))
+        return int(inner[places.index(id(self._optimizer._iterations))])
 
 
 def _like(optimizer: OptimizerLike, config: dict[str, object], shapes: Shapes) -> OptimizerLike:

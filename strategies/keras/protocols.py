@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
 import jax
+import keras
 import numpy as np
 
 from strategies.typing import Batch, Data, Number, Tree
@@ -54,18 +55,12 @@ class LayerLike(Protocol):
     name: str
     built: bool
     _inbound_nodes: list[NodeLike]
-    _seed_generators: Sequence[SeedGeneratorLike]
+    _seed_generators: Sequence[keras.random.SeedGenerator]
     variables: list[VariableLike]
     trainable_variables: list[VariableLike]
     non_trainable_variables: list[VariableLike]
 
     def __call__(self, *arguments: Tree, **named: Tree) -> Tree: ...
-
-
-class SeedGeneratorLike(Protocol):
-    """A `keras.random.SeedGenerator`."""
-
-    state: VariableLike
 
 
 class NodeLike(Protocol):
@@ -76,15 +71,6 @@ class NodeLike(Protocol):
     outputs: Sequence[Tree]
     input_tensors: Sequence[Tree]
     arguments: Any
-
-
-class FunctionalLike(Protocol):
-    """A functional model, with the inputs and outputs of its graph."""
-
-    inputs: Sequence[Tree]
-    outputs: Sequence[Tree]
-    _outputs_struct: Tree
-    _nodes_by_depth: Mapping[int, Sequence[NodeLike]]
 
 
 class OptimizerLike(Protocol):
@@ -134,7 +120,7 @@ class ModelLike(LayerLike, Protocol):
     _initial_epoch: int | None
     _jax_state_synced: bool
     _call_has_training_arg: bool
-    _functional: FunctionalLike | None
+    _functional: keras.Function | None
     metrics_variables: list[VariableLike]
 
     def _flatten_layers(self) -> Sequence[LayerLike]: ...

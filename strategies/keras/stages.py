@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import keras
@@ -15,7 +15,7 @@ from keras import tree
 
 from strategies.argument_checks import integer
 from strategies.keras.patches import method_replaced, tell_of_new_calls
-from strategies.keras.protocols import FunctionalLike, LayerLike, ModelLike, NodeLike
+from strategies.keras.protocols import LayerLike, ModelLike, NodeLike
 from strategies.pipelines.marks import pipeline_stage
 from strategies.typing import Tree
 
@@ -153,25 +153,26 @@ class Assignments:
     def __init__(self, model: ModelLike) -> None:
         self._model = model
         self._is_sequential = isinstance(model, keras.Sequential)
+        self._computed: object = model._functional if self._is_sequential else model
 
     @property
     def _are_known(self) -> bool:
         """Whether the calls of the model are known: it is functional, or sequential and built."""
-        return isinstance(self._model._functional if self._is_sequential else self._model, keras.Function)
+        return isinstance(self._computed, keras.Function)
 
     @property
-    def functional(self) -> FunctionalLike:
+    def functional(self) -> keras.Function:
         """Return the functional model that computes it.
 
         Raises:
             RuntimeError: if there is none.
         """
-        if not self._are_known:
+        if not isinstance(self._computed, keras.Function):
             raise RuntimeError(
                 f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
                 "of its own mark stages there: with strategies.pipeline_stage(0): ..."
             )
-        return cast(FunctionalLike, self._model._functional if self._is_sequential else self._model)
+        return self._computed
 
     @property
     def nodes(self) -> list[NodeLike]:
@@ -191,14 +192,11 @@ class Assignments:
             return SequentialNestedModelPipelineStageAssignment, SequentialLayerPipelineStageAssignment
         return FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment
 
-    # ---- as the user sees them
-
     def listed(self, stages: Stages | None) -> list[Assignment]:
         """Return an assignment for each call; those of other calls than the model has now are forgotten."""
         layers = self._layers
-        if stages is not None and len(stages) != len(layers):
-            stages = None
-        stages = stages or (None,) * len(layers)
+        if stages is None or len(stages) != len(layers):
+            stages = (None,) * len(layers)
         nested, own = self._kinds
         places = [()] * len(layers) if self._is_sequential else [(_index_of(node),) for node in self.nodes]
         return [
@@ -293,8 +291,6 @@ class Assignments:
                     )
             last |= {id(value): max(_flat(stage)) for value in node.outputs}
 
-    # ---- scopes
-
     def scoped(self, partly: bool = False) -> Stages | None:
         """Return the stages of `PipelineStage` in which calls were made; None where there is none.
 
@@ -323,8 +319,6 @@ class Assignments:
         """Forget the scopes."""
         for node in self.nodes if self._are_known else ():
             _stages.pop(node, None)
-
-    # ---- running
 
     def runner(self, stages: Stages) -> StagedModel:
         """Return what has the model computed stage by stage."""

@@ -130,8 +130,9 @@ class TrainFunction:
             open_saved: opens the checkpoints.
         """
         model, optimizer = self._model, self._optimizer
+        assert model.optimizer is not None  # it was refused otherwise
         trained, others = model.trainable_variables, model.non_trainable_variables
-        all_of = [trained, others, optimizer.all_variables, model.metrics_variables]
+        all_of = [trained, others, model.optimizer.variables, model.metrics_variables]
         own, begun = self._begun([[one.value for one in variables] for variables in all_of], batch)
         assert self.trainer is not None
         saved = open_saved(self.trainer)

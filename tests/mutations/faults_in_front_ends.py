@@ -78,7 +78,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="what a callback changes before a step of Keras is not compared",
         path="strategies/keras/agreement.py",
-        old="        self._note(_arrays(state))\n",
+        old="        self.is_changed = self._note(_arrays(state))\n",
         new="        self._left = _arrays(state)\n",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_what_one_instance_does_otherwise_is_refused_by_name",
     ),
