@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
+import keras
 import numpy as np
 
 from strategies.comparing.digest import digest_of, fingerprint
 from strategies.core.agreement import Terms, insist_on_agreement
 from strategies.core.survival import together
 from strategies.errors import DisagreementError
-from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
+from strategies.keras.protocols import Array, ModelLike, State, Values
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Batch, Tree
 
@@ -146,7 +147,7 @@ class VariableWatch:
 
     def arrays(self) -> list[Array]:
         """Return the values of all variables but those of metrics, as Keras knows them."""
-        return [variable._value for variable in _variables(self._model)]
+        return [variable.value for variable in _variables(self._model)]
 
     def assign(self, values: Values) -> None:
         """Have Keras know other values, in the order of `arrays`."""
@@ -164,11 +165,11 @@ class VariableWatch:
         return is_changed
 
 
-def _variables(model: ModelLike) -> list[VariableLike]:
+def _variables(model: ModelLike) -> list[keras.Variable]:
     return [*model.trainable_variables, *model.non_trainable_variables, *_variables_of_optimizer(model)]
 
 
-def _variables_of_optimizer(model: ModelLike) -> list[VariableLike]:
+def _variables_of_optimizer(model: ModelLike) -> list[keras.Variable]:
     return [] if model.optimizer is None else model.optimizer.variables
 
 
@@ -201,9 +202,9 @@ def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], argum
 def terms_of_model(model: ModelLike, hook: str) -> Terms:
     """Return the terms that must be the same on all instances after a hook of callbacks: flags and all variables."""
     scalars = [variable for variable in _variables_of_optimizer(model) if not variable.shape]
-    rates = {f"{variable.name} behind {hook},": _value(variable._value) for variable in scalars}
+    rates = {f"{variable.name} behind {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
-    values = {f"{variable.name} ({number}) behind {hook},": _value(variable._value) for number, variable in pairs}
+    values = {f"{variable.name} ({number}) behind {hook},": _value(variable.value) for number, variable in pairs}
     return [_flags(model), rates, values]  # others follow from rates
 
 

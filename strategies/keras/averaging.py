@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 import jax
+import keras
 from jax.flatten_util import ravel_pytree
 
 from strategies.keras.patches import Method, method_replaced
-from strategies.keras.protocols import OptimizerLike
 from strategies.replicas.replica_context import get_replica_context
 from strategies.typing import Tree
 
@@ -35,7 +35,7 @@ def mean_over_replicas(gradients: Tree) -> Tree:
 
 
 @contextmanager
-def averaging(optimizers: Iterable[OptimizerLike], mean: Mean = mean_over_replicas) -> Iterator[None]:
+def averaging(optimizers: Iterable[keras.Optimizer], mean: Mean = mean_over_replicas) -> Iterator[None]:
     """Have optimizers apply what `mean` makes of the gradients that they are given, for a while."""
     is_inside = False  # of an optimizer that has averaged them: `stateless_apply` calls `apply`, also of an inner one
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from importlib.util import find_spec
 from types import NoneType
 from typing import Any, TypeAlias
 
 import keras
-from keras import tree
 from keras.callbacks import CallbackList
 
 from strategies.core.metrics import EVALUATION
@@ -25,7 +24,7 @@ from strategies.keras.agreement import (
     number_of_leader,
     terms_of_model,
 )
-from strategies.keras.checkpointing import with_whole_backups
+from strategies.keras.checkpointing import given_to, with_whole_backups
 from strategies.keras.patches import begin_with_epoch, call_in_one_thread
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
@@ -97,15 +96,8 @@ class OnChief(keras.callbacks.Callback):
             call()
 
 
-def _on_chief(name: str) -> Callable[..., None]:
-    def hook(self: OnChief, *arguments: object, **named: object) -> None:
-        self._call(name, *arguments, **named)
-
-    return hook
-
-
 for _name in _HOOKS:
-    setattr(OnChief, _name, _on_chief(_name))
+    setattr(OnChief, _name, partialmethod(OnChief._call, _name))
 
 
 @dataclass(frozen=True)
@@ -219,7 +211,7 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
         StrategyError: if one needs a library that is not there, or a list of Keras's has had it write everywhere.
     """
     is_new = not isinstance(callbacks, CallbackList)
-    boards = [each for each in _given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
+    boards = [each for each in given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
     if not is_new and running.strategy.num_instances > 1:
         _refuse_told(boards)
     _require_tensorflow(boards)
@@ -241,14 +233,9 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
 def described(callbacks: Callbacks) -> list[str]:
     """Describe the callbacks that all instances must have: their classes, and the hooks of a `LambdaCallback`."""
     alone = (*WRITERS, OnChief, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
-    given = [each for each in _given_to(callbacks) if not isinstance(each, (*alone, keras.callbacks.History, NoneType))]
+    given = [each for each in given_to(callbacks) if not isinstance(each, (*alone, keras.callbacks.History, NoneType))]
     hooks = [sorted(name for name in each.__dict__ if name in _HOOKS) for each in given]
     return [f"{type(each).__qualname__}({', '.join(names)})" for each, names in zip(given, hooks, strict=True)]
-
-
-def _given_to(callbacks: Callbacks) -> list[Callback]:
-    """Return the callbacks that the user gave."""
-    return list(tree.flatten(callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks))
 
 
 def _refuse_told(boards: Sequence[Callback]) -> None:

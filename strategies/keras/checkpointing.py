@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import jax
 import keras
+from keras import tree
 
 import strategies.checkpoints.checkpoints as saved
 from strategies.checkpoints.sealed_folders import (
@@ -86,15 +87,18 @@ class FitCheckpoints(keras.callbacks.Callback):
         return self._open(trainer, dataset)
 
 
+def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
+    """Return the callbacks that the user gave, alone, in nested lists, or in a list of Keras's."""
+    return list(tree.flatten(getattr(callbacks, "callbacks", callbacks)))
+
+
 def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
     """Return the one among the callbacks of the user's; None where there is none.
 
     Raises:
         ValueError: if there are several.
     """
-    listed = getattr(callbacks, "callbacks", callbacks)
-    listed = listed if isinstance(listed, Sequence) else [listed]
-    found = [one for one in listed if isinstance(one, FitCheckpoints)]
+    found = [one for one in given_to(callbacks) if isinstance(one, FitCheckpoints)]
     if len(found) > 1:
         raise ValueError(f"there are {len(found)} callbacks strategies.keras.Checkpoints; give fit one of them")
     return found[0] if found else None

@@ -280,7 +280,10 @@ class Extensions:
     def staged(self) -> StagedModel | None:
         """The model in stages; None where none are assigned."""
         stages = self.assignments.scoped() if self.options.stages is None else self.options.stages
-        return None if stages is None else self.assignments.runner(stages)
+        if stages is None:
+            return None
+        self.assignments.check(stages)
+        return StagedModel(self.assignments, stages)
 
     def get_pipeline_stage_assignment(self) -> list[Assignment]:
         """Return the stage of each call of a layer, in the order in which they are made."""

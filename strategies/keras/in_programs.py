@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.errors import StrategyError
 from strategies.keras.averaging import averaging
-from strategies.keras.protocols import Array, ModelLike, Values, VariableLike
+from strategies.keras.protocols import Array, Values
 from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import current_program
@@ -49,7 +49,7 @@ class KerasState:
         self._build_optimizers()
         self._variables = self._found()
         models = [one for one in objects if isinstance(one, keras.Layer)]
-        seeds = {id(variable) for model in models for variable in _seeds(model)}
+        seeds = {id(variable) for model in models for variable in seed_variables(model)}
         self._seeds = Seeds(tuple(id(variable) in seeds for variable in self._variables))
         if replicas.num_instances > 1:
             self._set(dict(enumerate(replicas.broadcast(self.values))))
@@ -60,8 +60,8 @@ class KerasState:
             if not optimizer.built and trained:
                 optimizer.build(list({id(variable): variable for variable in trained}.values()))
 
-    def _found(self) -> list[VariableLike]:
-        every: list[VariableLike] = [v for one in self._objects for v in getattr(one, "variables", None) or [one]]
+    def _found(self) -> list[keras.Variable]:
+        every: list[keras.Variable] = [v for one in self._objects for v in getattr(one, "variables", None) or [one]]
         return list({id(variable): variable for variable in every if isinstance(variable, keras.Variable)}.values())
 
     @property
@@ -148,7 +148,7 @@ class KerasState:
 
 
 @contextmanager
-def _scope(values: Iterable[tuple[VariableLike, Array]]) -> Iterator[keras.StatelessScope]:
+def _scope(values: Iterable[tuple[keras.Variable, Array]]) -> Iterator[keras.StatelessScope]:
     """Give variables other values for a while; initialise those made inside at the end, untraced."""
     scope = keras.StatelessScope(values)
     scope.__enter__()
@@ -157,7 +157,3 @@ def _scope(values: Iterable[tuple[VariableLike, Array]]) -> Iterator[keras.State
     finally:
         with jax.ensure_compile_time_eval():
             scope.__exit__(None, None, None)
-
-
-def _seeds(model: ModelLike) -> list[VariableLike]:
-    return seed_variables(model) if hasattr(model, "_flatten_layers") else []

@@ -13,7 +13,7 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from strategies.keras.patches import hold_place
-from strategies.keras.protocols import Array, OptimizerLike, Values, VariableLike
+from strategies.keras.protocols import Array, Values
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Number, OptimizerState, Variables
 from strategies.updates.optimizers import Arithmetic, Known, StepOptimizer
@@ -31,14 +31,14 @@ class KerasOptimizer(StepOptimizer):
         optimizer: built for the trainable variables of a model.
     """
 
-    def __init__(self, optimizer: OptimizerLike) -> None:
+    def __init__(self, optimizer: keras.Optimizer) -> None:
         self._given = optimizer
         self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
         self._config = self._optimizer.get_config()  # while Keras has values: in its loops it takes them away
-        self._of_parts: dict[Shapes, OptimizerLike] = {}  # the same optimizer for variables of other shapes
+        self._of_parts: dict[Shapes, keras.Optimizer] = {}  # the same optimizer for variables of other shapes
 
     @property
-    def variables(self) -> list[VariableLike]:
+    def variables(self) -> list[keras.Variable]:
         """The variables of the optimizer that makes the update."""
         return list(self._optimizer.variables)
 
@@ -53,7 +53,7 @@ class KerasOptimizer(StepOptimizer):
             if variable._value is None:
                 hold_place(variable)
 
-    def _for(self, variables: Values) -> OptimizerLike:
+    def _for(self, variables: Values) -> keras.Optimizer:
         """Return the optimizer for variables of these shapes: those of the model, or parts of them."""
         shapes = tuple(tuple(one.shape) for one in variables)
         if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
@@ -93,7 +93,7 @@ class KerasOptimizer(StepOptimizer):
         return new
 
     @property
-    def _own(self) -> list[VariableLike]:
+    def _own(self) -> list[keras.Variable]:
         """The variables of a `LossScaleOptimizer` itself, which come first."""
         count = len(self._given.variables) - len(self._optimizer.variables)
         return list(self._given.variables[:count])
@@ -128,10 +128,10 @@ class KerasOptimizer(StepOptimizer):
         return int(inner[places.index(id(self._optimizer._iterations))])
 
 
-def _like(optimizer: OptimizerLike, config: dict[str, object], shapes: Shapes) -> OptimizerLike:
+def _like(optimizer: keras.Optimizer, config: dict[str, object], shapes: Shapes) -> keras.Optimizer:
     """Return the same optimizer, built for variables like its own but of other shapes, and without memory for them."""
-    made = type(optimizer).from_config(dict(config))
-    variables: list[VariableLike] = []
+    made: keras.Optimizer = type(optimizer).from_config(dict(config))
+    variables: list[keras.Variable] = []
     for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
         *outer, scope = own.path.split("/")[:-1] or [""]
         with keras.name_scope(scope, override_parent="/".join(outer)) if scope else nullcontext():

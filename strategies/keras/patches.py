@@ -19,7 +19,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from strategies.keras.protocols import BackupAndRestore, ModelLike, NodeLike, VariableLike
+from strategies.keras.protocols import BackupAndRestore, ModelLike, NodeLike
 
 __all__ = [
     "ArrayDataAdapter",
@@ -100,7 +100,7 @@ def method_replaced(owner: object, name: str, method: Method) -> Iterator[None]:
         del vars(owner)[name]
 
 
-def hold_place(variable: VariableLike) -> None:
+def hold_place(variable: keras.Variable) -> None:
     """Give a variable zeros that take no memory: `assign` of Keras makes an array of the variable's size."""
     zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
     variable._value = zeros

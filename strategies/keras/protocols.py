@@ -1,9 +1,9 @@
-"""Types for the parts of Keras that this package uses: Keras's own code has no type hints."""
+"""Types for the parts of Keras whose own types say nothing: models, and what their loops hand on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import keras
@@ -33,65 +33,14 @@ BackupAndRestore: TypeAlias = Any
 """The callback of Keras."""
 
 
-class VariableLike(Protocol):
-    """A `keras.Variable`."""
-
-    trainable: bool
-    _value: Any  # an array, or None while Keras's loops have it
-    constraint: Any
-    name: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    aggregation: str
-    value: jax.Array
-
-    def assign(self, value: Array) -> object: ...
-
-
-class LayerLike(Protocol):
-    """A `keras.Layer`."""
-
-    name: str
-    built: bool
-    _inbound_nodes: list[NodeLike]
-    _seed_generators: Sequence[keras.random.SeedGenerator]
-    variables: list[VariableLike]
-    trainable_variables: list[VariableLike]
-    non_trainable_variables: list[VariableLike]
-
-    def __call__(self, *arguments: Tree, **named: Tree) -> Tree: ...
-
-
 class NodeLike(Protocol):
     """A call of a layer, or of a model, in the graph of a functional model."""
 
-    operation: ModelLike
+    operation: keras.Layer
     is_input: bool
     outputs: Sequence[Tree]
     input_tensors: Sequence[Tree]
     arguments: Any
-
-
-class OptimizerLike(Protocol):
-    """A `keras.Optimizer`."""
-
-    built: bool
-    gradient_accumulation_steps: int | None
-    _trainable_variables: Sequence[VariableLike]
-    _iterations: VariableLike
-    variables: list[VariableLike]
-
-    def build(self, variables: Sequence[VariableLike]) -> None: ...
-    def exclude_from_weight_decay(self, var_list: Sequence[VariableLike], var_names: Sequence[str] | None) -> None: ...
-    def get_config(self) -> dict[str, object]: ...
-    @classmethod
-    def from_config(cls, config: dict[str, object]) -> Self: ...
-    def _var_key(self, variable: VariableLike) -> str: ...
-    def apply(self, grads: Sequence[Array | None], trainable_variables: Sequence[VariableLike] | None) -> None: ...
-    def stateless_apply(
-        self, optimizer_variables: Values, grads: Values, trainable_variables: Values
-    ) -> tuple[Values, Values]: ...
 
 
 class FunctionLike(Protocol):
@@ -106,10 +55,14 @@ class FunctionLike(Protocol):
     def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]: ...
 
 
-class ModelLike(LayerLike, Protocol):
-    """A `keras.Model`."""
+class ModelLike(Protocol):
+    """A `keras.Model` on JAX: its own base class is that of the backend."""
 
-    optimizer: OptimizerLike | None
+    name: str
+    variables: list[keras.Variable]
+    trainable_variables: list[keras.Variable]
+    non_trainable_variables: list[keras.Variable]
+    optimizer: keras.Optimizer | None
     layers: Sequence[ModelLike]
     train_function: FunctionLike | None
     test_function: FunctionLike | None
@@ -121,9 +74,10 @@ class ModelLike(LayerLike, Protocol):
     _jax_state_synced: bool
     _call_has_training_arg: bool
     _functional: keras.Function | None
-    metrics_variables: list[VariableLike]
+    metrics_variables: list[keras.Variable]
 
-    def _flatten_layers(self) -> Sequence[LayerLike]: ...
+    def __call__(self, x: Data) -> Tree: ...
+    def _flatten_layers(self) -> Sequence[keras.Layer]: ...
     def _assert_compile_called(self, method_name: str) -> None: ...
     def jax_state_sync(self) -> None: ...
     def save_weights(self, filepath: object) -> None: ...

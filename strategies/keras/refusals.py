@@ -8,7 +8,7 @@ import keras
 
 from strategies.errors import StrategyError
 from strategies.keras.extensions import ModelOptions
-from strategies.keras.protocols import ModelClass, ModelLike, OptimizerLike
+from strategies.keras.protocols import ModelClass, ModelLike
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
@@ -102,7 +102,8 @@ def refuse_changed_layers(model: ModelLike) -> None:
     optimizer = model.optimizer
     if optimizer is None or not optimizer.built:
         return
-    known = getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+    inner: keras.Optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
+    known = inner._trainable_variables
     if {id(variable) for variable in known} != {id(variable) for variable in model.trainable_variables}:
         raise ValueError(
             f"the optimizer was built for {len(known)} variables, and model {model.name!r} has others to train now, "
@@ -119,14 +120,14 @@ def refuse_compiled(model: ModelLike, hook: str) -> None:
         )
 
 
-def refuse_optimizer(optimizer: OptimizerLike | None, accumulates: bool) -> None:
+def refuse_optimizer(optimizer: keras.Optimizer | None, accumulates: bool) -> None:
     """Refuse (ValueError) to train without an optimizer, or to accumulate with one that cannot.
 
     One that accumulates itself, or has a `minimize` of its own, cannot.
     """
     if optimizer is None:
         raise ValueError("the model was compiled with optimizer=None, and is to be trained; give compile one")
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner: keras.Optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
     if accumulates and inner.gradient_accumulation_steps:
         raise ValueError(
             f"the optimizer has gradient_accumulation_steps={inner.gradient_accumulation_steps}, and the model "

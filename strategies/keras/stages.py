@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import keras
 from keras import tree
 
-from strategies.argument_checks import integer
+from strategies.argument_checks import at_least, integer
 from strategies.keras.patches import method_replaced, tell_of_new_calls
-from strategies.keras.protocols import LayerLike, ModelLike, NodeLike
+from strategies.keras.protocols import ModelLike, NodeLike
 from strategies.pipelines.marks import pipeline_stage
 from strategies.typing import Tree
 
@@ -39,7 +39,7 @@ class FunctionalLayerPipelineStageAssignment:
         pipeline_stage: the stage; None where it has none.
     """
 
-    layer: LayerLike
+    layer: keras.Layer
     node_index: int
     pipeline_stage: int | None = None
 
@@ -56,7 +56,7 @@ class SequentialLayerPipelineStageAssignment:
         pipeline_stage: the stage; None where it has none.
     """
 
-    layer: LayerLike
+    layer: keras.Layer
     pipeline_stage: int | None = None
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def PipelineStage(stage: int) -> Iterator[None]:
         TypeError, ValueError: if it is no number of a stage.
         RuntimeError: inside of another stage.
     """
-    _check_stage(stage)
+    at_least(0, "pipeline_stage", stage)
     if _current.get() is not None:
         raise RuntimeError(f"PipelineStage({stage}) is within PipelineStage({_current.get()}); end one before the next")
     _mark_nodes()
@@ -225,10 +225,8 @@ class Assignments:
         return stages
 
     def _parsed(self, one: Stage | Assignment, number: int) -> Stage:
-        number_given = integer(one)
-        if number_given is not None:
-            _check_stage(one)
-            return number_given
+        if integer(one) is not None:
+            return at_least(0, "pipeline_stage", one)
         layer = self._layers[number]
         nested, own = self._kinds
         if isinstance(one, nested) and one.nested_model is layer:
@@ -247,8 +245,7 @@ class Assignments:
             )
         if one.pipeline_stage is None:
             raise ValueError(f"Layer {layer.name!r} (call {number}) does not have a pipeline stage; give each call one")
-        _check_stage(one.pipeline_stage)
-        return int(one.pipeline_stage)
+        return at_least(0, "pipeline_stage", one.pipeline_stage)
 
     def check(self, stages: Stages) -> None:
         """Refuse stages that no pipeline can have.
@@ -320,11 +317,6 @@ class Assignments:
         for node in self.nodes if self._are_known else ():
             _stages.pop(node, None)
 
-    def runner(self, stages: Stages) -> StagedModel:
-        """Return what has the model computed stage by stage."""
-        self.check(stages)
-        return StagedModel(self, stages)
-
 
 class StagedModel:
     """A model that is computed stage by stage while it is traced.
@@ -354,7 +346,7 @@ class StagedModel:
             yield
 
     def _run(
-        self, inputs: Tree, operation_fn: Callable[[LayerLike], LayerLike] = lambda op: op, call_fn: object = None
+        self, inputs: Tree, operation_fn: Callable[[keras.Layer], keras.Layer] = lambda op: op, call_fn: object = None
     ) -> Tree:
         functional = self._assignments.functional
         pairs = zip(functional.inputs, tree.flatten(inputs), strict=True)
@@ -376,11 +368,3 @@ def _index_of(node: NodeLike) -> int:
 
 def _flat(stage: Stage) -> list[int]:
     return [one for each in stage for one in _flat(each)] if isinstance(stage, tuple) else [stage]
-
-
-def _check_stage(stage: object) -> None:
-    number = integer(stage)
-    if number is None:
-        raise TypeError(f"pipeline stage {stage!r} is no whole number; stages have numbers from 0 on")
-    if number < 0:
-        raise ValueError(f"pipeline stage {number} is negative; stages have numbers from 0 on")

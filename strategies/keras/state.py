@@ -14,7 +14,7 @@ from keras.utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
 from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
-from strategies.keras.protocols import Array, Logs, ModelLike, Values, VariableLike
+from strategies.keras.protocols import Array, Logs, ModelLike, Values
 from strategies.programs.dataflow import looks
 from strategies.typing import Batch, Tree, Variables
 
@@ -29,7 +29,7 @@ def seeds_of(model: ModelLike) -> tuple[bool, ...]:
     return tuple(id(variable) in states for variable in model.non_trainable_variables)
 
 
-def seed_variables(model: ModelLike) -> list[VariableLike]:
+def seed_variables(model: ModelLike) -> list[keras.Variable]:
     """Return the variables that are states of seed generators."""
     pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
     return [variable for variable, flag in pairs if flag]
@@ -91,7 +91,7 @@ class Seeds:
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
 
 
-def words_of(variables: Sequence[VariableLike], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
+def words_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
     """Return the ways in which replicas agree on variables that are not trained.
 
     Flags say which are states of seed generators, and `is_changed` which of them a step changes at all.
@@ -102,12 +102,14 @@ def words_of(variables: Sequence[VariableLike], flags: Sequence[bool], is_change
     ]
 
 
-def _word(variable: VariableLike) -> str:
+def _word(variable: keras.Variable) -> str:
     is_float = jnp.issubdtype(variable.dtype, jnp.floating)
     return MEAN if is_float and variable.aggregation != "only_first_replica" else FIRST
 
 
-def words_of_metrics(variables: Sequence[VariableLike], is_changed: Sequence[bool], adds: Sequence[bool]) -> list[str]:
+def words_of_metrics(
+    variables: Sequence[keras.Variable], is_changed: Sequence[bool], adds: Sequence[bool]
+) -> list[str]:
     """Return the ways in which replicas agree on the variables of metrics: exact sums, if Keras says nothing else.
 
     A step changes those of `is_changed`, and adds to those of `adds` what does not depend on their values.

@@ -245,7 +245,7 @@ def test_ka_01_each_call_of_a_functional_model_has_an_assignment(alone):
         ([0, 0, 0, 2, 2], RuntimeError, r"strictly increasing from 0, and stages \[1\] have"),
         ([1, 1, 1, 1, 1], RuntimeError, r"stages \[0\] have"),
         ([0, 1, 0, 1, 1], RuntimeError, "'twice' in pipeline stage 0 has a dependency from a pipeline stage"),
-        ([0, 0, 0, 1, -1], ValueError, "is negative"),
+        ([0, 0, 0, 1, -1], ValueError, "it must be at least 0"),
         ([0, 0, 0, 1, 1.5], ValueError, "must be instances of FunctionalLayerPipelineStageAssignment"),
         ("stages", TypeError, "it must be a list"),
     ],
