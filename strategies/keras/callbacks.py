@@ -212,9 +212,7 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     """
     is_new = not isinstance(callbacks, CallbackList)
     boards = [each for each in given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
-    if not is_new and running.strategy.num_instances > 1:
-        _refuse_told(boards)
-    _require_tensorflow(boards)
+    _refuse_boards(boards, is_told_everywhere=not is_new and running.strategy.num_instances > 1)
     has_bar = settings.get("verbose") != 0
     prepared: CallbackList = CallbackList(callbacks, add_progbar=has_bar, **settings) if is_new else callbacks
     own = [each for each in prepared.callbacks if not isinstance(each, _OfStrategy)]
@@ -238,17 +236,17 @@ def described(callbacks: Callbacks) -> list[str]:
     return [f"{type(each).__qualname__}({', '.join(names)})" for each, names in zip(given, hooks, strict=True)]
 
 
-def _refuse_told(boards: Sequence[Callback]) -> None:
-    """Refuse a `TensorBoard` that has begun to write on every instance, because a list of the user's told it."""
-    if any(each.model is not None for each in boards):
+def _refuse_boards(boards: Sequence[Callback], is_told_everywhere: bool) -> None:
+    """Refuse a `TensorBoard` that a list of the user's had write on every instance, and one without TensorFlow.
+
+    The latter is refused on all instances, not when the chief begins to write.
+    """
+    if is_told_everywhere and any(each.model is not None for each in boards):
         raise StrategyError(
             "a CallbackList was given whose keras.callbacks.TensorBoard knows the model, and so has begun to write on "
             "every instance; give fit a plain list of callbacks, of which the chief alone writes"
         )
 
-
-def _require_tensorflow(boards: Sequence[Callback]) -> None:
-    """Refuse a `TensorBoard` without TensorFlow on all instances, not when the chief begins to write."""
     if boards and find_spec("tensorflow") is None:
         raise StrategyError(
             "keras.callbacks.TensorBoard writes with TensorFlow, which is not installed; pip install tensorflow, or "

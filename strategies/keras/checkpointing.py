@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import jax
 import keras
 from keras import tree
 
@@ -44,7 +43,6 @@ from strategies.keras.protocols import BackupAndRestore, Callbacks
 from strategies.keras.state import random_states, set_random_states
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.typing import Batch
 
 KEPT = 2
 """Number of backups that are kept. If the newest is damaged, the one before is used."""
@@ -157,11 +155,6 @@ class SavedFit:
         """Save where it is time; raises `SystemExit` where the job was told to end."""
         self._last = state
         self._opened.after_step(state)
-
-
-def shape_of_step(example: Batch, rows: int) -> Batch:
-    """Return the shapes and dtypes of a step's batch of so many rows, like a batch of any size."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), example)
 
 
 def with_whole_backups(callback: BackupAndRestore) -> BackupAndRestore:

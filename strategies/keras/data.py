@@ -66,6 +66,7 @@ class KerasFeed(DataAdapter):
         example: a batch of the source, of whatever size.
         compared: rows that all instances have to see.
         epoch: the number of the epoch that is to come next.
+        current: the pass that Keras's loop is in, which may see it through iterators of its own.
     """
 
     def __init__(self, dataset: DistributedDataset, example: Batch, compared: Batch, hooks: Hooks = _NO_HOOKS) -> None:
@@ -75,7 +76,7 @@ class KerasFeed(DataAdapter):
         self.epoch = 0
         self._hooks = hooks
         self._is_in_epoch = False
-        self._pass: Pass | None = None
+        self.current = Pass(self)
 
     @property
     def num_batches(self) -> int | None:
@@ -99,16 +100,9 @@ class KerasFeed(DataAdapter):
 
     def get_jax_iterator(self) -> Pass:
         """Return the batches of the next epoch."""
-        if self._pass is not None:
-            self._pass.end()
-        self._pass = Pass(self)
-        return self._pass
-
-    @property
-    def current(self) -> Pass:
-        """The pass that Keras's loop is in, which may see it through iterators of its own."""
-        assert self._pass is not None
-        return self._pass
+        self.current.end()
+        self.current = Pass(self)
+        return self.current
 
     def begin_with(self, epoch: int) -> None:
         """Have the next pass that is read be that of an epoch."""

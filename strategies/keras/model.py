@@ -23,7 +23,7 @@ from strategies.keras.agreement import (
 )
 from strategies.keras.batches import own_rows
 from strategies.keras.callbacks import Running, described, listed
-from strategies.keras.checkpointing import FitCheckpoints, SavedFit, given_in, shape_of_step
+from strategies.keras.checkpointing import FitCheckpoints, SavedFit, given_in
 from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_feed, rows_of_replica
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import Extensions, ModelOptions
@@ -343,7 +343,7 @@ class ReplicatedModel:
         assert self._model.train_function is not None  # Keras has made it by now
         function = self._model.train_function.function
         rows = feed.batch_size // self.strategy.num_replicas_in_sync * len(self.strategy.replicas.local_replicas)
-        shapes = shape_of_step(feed.example, rows)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), feed.example)
         dataset = feed.dataset
         saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
         if saved.first_epoch:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
 
 Parts: TypeAlias = dict[str, Values]
 """A state by its parts."""
-T = TypeVar("T")
 
 
 def _flat(logs: Mapping[str, Number]) -> Logs:
@@ -134,22 +133,19 @@ class OwnTrainFunction:
 
     def _looked_at(self, parts: Parts, batch: Batch) -> dict[str, list[str]]:
         """Return the ways in which replicas agree on each part of the state."""
-        counts = [len(parts[part]) for part in _PARTS]
-
-        def split(leaves: Sequence[T]) -> dict[str, list[T]]:
-            ends = list(itertools.accumulate(counts))
-            return {part: list(leaves[end - n : end]) for part, n, end in zip(_PARTS, counts, ends, strict=True)}
+        old, structure = jax.tree.flatten(parts)
+        split = partial(jax.tree.unflatten, structure)
 
         def after(leaves: Values, batch: Batch, mean: Mean = lambda gradients: gradients) -> list[Array]:
             logs, new = self._step(split(leaves), batch, mean)
             self._logs = tuple(logs)
             self._names = tuple(name for name in logs if name not in results_of(self._model, new[METRICS]))
-            return [leaf for part in _PARTS for leaf in new[part]]
+            return jax.tree.leaves(new)
 
-        old = [leaf for part in _PARTS for leaf in parts[part]]
         changed, adds = map(split, looks(after, old, batch))
         flags = self._seeds.flags
-        own = [*[False] * counts[0], *flags, *[False] * counts[2], *[True] * counts[3]]
+        none = {part: [False] * len(parts[part]) for part in _PARTS}
+        own = jax.tree.leaves({**none, VARIABLES: flags, METRICS: [True] * len(parts[METRICS])})
         without_gradients = partial(after, mean=partial(jax.tree.map, jnp.zeros_like))
         depends = split(depends_on(without_gradients, old, own, batch))
         self._refuse_other_changes(depends)
