@@ -23,7 +23,7 @@ ANY = {
     "strategies/comparing": 13,
     "strategies/config": 8,
     "strategies/data": 5,
-    "strategies/exchange": 4,
+    "strategies/exchange": 3,
     "strategies/gradients": 7,
     "strategies/keras": 21,
     "strategies/pipelines": 1,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from collectives import Communicator
-from strategies.exchange.flat import FlatLayout
-from strategies.exchange.transfer import Int8Layout, Int8Reduction
+from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.int8 import Int8Layout, Int8Reduction
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes memory of a shape and dtype; a collective call where instances share it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,45 @@ class Bucket:
     layout: FlatLayout
     results: tuple[np.ndarray, ...]
     scattered: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        layout: FlatLayout,
+        allocate: Allocate,
+        parts: Mapping[int, int],
+        given: Mapping[int, np.ndarray],
+    ) -> Bucket:
+        """Return a bucket with memory for its means.
+
+        Args:
+            name: see there.
+            layout: see there.
+            allocate: makes memory.
+            parts: by the numbers of leaves how many elements this instance gets of their means. A leaf that lies in a
+                buffer with others is not cut.
+            given: by the numbers of buffers memory that is there already.
+        """
+        scattered = {
+            number: parts[buffer.leaves[0]]
+            for number, buffer in enumerate(layout.buffers)
+            if buffer.is_of_one and buffer.leaves[0] in parts
+        }
+        results = []
+        for number, buffer in enumerate(layout.buffers):
+            if number in given:
+                results.append(given[number])
+            elif number in scattered:
+                results.append(private_memory((scattered[number],), buffer.dtype))
+            else:
+                results.append(allocate((buffer.size,), buffer.dtype))
+        return cls(name, layout, tuple(results), frozenset(scattered))
+
+    def mean(self, leaf: int) -> np.ndarray:
+        """Return the mean of a leaf; of one that is scattered this instance's part, flat."""
+        number = self.layout.buffer_of(leaf)
+        return self.results[number] if number in self.scattered else self.layout.view(leaf, self.results)
 
     @cached_property
     def whole(self) -> Mapping[int, str]:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from strategies.exchange.means import Bucket
-from strategies.gradients.leaving import Allocate, Leaving, MeansMemory
+from strategies.exchange.means import Allocate, Bucket
+from strategies.gradients.leaving import Leaving, MeansMemory
 from strategies.replicas.devices import DeviceGrid
 from strategies.typing import Tree, Variables
 

@@ -14,14 +14,14 @@ import numpy as np
 from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
-from strategies.exchange.means import Bucket
+from strategies.exchange.means import Allocate, Bucket
+from strategies.exchange.shards import Shards
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
-from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory, flatten
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment, carry_out
 from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
-from strategies.replicas.shards import Shards
 from strategies.typing import Tree, Variables
 
 logger = logging.getLogger(__name__)

@@ -5,22 +5,18 @@ Gradients leave the programs that compute them flat, one buffer per dtype, or as
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.arrays import aligned_empty
 from strategies.exchange.flat import FLOAT32, FlatLayout
-from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import BLOCK, FLIPPED, LARGEST, MANTISSA_BITS, NOT_FINITE, SHIFT, Int8Layout
+from strategies.exchange.int8 import ArrayLibrary
+from strategies.exchange.means import Allocate, Bucket
+from strategies.exchange.shards import Shards
 from strategies.programs.segments import Part
-from strategies.replicas.shards import Shards
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 TAIL = 0  # the first result of a gradient function, before the gradients
 
@@ -56,9 +52,14 @@ class Leaving:
         """Return the shards of the means of gradients that travel together; None if they stay whole."""
         return None if any(part.rows for part in parts) else self.shards
 
-    def is_cut(self, part: Part, shards: Shards) -> bool:
-        """Return whether the mean of a gradient is cut where its bucket is."""
-        return part.result <= TAIL + len(self.leaves) - self.whole and shards.divides(self.shape_of(part))
+    def sizes(self, parts: Sequence[Part]) -> dict[int, int]:
+        """Return the number of elements that this instance gets of means that are cut, by their places in a bucket."""
+        shards, of_gradients = self.shards_of(parts), self.of_gradients(parts)
+        if shards is None:
+            return {}
+        last = TAIL + len(self.leaves) - self.whole
+        sizes = shards.sizes([self.shape_of(part) for part in of_gradients])
+        return {leaf: size for leaf, size in sizes.items() if of_gradients[leaf].result <= last}
 
     def layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
         """Return the layout of a segment's averaged results in flat buffers, with a tail of so many values."""
@@ -86,7 +87,7 @@ class MeansMemory:
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:
-        """Memory for what a segment finishes.
+        """Return a bucket with memory for the means of what a segment finishes.
 
         Args:
             name: of the collectives.
@@ -94,22 +95,19 @@ class MeansMemory:
             layout: of that.
         """
         of_gradients = self._leaving.of_gradients(parts)
+        pieces = {
+            layout.buffer_of(leaf): self._piece(part)
+            for leaf, part in enumerate(of_gradients)
+            if part.rows is not None and layout.buffers[layout.buffer_of(leaf)].is_of_one
+        }
+        bucket = Bucket.of(name, layout, self._allocate, self._leaving.sizes(parts), pieces)
         shards = self._leaving.shards_of(parts)
-        results: list[np.ndarray] = []
-        scattered: set[int] = set()
-        for place, buffer in enumerate(layout.buffers):
-            part = of_gradients[buffer.leaves[0]] if buffer.is_of_one else None
-            if part is not None and part.rows is not None:
-                results.append(self._piece(part))
-            elif part is not None and shards is not None and self._leaving.is_cut(part, shards):
-                results.append(self._share(part, shards))
-                scattered.add(place)
-            else:
-                results.append(self._allocate((buffer.size,), buffer.dtype))
         for leaf, part in enumerate(of_gradients):
-            if part.result not in self._means:
-                self._means[part.result] = layout.view(leaf, results)
-        return Bucket(name, layout, tuple(results), frozenset(scattered))
+            mean = bucket.mean(leaf)
+            if shards is not None and layout.buffer_of(leaf) in bucket.scattered:
+                mean = mean.reshape(shards.shape(self._leaving.shape_of(part)))
+            self._means.setdefault(part.result, mean)
+        return bucket
 
     def _piece(self, part: Part) -> np.ndarray:
         """Return the place of some rows in the mean of the whole gradient."""
@@ -119,19 +117,6 @@ class MeansMemory:
             self._means[part.result] = self._allocate(leaf.shape, np.dtype(leaf.dtype))
         rows: np.ndarray = self._means[part.result][slice(*part.rows)].reshape(-1)
         return rows
-
-    def _share(self, part: Part, shards: Shards) -> np.ndarray:
-        """Memory for this instance's part of the mean of a gradient."""
-        leaf = self._leaving.leaves[part.result - TAIL - 1]
-        shape, dtype = shards.shape(leaf), np.dtype(leaf.dtype)
-        room: np.ndarray = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
-        self._means[part.result] = room.reshape(shape)
-        return room
-
-
-def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate arrays that take no memory and cannot be written to, for callers that only look at shapes."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def flatten(
@@ -151,62 +136,10 @@ def flatten(
     return tuple(written.values())
 
 
-def encode(
-    layout: Int8Layout, leaves: Sequence[jax.Array], residuals: Sequence[jax.Array], into: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return one replica's payload, and what it lost; traceable.
-
-    Blocks that are not finite keep the residual that they had. If the step is not applied, keep the old residuals
-    of all of them (and where the gradients are multiplied by a loss scale, divide before they are encoded).
-
-    Args:
-        layout: where gradients lie in the payload.
-        leaves: the gradients, of any floating-point dtypes, in the layout's shapes.
-        residuals: what `encode` returned for this replica in its last step that was applied: float32, in the
-            layout's shapes; zeros before.
-        into: int8 of shape `(payload_size,)`, whose memory the payload may take (donated or not); its values do
-            not matter.
-
-    Returns:
-        The payload, and the new residuals.
-    """
-    kept = []
-    # As in `flatten`: gradients are computed before, and written one by one.
-    for leaf, residual, start in zip(jax.lax.optimization_barrier(leaves), residuals, layout.starts, strict=False):
-        values, scales, lost = _quantise(leaf, residual)
-        into = jax.lax.dynamic_update_slice(into, values, (start * BLOCK,))
-        into = jax.lax.dynamic_update_slice(into, scales, (layout.result_size + start,))
-        kept.append(lost)
-    return into, tuple(kept)
-
-
-def _quantise(leaf: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantise a gradient: return values int8[n * 64], scales int8[n], and the error, float32 like the gradient."""
-    exact = leaf.astype(FLOAT32) + residual
-    blocks = _in_blocks(exact)
-    largest = jnp.max(jnp.abs(blocks), axis=1)  # NaN if one of them is; of floats, because integers take XLA far longer
-    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA_BITS & NOT_FINITE
-    is_finite = exponents < NOT_FINITE
-    scales = jnp.where(is_finite, jnp.maximum(exponents - SHIFT, 1), NOT_FINITE)
-    scales, is_finite = jax.lax.optimization_barrier((scales, is_finite))  # fused, each value would compute its own
-    units = _power_of_two(jnp.minimum(scales, FLIPPED - 1))
-    inverses = _power_of_two(jnp.maximum(FLIPPED - scales, 1))
-    values = jnp.clip(jnp.round(blocks * inverses), -LARGEST, LARGEST)  # multiplied exactly, rounded half to even
-    values = jnp.where(is_finite[:, None], values, 0)
-    lost = (blocks - values * units).reshape(-1)[: exact.size].reshape(exact.shape)  # exact
-    stays = jnp.broadcast_to(~is_finite[:, None], blocks.shape).reshape(-1)[: exact.size].reshape(exact.shape)
-    return (
-        values.astype(jnp.int8).reshape(-1),
-        jax.lax.bitcast_convert_type(scales.astype(jnp.uint8), jnp.int8),
-        jnp.where(stays, residual, lost),
-    )
-
-
-def _in_blocks(values: jax.Array) -> jax.Array:
-    count = -(-values.size // BLOCK)
-    return jnp.pad(values.reshape(-1), (0, count * BLOCK - values.size)).reshape(count, BLOCK)
-
-
-def _power_of_two(exponents: jax.Array) -> jax.Array:
-    """Return the powers of two with these exponents in float32, as a column, made of bits: exp2 may round."""
-    return jax.lax.bitcast_convert_type(exponents << MANTISSA_BITS, FLOAT32)[:, None]
+XLA = ArrayLibrary(
+    jnp,
+    jnp.pad,
+    lambda into, values, start: jax.lax.dynamic_update_slice(into, values, (start,)),
+    jax.lax.optimization_barrier,
+)
+"""The functions with which `exchange.int8.encode` is traced. They write leaves one by one, as `flatten` does."""

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.exchange.transfer import GradientTransfer, Int8Layout
+from strategies.exchange.int8 import Int8Layout, encode
+from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
 from strategies.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
-from strategies.gradients.leaving import encode
+from strategies.gradients.leaving import XLA
 from strategies.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
@@ -353,7 +354,8 @@ class ReplicaProgram:
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
-        payload, new = encode(self.quantised, leaves, old, jnp.zeros(self.quantised.payload_size, jnp.int8))
+        into = jnp.zeros(self.quantised.payload_size, jnp.int8)
+        payload, new = encode(self.quantised, leaves, old, into, XLA)
         return [payload], [jnp.atleast_1d(one) for one in new]
 
     def _gradients(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from strategies.exchange.flat import not_made
+from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket
-from strategies.exchange.transfer import Int8Layout
 from strategies.gradients.arguments import Trainable
 from strategies.gradients.computation import ReplicaPlan
-from strategies.gradients.leaving import MeansMemory, not_made
+from strategies.gradients.leaving import MeansMemory
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
@@ -68,9 +69,7 @@ class MemoryPlanner:
         trained = Trainable.of(variables, options.trainable).pick(variables)
         residuals = None
         if options.transfer.is_quantised:
-            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
-            rows = [np.atleast_1d(one) for one in of_one]
-            residuals = [jax.ShapeDtypeStruct((local * len(one), *one.shape[1:]), one.dtype) for one in rows]
+            residuals = shapes_of(Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local))
         own = options.rule_of(model_state).map_own(
             lambda leaf: jax.ShapeDtypeStruct((local, *leaf.shape), leaf.dtype), model_state
         )

@@ -14,6 +14,7 @@ from jax.extend import core
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
 from strategies.defaults import current_defaults
+from strategies.exchange.shards import Shards
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
@@ -37,7 +38,6 @@ from strategies.programs.jaxpr import Graph, every_equation
 from strategies.programs.recomputation import MARK, recomputing
 from strategies.programs.segments import ProgramSegment
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
 
 AUTO = "auto"
 """In place of a schedule: the fastest that fits into the memory."""

@@ -1,69 +1,33 @@
-"""Arrays of which every replica has a part."""
+"""Parts of arrays that are cut into shards: cut in a program, and as leaves of a state that can be gathered."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.exchange.shards import Shards as Shards
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Leaf, Tree
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The division of arrays into shards, one for each replica; an instance has the shards of its replicas.
+def shards_of(replicas: Replicas, min_elements: int) -> Shards:
+    """Return the division of arrays among replicas; see `Shards`."""
+    return Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
 
-    A part has the same number of elements on every replica, the last ones are padded with zeros. It keeps as many
-    axes as the array, all but the first of length 1, so that optimizers which ask for the number of axes see it.
 
-    Attributes:
-        replicas: R.
-        local: how many of them this instance drives.
-        min_elements: arrays with fewer elements, and scalars, stay whole.
-    """
-
-    replicas: int
-    local: int
-    min_elements: int
-
-    def divides(self, leaf: Leaf) -> bool:
-        """Return whether an array of that shape is cut."""
-        return bool(leaf.shape) and math.prod(leaf.shape) >= self.min_elements
-
-    def part(self, leaf: Leaf) -> int:
-        """Return the number of elements that each replica has."""
-        size: int = math.prod(leaf.shape)
-        return -(-size // self.replicas)
-
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of an instance's part of an array."""
-        return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
-
-    def take(self, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        """Return the part of an array that the instance whose first replica is `first` has; traceable."""
-        if not self.divides(leaf):
-            return leaf
-        flat, part = leaf.reshape(-1), self.part(leaf)
-        if self.replicas * part > flat.size:
-            flat = jnp.pad(flat, (0, self.replicas * part - flat.size))
-        return jax.lax.dynamic_slice(flat, (first * part,), (self.local * part,)).reshape(self.shape(leaf))
-
-    def take_on_host(self, array: np.ndarray, first: int) -> np.ndarray:
-        """`take` of an array of NumPy, as a copy."""
-        part = self.part(array)
-        taken = np.zeros(self.local * part, array.dtype)
-        rest = array.reshape(-1)[first * part : (first + self.local) * part]
-        taken[: rest.size] = rest
-        return taken
-
-    def join(self, parts: Tree, leaf: Leaf) -> Tree:
-        """Return the array, of the shape of `leaf`, whose parts on all instances lie one after another."""
-        return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
+def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
+    """Return the part of an array that the instance whose first replica is `first` has; traceable."""
+    if not shards.divides(leaf):
+        return leaf
+    flat, part = leaf.reshape(-1), shards.part(leaf)
+    if shards.replicas * part > flat.size:
+        flat = jnp.pad(flat, (0, shards.replicas * part - flat.size))
+    return jax.lax.dynamic_slice(flat, (first * part,), (shards.local * part,)).reshape(shards.shape(leaf))
 
 
 @dataclass(frozen=True)
@@ -108,9 +72,21 @@ class PartOfArray:
 
     def of(self, array: Leaf) -> Tree:
         """Return this instance's part of another array of the same shape, placed like this one."""
+        first = self.replicas.local_replicas.start
         if isinstance(self.local, np.ndarray):
-            return self.shards.take_on_host(np.asarray(array), self.replicas.local_replicas.start)
-        first = np.int32(self.replicas.local_replicas.start)
-        part = jax.jit(self.shards.take)(array, first).reshape(self.local.shape)
+            elements = np.asarray(array).reshape(-1)[self.shards.bounds(array, first)]
+            return self.shards.padded(elements, array)
+        part = jax.jit(take, static_argnums=0)(self.shards, array, np.int32(first)).reshape(self.local.shape)
         placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))
         return placed
+
+
+def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
+    """Return a function that makes a `PartOfArray` of an array with as many rows for each local replica."""
+    shards = shards_of(replicas, 1)
+
+    def of_all(leaf: Leaf) -> PartOfArray:
+        rows = leaf.shape[0] // shards.local * shards.replicas
+        return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, replicas)
+
+    return of_all

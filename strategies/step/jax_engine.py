@@ -13,15 +13,16 @@ from strategies.comparing.digest import flip_bit, host_arrays
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray, metrics_of
 from strategies.errors import NonFiniteGradientError
+from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
-from strategies.exchange.transfer import Int8Layout
+from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Trainable
 from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
 from strategies.gradients.replica_program import with_loss
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import rows_of_replicas
 from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.options import StepOptions
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
@@ -250,8 +251,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
-            of_one = Int8Layout.of(jax.tree.leaves(trained)).new_residuals()
-            residuals = [place(np.concatenate([np.atleast_1d(one)] * local)) for one in of_one]
+            residuals = list(map(place, Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local)))
         scale = snapshot.loss_scale
         if scaling is not None and scale is None:
             scale = scaling.start()
@@ -263,14 +263,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local = len(self._replicas.local_replicas)
-        shards = Shards(self._replicas.num_replicas_in_sync, local, 1)
-
-        def of_all(leaf: jax.Array) -> PartOfArray:
-            rows = leaf.shape[0] // local * self._replicas.num_replicas_in_sync
-            whole = jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-            return PartOfArray(leaf, whole, shards, self._replicas)
-
+        of_all = rows_of_replicas(self._replicas)
         return replace(
             state,
             optimizer_state=self._update.whole(state.optimizer_state),

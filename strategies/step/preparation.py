@@ -14,11 +14,11 @@ from strategies.comparing.agreement import lines_of, terms_of
 from strategies.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.exchange.means import Means
+from strategies.exchange.means import Allocate, Means
+from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Trainable, check_takes_state
 from strategies.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.gradients.gradient_programs import JaxGradientPlan
-from strategies.gradients.leaving import Allocate
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.programs.captures import Reads
@@ -26,7 +26,6 @@ from strategies.programs.compilation import explain_recompilation
 from strategies.programs.recomputation import recomputing
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, Gradients, LossFunction, Tree

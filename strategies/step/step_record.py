@@ -32,10 +32,11 @@ from popdist.records.recording import Recording, questions
 from strategies.comparing.digest import fingerprint
 from strategies.core.metrics import Metrics
 from strategies.core.step import StepWatcher
+from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Trainable
 from strategies.replicas.devices import borrow, is_key
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Gradients, Leaf

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
-from strategies.exchange.transfer import BLOCK, FLIPPED, LARGEST, MANTISSA_BITS, NOT_FINITE, SHIFT, Int8Layout
+from strategies.exchange.flat import private_memory
+from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
@@ -113,7 +113,8 @@ class Contribution:
             np.zeros(parameter.shape, np.float32) if gradient is None else as_array(gradient.to(HOST))
             for parameter, gradient in zip(self._plan.parameters, gradients, strict=True)
         ]
-        return quantise(quantised, found, residuals, self._memory(0, len(self._plan.layouts[0].buffers) - 1))
+        payload = self._memory(0, len(self._plan.layouts[0].buffers) - 1)
+        return encode(quantised, found, residuals, payload, NUMPY)[1]
 
     def set_tail(self, values: Sequence[float]) -> None:
         """Put what travels behind the last bucket into its place."""
@@ -146,7 +147,7 @@ class Contribution:
         array = self._arrays[bucket][place]
         if array is None:
             buffer = self._plan.layouts[bucket].buffers[place]
-            array = aligned_empty(buffer.size * buffer.dtype.itemsize).view(buffer.dtype)
+            array = private_memory((buffer.size,), buffer.dtype)
             array[...] = 0
             self._arrays[bucket][place] = array
         return array
@@ -180,57 +181,7 @@ class _Home:
 def _home(plan: TorchGradientPlan, number: int) -> _Home:
     place = plan.places[number]
     layout = plan.layouts[place.bucket]
-    name, start = layout.places[place.leaf]
-    where = [buffer.name for buffer in layout.buffers].index(name)
+    (_, start), where = layout.places[place.leaf], layout.buffer_of(place.leaf)
     buffer = layout.buffers[where]
     dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
     return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)
-
-
-def quantise(
-    layout: Int8Layout, leaves: Sequence[np.ndarray], residuals: Sequence[np.ndarray], into: np.ndarray
-) -> list[np.ndarray]:
-    """Write one replica's payload, and return what it lost; rules and bits are those of `gradients.leaving`.
-
-    Args:
-        layout: where gradients lie in the payload.
-        leaves: the gradients, in the layout's shapes.
-        residuals: what was lost in the last step that was applied, float32 in the layout's shapes; not changed.
-        into: int8 of shape `(payload_size,)`, all of which is written.
-    """
-    kept = []
-    for leaf, residual, start in zip(leaves, residuals, layout.starts, strict=False):
-        values, scales, lost = _blocks_of(leaf, residual)
-        into[start * BLOCK : start * BLOCK + values.size] = values
-        into[layout.result_size + start : layout.result_size + start + scales.size] = scales
-        kept.append(lost)
-    return kept
-
-
-def _blocks_of(leaf: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the blocks of a gradient: values int8[n * 64], scales int8[n], and what was lost."""
-    exact = leaf.astype(np.float32) + residual
-    count = -(-exact.size // BLOCK)
-    blocks = np.zeros((count, BLOCK), np.float32)
-    blocks.reshape(-1)[: exact.size] = exact.reshape(-1)
-    with np.errstate(all="ignore"):
-        largest = np.abs(blocks).max(axis=1)
-        exponents = largest.view(np.int32) >> MANTISSA_BITS & NOT_FINITE
-        is_finite = exponents < NOT_FINITE
-        scales = np.where(is_finite, np.maximum(exponents - SHIFT, 1), NOT_FINITE)
-        units = _power_of_two(np.minimum(scales, FLIPPED - 1))
-        inverses = _power_of_two(np.maximum(FLIPPED - scales, 1))
-        values = np.clip(np.rint(blocks * inverses), -LARGEST, LARGEST)  # multiplied exactly, rounded half to even
-        values = np.where(is_finite[:, None], values, np.float32(0))
-        lost = blocks - values * units  # exact
-    kept_blocks = np.zeros_like(blocks)
-    kept_blocks.reshape(-1)[: exact.size] = residual.reshape(-1)
-    lost = np.where(is_finite[:, None], lost, kept_blocks)
-    new: np.ndarray = lost.reshape(-1)[: exact.size].reshape(exact.shape)
-    return values.astype(np.int8).reshape(-1), scales.astype(np.uint8).view(np.int8), new
-
-
-def _power_of_two(exponents: np.ndarray) -> np.ndarray:
-    """Return the powers of two that have these exponents in float32, as a column."""
-    powers: np.ndarray = (exponents.astype(np.int32) << MANTISSA_BITS).view(np.float32)[:, None]
-    return powers

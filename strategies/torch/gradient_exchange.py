@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from collectives.arrays import aligned_empty
-from strategies.exchange.flat import FlatLayout
-from strategies.exchange.means import Bucket, Means
-from strategies.exchange.transfer import GradientTransfer, Int8Layout
-from strategies.gradients.leaving import Allocate
-from strategies.replicas.shards import Shards
+from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.int8 import Int8Layout
+from strategies.exchange.means import Allocate, Bucket, Means
+from strategies.exchange.shards import Shards
+from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.tensors import as_tensor
 
 BUCKET_BYTES = 4 << 20
@@ -126,34 +125,17 @@ class TorchGradientPlan:
         }
         return tuple(of_number[number] for number in range(len(self.parameters)))
 
-    @cached_property
-    def scattered(self) -> tuple[bool, ...]:
-        """Whether an instance gets only its part of the mean gradient, for each parameter."""
-        return tuple(self._has_parts(number) for number in range(len(self.parameters)))
-
-    def _has_parts(self, number: int) -> bool:
-        if self.shards is None or self.transfer.is_quantised or not self.shards.divides(self.parameters[number]):
-            return False
-        place = self.places[number]
-        name, _ = self.layouts[place.bucket].places[place.leaf]
-        return name != self.layouts[place.bucket].dtypes[place.leaf].name
-
     def buckets(self, allocate: Allocate) -> list[Bucket]:
         """Return memory for the means of each bucket; a collective call where `allocate` is one."""
         return [self._bucket(number, layout, allocate) for number, layout in enumerate(self.layouts)]
 
-    def _bucket(self, bucket: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
-        results, scattered = [], set()
-        for place, buffer in enumerate(layout.buffers):
-            if self.shards is not None and buffer.is_of_one and self.scattered[self.members[bucket][buffer.leaves[0]]]:
-                size = buffer.size // self.shards.replicas * self.shards.local
-                results.append(aligned_empty(size * buffer.dtype.itemsize).view(buffer.dtype))
-                scattered.add(place)
-            elif self.quantised is not None and buffer.dtype == np.int8:
-                results.append(np.empty(0, np.int8))  # `Means.of_payload` is where they go
-            else:
-                results.append(allocate((buffer.size,), buffer.dtype))
-        return Bucket(f"{self.title}/{bucket}", layout, tuple(results), frozenset(scattered))
+    def _bucket(self, number: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
+        parts, given = {}, {}
+        if self.quantised is not None:
+            given[layout.buffer_of(0)] = np.empty(0, np.int8)  # `Means.of_payload` is where they go
+        elif self.shards is not None:
+            parts = self.shards.sizes([self.parameters[one] for one in self.members[number]])
+        return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
         """Return the mean of a gradient in that memory; of one that is scattered this instance's part, flat."""
@@ -161,12 +143,7 @@ class TorchGradientPlan:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]
         place = self.places[number]
-        bucket = buckets[place.bucket]
-        if self.scattered[number]:
-            name, _ = bucket.layout.places[place.leaf]
-            names = [buffer.name for buffer in bucket.layout.buffers]
-            return bucket.results[names.index(name)]
-        return bucket.layout.view(place.leaf, bucket.results)
+        return buckets[place.bucket].mean(place.leaf)
 
 
 @dataclass(frozen=True)
@@ -217,7 +194,7 @@ class GradientExchange:
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
-        self.buckets = plan.buckets(_private if is_private else communicator.allocate)
+        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate)
         self._own_buckets = list(self.buckets)
         self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
         self._is_alone = replicas == 1 and plan.quantised is None
@@ -277,8 +254,3 @@ class GradientExchange:
             return mean.copy_(received)
         wide = torch.promote_types(received.dtype, torch.float32)
         return mean.copy_(received.to(wide) / scale)
-
-
-def _private(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape))
-    return aligned_empty(size * dtype.itemsize).view(dtype).reshape(shape)

@@ -11,7 +11,7 @@ from collectives import Communicator
 from strategies.comparing.agreement import terms_of
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.gradients.leaving import not_made
+from strategies.exchange.flat import not_made
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.replicas import Replicas

@@ -11,10 +11,10 @@ import torch
 
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
-from strategies.exchange.transfer import Int8Layout
+from strategies.exchange.int8 import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray, rows_of_replicas
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
@@ -74,7 +74,11 @@ class TorchTraining:
         self._replicas = replicas
         self._options = options
         self._age = Age()
-        self.residuals: list[Sequence[np.ndarray]] = self._no_residuals()
+        self.residuals: list[Sequence[np.ndarray]] = []
+        if options.transfer.is_quantised:
+            local = len(replicas.local_replicas)
+            layout = Int8Layout.of(self.trained)
+            self.residuals = layout.residuals_of_each(layout.new_residuals(local), local)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -89,11 +93,6 @@ class TorchTraining:
         """Change a bit in the middle of one number of the first parameter; for faults on purpose."""
         array = as_array(next(self.module.parameters()))
         array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
-
-    def _no_residuals(self) -> list[Sequence[np.ndarray]]:
-        if not self._options.transfer.is_quantised:
-            return []
-        return [Int8Layout.of(self.trained).new_residuals() for _ in self._replicas.local_replicas]
 
     # ---- as a tree
 
@@ -140,19 +139,12 @@ class TorchTraining:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        local, count = len(self._replicas.local_replicas), self._replicas.num_replicas_in_sync
-        shards = Shards(count, local, 1)
-
-        def of_all(leaf: np.ndarray) -> PartOfArray:
-            rows = leaf.shape[0] // local * count
-            return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, self._replicas)
-
         return TrainState(
             state.variables,
             self._whole_optimizer(state.optimizer_state),
             state.step,
             state.loss_scale,
-            jax.tree.map(of_all, state.residuals),
+            jax.tree.map(rows_of_replicas(self._replicas), state.residuals),
             state.model_state,
         )
 
@@ -167,10 +159,8 @@ class TorchTraining:
             def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
                 if not leaf.ndim:
                     return leaf
-                part = np.zeros(update.parts.local * update.parts.part(whole), leaf.dtype)
-                part[: leaf.size] = leaf
                 shape = jax.ShapeDtypeStruct(tuple(whole.shape), leaf.dtype)
-                return PartOfArray(part, shape, update.parts, self._replicas)
+                return PartOfArray(update.parts.padded(leaf, whole), shape, update.parts, self._replicas)
 
             state[number] = jax.tree.map(padded, of_parameter) if update.is_cut(number) else of_parameter
         return {**tree, STATE: state}
@@ -187,13 +177,8 @@ class TorchTraining:
         self._load_optimizer(state.optimizer_state)
         self.step, self.loss_scale = state.step, state.loss_scale
         if state.residuals is not None:
-            local = len(self._replicas.local_replicas)
-            split = [np.split(np.asarray(leaf), local) for leaf in state.residuals]
-            shapes = [parameter.shape for parameter in self.trained]
-            self.residuals = [
-                [np.array(parts[number]).reshape(shape) for parts, shape in zip(split, shapes, strict=True)]
-                for number in range(local)
-            ]
+            layout = Int8Layout.of(self.trained)
+            self.residuals = layout.residuals_of_each(state.residuals, len(self._replicas.local_replicas))
         self.replaced()
 
     def _load_optimizer(self, tree: Tree) -> None:

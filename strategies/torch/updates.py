@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import final
@@ -12,9 +11,9 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.exchange.flat import FlatLayout
+from strategies.exchange.shards import ShardedArrays, Shards
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
+from strategies.replicas.shards import shards_of
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of
@@ -96,17 +95,15 @@ class ShardedTorchUpdate(TorchUpdate):
             raise StrategyError("the optimizer has made steps already; give a new one, whose state can be sharded")
         self._replicas = replicas
         self._optimizer = optimizer
-        local = len(replicas.local_replicas)
-        self.parts = Shards(replicas.num_replicas_in_sync, local, min_elements)
+        self.parts = shards_of(replicas, min_elements)
         self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
         self._memory: dict[int, int] = {}  # where the whole is of which that is a part
         self.wholes: list[torch.nn.Parameter] = []
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
-        self._cut = [one for one in self.wholes if self.parts.divides(one)]
-        parts = [jax.ShapeDtypeStruct((math.prod(self.parts.shape(one)),), dtype_of(one)) for one in self._cut]
-        self._layout = FlatLayout.of(parts, 0)
+        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in self.wholes]
+        self._gathered = ShardedArrays(self.parts, shapes, "parts of parameters")
 
     @property
     def shards(self) -> Shards | None:
@@ -161,37 +158,30 @@ class ShardedTorchUpdate(TorchUpdate):
         return parameter.detach().view(-1)[self._bounds(parameter)]
 
     def _bounds(self, parameter: torch.nn.Parameter) -> slice:
-        return self._bounds_of(parameter, self._replicas.local_replicas.start)
-
-    def _bounds_of(self, parameter: torch.nn.Parameter, first: int) -> slice:
-        """Return the elements of the replicas from `first` on, as many as an instance has."""
-        size, part = parameter.numel(), self.parts.part(parameter)
-        return slice(min(size, first * part), min(size, (first + self.parts.local) * part))
+        return self.parts.bounds(parameter, self._replicas.local_replicas.start)
 
     def _gather(self) -> None:
         """Gather the parts of all instances into the memory of the parameters."""
-        communicator = self._replicas.communicator
-        if communicator.size == 1:
+        if self._replicas.num_instances == 1:
             return
         with torch.no_grad():
-            for number, buffer in enumerate(self._layout.buffers):
-                if not buffer.size:
-                    continue
-                mine = np.zeros(buffer.size, buffer.dtype)
-                own = [self._cut[leaf] for leaf in buffer.leaves]
-                for parameter, start in zip(own, buffer.starts, strict=True):
+            for number, members in self._gathered.members.items():
+                buffer = self._gathered.layout.buffers[number]
+                own = np.zeros(buffer.size, buffer.dtype)
+                places = list(zip([self.wholes[one] for one in members], buffer.starts, strict=True))
+                for parameter, start in places:
                     part = self._parts[id(parameter)]
-                    as_tensor(mine[start : start + part.numel()]).copy_(part)
-                gathered = communicator.all_gather(mine, name=f"parts of parameters/{number}")
-                for parameter, start in zip(own, buffer.starts, strict=True):
+                    as_tensor(own[start : start + part.numel()]).copy_(part)
+                gathered = self._gathered.gather(number, own, self._replicas.communicator)
+                for parameter, start in places:
                     self._put(parameter, gathered[:, start:])
 
     def _put(self, parameter: torch.nn.Parameter, gathered: np.ndarray) -> None:
         flat = parameter.detach().view(-1)
         for rank, row in enumerate(gathered):
-            bounds = self._bounds_of(parameter, rank * self.parts.local)
+            bounds = self.parts.bounds(parameter, rank * self.parts.local)
             count = bounds.stop - bounds.start
-            if rank != self._replicas.communicator.rank and count:
+            if rank != self._replicas.instance_index and count:
                 flat[bounds].copy_(as_tensor(row[:count]))
 
 

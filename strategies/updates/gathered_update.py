@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from strategies.exchange.shards import Shards
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.replicas.shards import PartOfArray, shards_of, take
 from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.sharded_update import AcrossElementsError, ShardedStateUpdate
@@ -39,7 +40,7 @@ class GatheredStateUpdate(VariableUpdate):
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
         self._update = WholeStateUpdate(replicas, optimizer, replace(settings, offloads_state=False))
-        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
+        self._shards = shards_of(replicas, settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
         self._cut = self._in_turn(jit(self._parts))
         self._shapes: Tree = None  # of the whole optimizer state
@@ -107,10 +108,11 @@ class GatheredStateUpdate(VariableUpdate):
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
         """See `VariableUpdate`."""
-        return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes)
-
-    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> Leaf:
-        return PartOfArray(leaf, shape, self._shards, self._replicas) if self._is_cut(shape) else leaf
+        return jax.tree.map(
+            lambda leaf, shape: PartOfArray(leaf, shape, self._shards, self._replicas) if self._is_cut(shape) else leaf,
+            optimizer_state,
+            self._shapes,
+        )
 
     def _gathered(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return all of the state, on the device of the variables."""
@@ -122,7 +124,7 @@ class GatheredStateUpdate(VariableUpdate):
         return jax.tree.unflatten(structure, leaves)
 
     def _parts(self, state: OptimizerState, first: jax.Array) -> OptimizerState:
-        return jax.tree.map(lambda leaf: self._shards.take(leaf, first) if self._is_cut(leaf) else leaf, state)
+        return jax.tree.map(lambda leaf: take(self._shards, leaf, first) if self._is_cut(leaf) else leaf, state)
 
     def _is_cut(self, leaf: Leaf) -> bool:
         return bool(jnp.issubdtype(leaf.dtype, np.number)) and self._shards.divides(leaf)

@@ -12,9 +12,8 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from collectives.arrays import aligned_empty
 from strategies.errors import StrategyError
-from strategies.exchange.flat import Buffer, FlatLayout
+from strategies.exchange.shards import ShardedArrays, Shards
 from strategies.gradients.leaving import flatten
 from strategies.gradients.replica_program import loss_of
 from strategies.programs.dataflow import first_across_elements, operations
@@ -22,11 +21,13 @@ from strategies.programs.jaxpr import is_read
 from strategies.programs.program import jit
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, Shards
-from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.replicas.shards import PartOfArray, shards_of, take
+from strategies.typing import Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
 from strategies.updates.update import UpdateSettings, VariableUpdate
+
+_PARTS = "parts of variables"
 
 
 class AcrossElementsError(StrategyError):
@@ -49,14 +50,11 @@ class ShardedStateUpdate(VariableUpdate):
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         super().__init__(replicas, optimizer, settings)
-        self._shards = Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), settings.min_elements)
+        self._shards = shards_of(replicas, settings.min_elements)
         self._first = np.int32(replicas.local_replicas.start)
         self._divide = self._compiled(self._divided, donate_argnums=(1,))
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
-        self._room = np.empty(0, np.uint8)
-        self._cut: list[int] = []  # the numbers of the variables that are cut,
-        self._uncut: list[int] = []  # and of the others
-        self._layout = FlatLayout.of([], 0)  # of their parts
+        self._parts = ShardedArrays(self._shards, [], _PARTS)
         self._shapes: Tree = None  # of the whole optimizer state
         self._is_cut: Tree = None  # which of its arrays are
         self._takes_parts = False  # of mean gradients
@@ -97,7 +95,7 @@ class ShardedStateUpdate(VariableUpdate):
 
         def cut(optimizer_state: OptimizerState, first: jax.Array) -> Tree:
             return jax.tree.map(
-                lambda leaf, is_cut: self._shards.take(leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
+                lambda leaf, is_cut: take(self._shards, leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
             )
 
         return self._placed(self._compiled(cut), optimizer_state, self._first)
@@ -110,15 +108,15 @@ class ShardedStateUpdate(VariableUpdate):
             variables, self.on_device(optimizer_state), means, control, self._first
         )
         leaves, structure = jax.tree.flatten(variables)
-        places = zip(self._layout.buffers, buffers, strict=True)
-        for number, (place, buffer) in enumerate(places):
-            if place.size:
-                lying = [self._cut[leaf] for leaf in place.leaves]
-                old = [leaves[leaf] for leaf in lying]
-                united = self._gather(old, place, buffer, f"parts of variables/{number}")
-                for leaf, new in zip(lying, united, strict=True):
-                    leaves[leaf] = new
-        for leaf, new in zip(self._uncut, small, strict=True):
+        for number, members in self._parts.members.items():
+            self.wait()  # the last variables may still be made from the same memory
+            gathered = self._parts.gather(number, borrow(buffers[number]), self._replicas.communicator)
+            old, starts = [leaves[leaf] for leaf in members], self._parts.layout.buffers[number].starts
+            with jax.default_device(self._replicas.variables_device):
+                united, self._reading = self._unite(old, gathered, starts)
+            for leaf, new in zip(members, united, strict=True):
+                leaves[leaf] = new
+        for leaf, new in zip(self._parts.uncut, small, strict=True):
             leaves[leaf] = new
         placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
@@ -128,24 +126,6 @@ class ShardedStateUpdate(VariableUpdate):
     ) -> core.ClosedJaxpr:
         """See `VariableUpdate`."""
         return self._of_whole
-
-    def _gather(self, old: list[jax.Array], place: Buffer, part: jax.Array, name: str) -> list[jax.Array]:
-        """Return the variables that lie in one buffer, of the parts of all instances; the old ones are used up."""
-        out = self._room_for(place)
-        self.wait()  # the last variables may still be made from the same memory
-        self._replicas.communicator.all_gather(borrow(part), out, name=name)
-        with jax.default_device(self._replicas.variables_device):
-            united: list[jax.Array]
-            united, self._reading = self._unite(old, out, place.starts)
-        return united
-
-    def _room_for(self, place: Buffer) -> np.ndarray:
-        """Memory for the parts of all instances, from where XLA reads in place; the same for all buffers."""
-        nbytes = self._replicas.num_instances * place.size * place.dtype.itemsize
-        if self._room.size < nbytes:
-            self._room = aligned_empty(nbytes)
-        room: np.ndarray = self._room[:nbytes].view(place.dtype)
-        return room.reshape(self._replicas.num_instances, place.size)
 
     def traced(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
@@ -158,13 +138,13 @@ class ShardedStateUpdate(VariableUpdate):
 
     def _take(self, tree: Tree, first: jax.Array) -> Tree:
         """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round otherwise."""
-        return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: self._shards.take(leaf, first), tree))
+        return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: take(self._shards, leaf, first), tree))
 
     def _rest(self, means: Gradients, variables: Variables, first: jax.Array) -> Tree:
         """`_take` of mean gradients some of which are this instance's parts already."""
 
         def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:
-            return self._shards.take(mean, first) if mean.shape == variable.shape else mean
+            return take(self._shards, mean, first) if mean.shape == variable.shape else mean
 
         return jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
 
@@ -203,10 +183,8 @@ class ShardedStateUpdate(VariableUpdate):
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
         """Return the parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
         shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
-        pairs = list(zip(jax.tree.leaves(shards), jax.tree.leaves(variables), strict=True))
-        cut = [shard for shard, whole in pairs if self._shards.divides(whole)]
-        small = [shard for shard, whole in pairs if not self._shards.divides(whole)]
-        layout = FlatLayout.of(cut, 0)
+        leaves, layout = jax.tree.leaves(shards), self._parts.layout
+        cut, small = ([leaves[number] for number in numbers] for numbers in (self._parts.cut, self._parts.uncut))
         zeros = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
         return flatten(layout, cut, None, zeros), small, optimizer_state, jnp.zeros(())
 
@@ -224,10 +202,12 @@ class ShardedStateUpdate(VariableUpdate):
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
         """See `VariableUpdate`."""
-        return jax.tree.map(self._whole_leaf, optimizer_state, self._shapes, self._is_cut)
-
-    def _whole_leaf(self, leaf: jax.Array, shape: jax.ShapeDtypeStruct, is_cut: bool) -> Leaf:
-        return PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf
+        return jax.tree.map(
+            lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf,
+            optimizer_state,
+            self._shapes,
+            self._is_cut,
+        )
 
     def _look_at(self, variables: Variables) -> None:
         """Find out which arrays of the optimizer state are cut.
@@ -239,11 +219,7 @@ class ShardedStateUpdate(VariableUpdate):
             raise AcrossElementsError("the optimizer asks for whole arrays")
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
-        divides = [self._shards.divides(leaf) for leaf in jax.tree.leaves(whole)]
-        self._cut = [number for number, is_cut in enumerate(divides) if is_cut]
-        self._uncut = [number for number, is_cut in enumerate(divides) if not is_cut]
-        leaves = jax.tree.leaves(parts)
-        self._layout = FlatLayout.of([leaves[number] for number in self._cut], 0)
+        self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
         others = jax.tree.map(self._other_shape, whole)
         self._shapes = jax.eval_shape(self._optimizer.init, whole)
         changed = jax.eval_shape(self._optimizer.init, others)

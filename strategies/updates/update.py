@@ -13,12 +13,12 @@ import numpy as np
 import optax
 from jax.extend import core
 
+from strategies.exchange.shards import Shards
 from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
 from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer

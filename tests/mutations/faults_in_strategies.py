@@ -70,7 +70,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the last elements that do not fill a part are dropped from a sharded update",
-        path="strategies/replicas/shards.py",
+        path="strategies/exchange/shards.py",
         old="return -(-size // self.replicas)",
         new="return size // self.replicas",
         caught_by="tests/strategies/test_sharded_update.py::test_the_parts_of_all_instances_make_the_array",

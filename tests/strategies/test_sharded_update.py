@@ -13,7 +13,8 @@ from test_ring_traffic import sent_by_each_rank
 import strategies
 from popdist import Instance
 from strategies import Checkpoints, Trainer
-from strategies.replicas.shards import PartOfArray, Shards
+from strategies.exchange.shards import Shards
+from strategies.replicas.shards import PartOfArray, take
 
 RNG = np.random.default_rng(5)
 BATCH = {
@@ -373,8 +374,10 @@ def test_a_part_keeps_as_many_axes_as_the_array():
 def test_the_parts_of_all_instances_make_the_array(instances, shape):
     local = 4 // instances
     shards, whole = Shards(4, local, 1), array(*shape)
-    parts = [np.asarray(jax.jit(shards.take)(whole, np.int32(i * local))) for i in range(instances)]
+    parts = [np.asarray(jax.jit(take, static_argnums=0)(shards, whole, np.int32(i * local))) for i in range(instances)]
     assert {part.shape for part in parts} == {shards.shape(whole)}
+    on_host = [shards.padded(whole.reshape(-1)[shards.bounds(whole, i * local)], whole) for i in range(instances)]
+    np.testing.assert_array_equal(np.concatenate(on_host), np.concatenate(parts).reshape(-1))
     joined = np.concatenate(parts)
     np.testing.assert_array_equal(shards.join(joined, whole), whole)
     assert not joined.reshape(-1)[whole.size :].any()  # padded with zeros
@@ -382,4 +385,4 @@ def test_the_parts_of_all_instances_make_the_array(instances, shape):
 
 def test_what_is_not_cut_is_taken_as_it_is():
     whole = array(5)
-    assert Shards(4, 1, 6).take(whole, np.int32(1)) is whole
+    assert take(Shards(4, 1, 6), whole, np.int32(1)) is whole

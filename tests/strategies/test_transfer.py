@@ -16,8 +16,11 @@ from test_ring_traffic import allowed, sent_by_each_rank
 import collectives
 import strategies
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
-from strategies.exchange.transfer import BLOCK, GradientTransfer, Int8Layout, Int8Reduction
-from strategies.gradients.leaving import encode, flatten
+from strategies.exchange.int8 import BLOCK, Int8Layout, Int8Reduction, encode
+from strategies.exchange.means import Bucket
+from strategies.exchange.shards import Shards
+from strategies.exchange.transfer import GradientTransfer
+from strategies.gradients.leaving import XLA, flatten
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)
@@ -31,12 +34,17 @@ def gradients(replica, step=0, layout=LAYOUT):
     ]
 
 
-COMPILED = jax.jit(encode, static_argnums=0)
+def zeros_of(layout):
+    (residuals,) = layout.residuals_of_each(layout.new_residuals(1), 1)
+    return residuals
 
 
-def encode(leaves, residuals=None, layout=LAYOUT):
+COMPILED = jax.jit(encode, static_argnums=(0, 4))
+
+
+def encoded(leaves, residuals=None, layout=LAYOUT):
     into = np.full(layout.payload_size, 99, np.int8)
-    payload, lost = COMPILED(layout, leaves, residuals or layout.new_residuals(), into)
+    payload, lost = COMPILED(layout, leaves, residuals or zeros_of(layout), into, XLA)
     return np.asarray(payload), [np.asarray(array) for array in lost]
 
 
@@ -94,12 +102,12 @@ def test_a_payload_has_65_bytes_for_each_block_of_64_values():
     assert Int8Layout(((6400,),)).payload_size == 6500
     assert Int8Layout(((65,), (1,))).payload_size == 3 * 65
     assert Int8Layout.of(gradients(0)) == LAYOUT
-    assert encode(gradients(0))[0].shape == (LAYOUT.payload_size,)
+    assert encoded(gradients(0))[0].shape == (LAYOUT.payload_size,)
 
 
 def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
     leaves = gradients(0)
-    payload, lost = encode(leaves)
+    payload, lost = encoded(leaves)
     for leaf, transferred, residual in zip(leaves, decoded(payload), lost, strict=True):
         assert bits(transferred + residual) == bits(leaf)
         if leaf.size > 1:
@@ -109,7 +117,7 @@ def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1.2e-38, 3e-38, 1.0, 127.0, 127.9, -128.0, 3.4e38, -3.4e38])
 def test_values_of_any_size_are_transferred(value):
     layout = Int8Layout(((70,),))
-    payload, lost = encode([np.full(70, value, np.float32)], layout=layout)
+    payload, lost = encoded([np.full(70, value, np.float32)], layout=layout)
     wrong = abs(decoded(payload, layout)[0].astype(np.float64) - np.float32(value))
     assert (wrong <= max(abs(value) / 64, 2.0**-126)).all()
     assert np.isfinite(lost[0]).all()
@@ -118,19 +126,19 @@ def test_values_of_any_size_are_transferred(value):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
     narrow = [leaf.astype(jnp.dtype(dtype)) for leaf in gradients(0)]
-    payload, lost = encode(narrow)
-    expected, expected_lost = encode([leaf.astype(np.float32) for leaf in narrow])
+    payload, lost = encoded(narrow)
+    expected, expected_lost = encoded([leaf.astype(np.float32) for leaf in narrow])
     assert bits(payload) == bits(expected)
     assert [bits(array) for array in lost] == [bits(array) for array in expected_lost]
 
 
 def sums_of_steps(gradients_of, steps):
     """The sum of what was transferred in so many steps, the sum of the gradients, and what is kept at the end."""
-    lost = LAYOUT.new_residuals()
+    lost = zeros_of(LAYOUT)
     transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(steps):
         leaves = gradients_of(step)
-        payload, lost = encode(leaves, lost)
+        payload, lost = encoded(leaves, lost)
         for total, of_step in ((transferred, decoded(payload)), (sums, leaves)):
             for array, leaf in zip(total, of_step, strict=True):
                 array += leaf
@@ -152,7 +160,7 @@ def test_gradients_below_half_a_unit_arrive_in_the_end():
         return constant
 
     transferred, sums, _ = (of_leaves[4][1:BLOCK] for of_leaves in sums_of_steps(leaves, 52))
-    assert (decoded(encode(leaves(0))[0])[4][1:BLOCK] == 0).all()
+    assert (decoded(encoded(leaves(0))[0])[4][1:BLOCK] == 0).all()
     assert (transferred == np.round(sums)).all()
 
 
@@ -163,8 +171,8 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(v
     before = [np.full(65, 0.25, np.float32), np.full(3, 0.5, np.float32)]
     leaves = gradients(0, layout=layout)
     leaves[0][position] = value
-    payload, lost = encode(leaves, before, layout)
-    result = add_up(layout, [payload, encode(gradients(1, layout=layout), None, layout)[0]])
+    payload, lost = encoded(leaves, before, layout)
+    result = add_up(layout, [payload, encoded(gradients(1, layout=layout), None, layout)[0]])
     bad = np.arange(65) // BLOCK == position // BLOCK
     first, second = layout.views(result)
     assert np.isnan(first[bad]).all()
@@ -174,13 +182,25 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_keeps_its_residual(v
     assert np.isfinite(lost[0]).all()
 
 
+def test_residuals_of_replicas_lie_one_after_another_and_are_copied(bits):
+    residuals = LAYOUT.new_residuals(3)
+    assert [array.shape for array in residuals] == [(9, 50), (3,), (192,), (0, 4), (3000,), (21,)]
+    for array in residuals:
+        array[...] = np.arange(array.size).reshape(array.shape)
+    of_each = LAYOUT.residuals_of_each(residuals, 3)
+    assert [[array.shape for array in of_one] for of_one in of_each] == [list(SHAPES)] * 3
+    for array, parts in zip(residuals, zip(*of_each, strict=True), strict=True):
+        assert bits(array) == bits(np.concatenate([np.atleast_1d(part) for part in parts]))
+        assert not any(np.shares_memory(array, part) for part in parts)
+
+
 # ---- all replicas
 
 
 def payload_of(replica, layout=LAYOUT):
     """Replicas differ so much that the order of their sum shows; blocks of one size are added without rounding."""
     factor = np.float32(2.0 ** (1, 0, 0, 25, 9, 23)[replica])
-    return encode([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
+    return encoded([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
 
 
 def reduce(communicator, replicas, op="mean", layout=LAYOUT):
@@ -219,7 +239,7 @@ def test_long_gradients_are_added_up_in_parts(bits):
 
 def test_an_overflow_of_the_sum_is_a_result():
     layout = Int8Layout(((3,),))
-    payload = encode([np.full(3, 3e38, np.float32)], None, layout)[0]
+    payload = encoded([np.full(3, 3e38, np.float32)], None, layout)[0]
     assert np.isinf(layout.views(add_up(layout, [payload, payload]))[0]).all()
 
 
@@ -326,6 +346,27 @@ def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
     arrays = written(layout, [small, large], None)
     assert layout.view(1, arrays).all()
     assert not arrays[1][large.size :].any()
+
+
+def test_the_mean_of_a_leaf_that_has_a_buffer_alone_may_be_cut():
+    leaves = [np.zeros((2, 3), np.float32), np.zeros(LARGE_BYTES // 4 + 1, np.float32), np.zeros(LARGE_BYTES, np.int8)]
+    shards = Shards(replicas=3, local=2, min_elements=4)
+    layout, given = FlatLayout.of(leaves, tail=1, multiple=shards.replicas), np.zeros(LARGE_BYTES + 2, np.int8)
+    made = []
+
+    def allocate(shape, dtype):
+        made.append(shape)
+        return np.zeros(shape, dtype)
+
+    bucket = Bucket.of("gradients", layout, allocate, shards.sizes(leaves[:2]), {layout.buffer_of(2): given})
+    assert made == [(7,)]
+    assert bucket.scattered == {layout.buffer_of(1)}
+    assert [bucket.mean(leaf).shape for leaf in range(3)] == [
+        (2, 3),
+        (2 * (LARGE_BYTES // 4 + 2) // 3,),
+        (LARGE_BYTES,),
+    ]
+    assert np.shares_memory(bucket.mean(2), given)
 
 
 def test_the_largest_small_leaf_lies_with_the_others():

@@ -15,9 +15,9 @@ import numpy as np
 from jax.extend import core
 
 from strategies.exchange.flat import FlatLayout
-from strategies.exchange.means import Bucket
+from strategies.exchange.means import Allocate, Bucket
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
-from strategies.gradients.leaving import TAIL, Allocate, Leaving, MeansMemory
+from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan

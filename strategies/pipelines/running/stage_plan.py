@@ -12,6 +12,7 @@ import numpy as np
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.exchange.shards import Shards
 from strategies.gradients.computation import Kept
 from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.gradients.replica_program import ReplicaProgram
@@ -22,7 +23,6 @@ from strategies.pipelines.running.stage_programs import PASSES, Executables, Sha
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.segments import Part
-from strategies.replicas.shards import Shards
 
 
 @dataclass(frozen=True)

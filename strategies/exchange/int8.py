@@ -1,0 +1,279 @@
+"""Gradients as int8 with error feedback: the layout of a payload, its encoding, and the sum of all replicas' payloads.
+
+Gradients are cut into blocks of 64 values with one power of two as their common scale. So what a block loses is exactly
+what it does not send: nothing is rounded in between. Every instance gets the blocks of all replicas and adds them up
+in the order of the tree in float32. The bits do not depend on the number of instances.
+
+Each replica keeps what quantisation loses, and adds it to its next gradient (1-bit SGD: Seide et al., Interspeech 2014;
+that such training converges: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import ModuleType
+
+import numpy as np
+
+from collectives import Communicator
+from collectives.reduction import Reduction
+from collectives.tree import TreeNode, registers, steps
+from strategies.exchange.flat import FLOAT32, Leaf, private_memory
+
+BLOCK = 64
+"""Values that share a scale: as many float32 results as begin at addresses that XLA reads in place."""
+
+NOT_FINITE = 255
+"""The exponent of infinity and NaN in float32; as a scale: a value of the block is one of them."""
+
+_INT8 = np.dtype(np.int8)
+_MANTISSA_BITS = 23
+_LARGEST = 127  # of the values of a block
+_SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
+_FLIPPED = 254  # 2^-e has this exponent less that of 2^e
+_SCALES = (np.arange(256, dtype=np.int32) << _MANTISSA_BITS).view(FLOAT32)
+_SCALES[NOT_FINITE] = np.nan
+_BLOCKS_AT_ONCE = 1 << 10  # their float32 values stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Int8Layout:
+    """The places of gradients in a replica's payload: one after another, each in blocks of its own.
+
+    A payload is int8 of shape `(payload_size,)`: first the values of all blocks, 64 each, then the scale of each block.
+    A scale is the exponent of a power of two as float32 has it, in one unsigned byte. If a value of the block is NaN or
+    infinite, the scale is 255, and the whole block is decoded as NaN.
+
+    Attributes:
+        shapes: of the gradients, in tree order.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Int8Layout:
+        """Return the layout of gradients with the shapes of `leaves`."""
+        return cls(tuple(tuple(leaf.shape) for leaf in leaves))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first block of each gradient, and the end."""
+        return tuple(accumulate((-(-math.prod(shape) // BLOCK) for shape in self.shapes), initial=0))
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return self.starts[-1]
+
+    @property
+    def payload_size(self) -> int:
+        """Bytes of a replica's payload: 65 for 64 values."""
+        return self.blocks * (BLOCK + 1)
+
+    @property
+    def result_size(self) -> int:
+        """Elements of the float32 result, in which each gradient begins at a multiple of 64."""
+        return self.blocks * BLOCK
+
+    def new_result(self) -> np.ndarray:
+        """Return memory for a result: float32 of shape `(result_size,)`, aligned so that XLA reads it in place."""
+        return private_memory((self.result_size,), FLOAT32)
+
+    def new_residuals(self, replicas: int) -> list[np.ndarray]:
+        """Return the residuals before the first step, zeros: for each gradient those of `replicas` one after another.
+
+        A gradient without axes has residuals of one axis.
+        """
+        shapes = [shape or (1,) for shape in self.shapes]
+        return [np.zeros((replicas * rows, *others), FLOAT32) for rows, *others in shapes]
+
+    def residuals_of_each(self, residuals: Sequence[np.ndarray], replicas: int) -> list[Sequence[np.ndarray]]:
+        """Return copies of the residuals of each of `replicas`, in the shapes of the gradients."""
+        cut = [np.split(np.array(array), replicas) for array in residuals]
+        return [
+            [parts[replica].reshape(shape) for parts, shape in zip(cut, self.shapes, strict=True)]
+            for replica in range(replicas)
+        ]
+
+    def views(self, result: np.ndarray) -> list[np.ndarray]:
+        """Return the gradients in the float32 result, each in its shape; nothing is copied."""
+        return [
+            result[start * BLOCK : start * BLOCK + math.prod(shape)].reshape(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class ArrayLibrary:
+    """A library of arrays that can encode gradients: NumPy, JAX while it traces, PyTorch on any device.
+
+    Attributes:
+        functions: amax, asarray, where and dtypes, with NumPy's names.
+        pad: `(array, (0, count))` returns an array of one axis with so many zeros behind it.
+        write: `(into, values, start)` returns `into` with other values from `start` on; the memory may be the same.
+        apart: returns arrays so that a compiler computes each of them once, before what uses them.
+    """
+
+    functions: ModuleType
+    pad: Callable[[Leaf, tuple[int, int]], Leaf]
+    write: Callable[[Leaf, Leaf, int], Leaf]
+    apart: Callable[[Sequence[Leaf]], Sequence[Leaf]]
+
+
+def _padded(array: np.ndarray, padding: tuple[int, int]) -> np.ndarray:
+    """`np.pad`, which takes longer than the rest of the encoding for small gradients."""
+    longer = np.zeros(array.size + padding[1], array.dtype)
+    longer[: array.size] = array
+    return longer
+
+
+def _write(into: np.ndarray, values: np.ndarray, start: int) -> np.ndarray:
+    into[start : start + values.size] = values
+    return into
+
+
+NUMPY = ArrayLibrary(np, _padded, _write, tuple)
+
+
+def encode(
+    layout: Int8Layout, leaves: Sequence[Leaf], residuals: Sequence[Leaf], into: Leaf, library: ArrayLibrary
+) -> tuple[Leaf, tuple[Leaf, ...]]:
+    """Return one replica's payload, and what it lost.
+
+    A block that is not finite keeps the residual that it had. If the step is not applied, keep the old residuals of
+    all blocks. Divide gradients by their loss scale before they are encoded. The bits are those of every library, but
+    that XLA takes subnormal numbers for zero on CPUs.
+
+    Args:
+        layout: the places of gradients in the payload.
+        leaves: the gradients, of any floating-point dtypes, in the layout's shapes; not changed.
+        residuals: the second result of this replica's last step that was applied: float32, in the layout's shapes;
+            zeros before. Not changed.
+        into: int8 of shape `(payload_size,)`, whose memory the payload may take; all of its values are replaced.
+        library: has made the arrays.
+
+    Returns:
+        The payload, and the new residuals.
+    """
+    kept = []
+    with np.errstate(all="ignore"):  # infinity and NaN are results
+        for leaf, residual, start in zip(library.apart(leaves), residuals, layout.starts, strict=False):
+            values, scales, lost = _quantise(leaf, residual, library)
+            into = library.write(into, values, start * BLOCK)
+            into = library.write(into, scales, layout.result_size + start)
+            kept.append(lost)
+    return into, tuple(kept)
+
+
+def _quantise(leaf: Leaf, residual: Leaf, library: ArrayLibrary) -> tuple[Leaf, Leaf, Leaf]:
+    """Quantise a gradient: return values int8[n * 64], scales int8[n], and the error, float32 like the gradient."""
+    xp = library.functions
+    exact = xp.asarray(leaf, dtype=xp.float32) + residual
+    blocks = _in_blocks(exact, library)
+    largest = xp.amax(abs(blocks), axis=1)  # NaN if one of them is; of floats: XLA takes far longer for integers
+    exponents = largest.view(xp.int32) >> _MANTISSA_BITS & NOT_FINITE
+    is_finite = exponents < NOT_FINITE
+    scales = xp.where(is_finite, (exponents - _SHIFT).clip(1, None), NOT_FINITE)
+    scales, is_finite = library.apart((scales, is_finite))  # fused, each value would compute its own
+    is_finite = is_finite[:, None]
+    units, inverses = (_power_of_two(each, xp) for each in (scales, _FLIPPED - scales))
+    values = (blocks * inverses).round().clip(-_LARGEST, _LARGEST)  # multiplied exactly, rounded half to even
+    values = xp.where(is_finite, values, 0)
+    lost = xp.where(is_finite, blocks - values * units, _in_blocks(residual, library))  # exact
+    return (
+        xp.asarray(values, dtype=xp.int8).reshape(-1),
+        xp.asarray(scales, dtype=xp.uint8).view(xp.int8),
+        lost.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape),
+    )
+
+
+def _in_blocks(array: Leaf, library: ArrayLibrary) -> Leaf:
+    missing = -math.prod(array.shape) % BLOCK
+    flat = array.reshape(-1)
+    return (library.pad(flat, (0, missing)) if missing else flat).reshape(-1, BLOCK)
+
+
+def _power_of_two(exponents: Leaf, functions: ModuleType) -> Leaf:
+    """Return the powers of two with these exponents in float32, as a column, made of bits: exp2 may round."""
+    return (exponents << _MANTISSA_BITS).view(functions.float32)[:, None]
+
+
+class Int8Reduction:
+    """The sum of the payloads of all replicas in the order of the tree, for one layout.
+
+    Args:
+        layout: of the payloads, the same on all instances.
+        communicator: connects the instances.
+        replicas: their number on all instances together. They are spread as evenly as can be: the first instances
+            have one more.
+    """
+
+    def __init__(self, layout: Int8Layout, communicator: Communicator, replicas: int) -> None:
+        self._layout = layout
+        self._communicator = communicator
+        self._replicas = replicas
+        each, more = divmod(replicas, communicator.size)
+        self._counts = [each + (rank < more) for rank in range(communicator.size)]
+        self._steps = steps(tuple(TreeNode(replica, replica + 1) for replica in range(replicas)))
+        self._rows = np.empty((max(1, registers(self._steps)), min(_BLOCKS_AT_ONCE, layout.blocks), BLOCK), FLOAT32)
+        if communicator.size > 1:
+            shape = (max(self._counts), layout.payload_size)
+            self._mine = np.zeros(shape, _INT8)
+            self._gathered = np.empty((communicator.size, *shape), _INT8)
+
+    def reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: str = "mean", *, name: str) -> None:
+        """Write the sum or mean over all replicas of all instances; a collective call.
+
+        Args:
+            payloads: those of the local replicas, in their order: int8 of shape `(payload_size,)`; not changed.
+            out: memory for the result, of `Int8Layout.new_result`; `Int8Layout.views` finds the gradients there.
+            op: "mean" or "sum".
+            name: of the collective.
+
+        Raises:
+            CollectiveError: as of `Communicator.all_gather`.
+        """
+        payloads = self._gather(payloads, name)
+        with np.errstate(all="ignore"):  # infinity and NaN are results
+            self._add_up(payloads, out)
+        Reduction(op, FLOAT32).finish(out, out, self._replicas)
+
+    def _gather(self, payloads: Sequence[np.ndarray], name: str) -> Sequence[np.ndarray]:
+        """Return the payloads of all replicas, in their order."""
+        if self._communicator.size == 1:
+            return payloads
+        for row, payload in zip(self._mine[: self._counts[self._communicator.rank]], payloads, strict=True):
+            row[...] = payload
+        self._communicator.all_gather(self._mine, self._gathered, name=name)
+        return [payload for rows, count in zip(self._gathered, self._counts, strict=True) for payload in rows[:count]]
+
+    def _add_up(self, payloads: Sequence[np.ndarray], out: np.ndarray) -> None:
+        blocks = self._layout.blocks
+        total = out.reshape(blocks, BLOCK)
+        values = [payload[: blocks * BLOCK].reshape(blocks, BLOCK) for payload in payloads]
+        scales = [_SCALES[payload[blocks * BLOCK :].view(np.uint8)][:, None] for payload in payloads]
+        for start in range(0, blocks, _BLOCKS_AT_ONCE):
+            some = slice(start, start + _BLOCKS_AT_ONCE)
+            self._add_blocks([value[some] for value in values], [scale[some] for scale in scales], total[some])
+
+    def _add_blocks(self, values: Sequence[np.ndarray], scales: Sequence[np.ndarray], total: np.ndarray) -> None:
+        """Add some blocks of all replicas; sums of some of the replicas lie in `_rows`."""
+        rows = [total, *self._rows[:, : total.shape[0]]]
+
+        def decoded(number: int, into: np.ndarray) -> np.ndarray:
+            into[...] = values[number]
+            into *= scales[number]
+            return into
+
+        if len(values) == 1:
+            decoded(0, total)
+        found: list[np.ndarray] = []
+        for left, right, register in self._steps:
+            into = rows[register]
+            one = decoded(left, into) if left < len(values) else found[left - len(values)]
+            other = decoded(right, rows[-1]) if right < len(values) else found[right - len(values)]
+            found.append(np.add(one, other, out=into))
