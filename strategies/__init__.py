@@ -19,6 +19,7 @@ from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
 from strategies.comparing.digest import fingerprint
+from strategies.core.evaluation import Evaluation
 from strategies.core.metrics import Metrics
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.data.casts import Cast, casting
@@ -38,7 +39,7 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
-from strategies.evaluation.data_pass import Evaluation, Mean
+from strategies.evaluation.mean import Mean
 from strategies.feeds.feed_streams import InfeedMode
 from strategies.feeds.infeed import InfeedQueue
 from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue

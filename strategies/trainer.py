@@ -10,12 +10,13 @@ import numpy as np
 from optax import GradientTransformation
 
 from strategies.argument_checks import require_known_options
-from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.core.evaluation import Evaluation, Evaluator
+from strategies.core.metrics import Metrics, StepNotice
+from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.data_pass import Evaluation, Told
-from strategies.evaluation.evaluation_program import EvaluationTask, MetricsFunction
-from strategies.evaluation.evaluator import JaxEvaluator
+from strategies.data.every_row import every_row
+from strategies.evaluation.tasks import MetricsFunction, evaluation_task, prediction_task
 from strategies.gradients.arguments import (
     check_loss_function,
     check_optimizer,
@@ -108,7 +109,7 @@ class Trainer:
             recorder,
         )
         self._executions = Executions(replicas, self._programs, update, self._loop, options.may_fuse)
-        self._evaluator = JaxEvaluator(replicas, loss_fn, options, recorder.is_on)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, options.own_part)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
@@ -259,25 +260,37 @@ class Trainer:
     ) -> Evaluation:
         """Return means over all rows of a data set, each counted once; a collective call. The state is unchanged.
 
-        The bits depend on the number of replicas and the batch size, and not on the instances.
+        The function gets each row as a batch of one, so that a mean over rows is the mean over all of them, however
+        many there are. Values are added in float64, a replica's rows one after another, then the replicas in the
+        order of the tree, and batch by batch. The bits depend on the number of replicas and the batch size, and not on
+        the instances.
 
         Args:
             state: what `init`, `step` or `run` returned last.
-            dataset: a `DistributedDataset` with `remainder="pad"`, or an iterable of this instance's batches.
-            fn: as `loss_fn`, called with each row as a batch of one; None for `loss_fn` itself.
-            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}`; see `JaxEvaluator.evaluate`.
+            dataset: a `DistributedDataset` with `remainder="pad"`, the rest of whose epoch is read; or an iterable of
+                batches of this instance, of which later ones may have fewer rows than the first.
+            fn: as `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
+                `jax.random.key(seed)`.
+            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}` of all rows of a replica, of
+                which those count whose mask, bool `[rows]`, is True. A metric is a `Mean`, or another pytree of arrays
+                with a method `merge(other)`, which is called with host arrays.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `JaxEvaluator.evaluate`.
+            TypeError: if a loss or metric is no scalar, or what `metrics_fn` returns cannot be merged.
+            ValueError: if there is no row, the data set leaves rows out or accumulates, batches differ in more than the
+                number of rows, the function has feeds or, of single rows, collectives, or the state was used up.
+            DisagreementError: on all instances, if they differ in what is evaluated.
         """
-        found = self._evaluator.evaluate(state, dataset, fn, metrics_fn)
-        tell_evaluation(self._strategy.replicas, state.step, found)
-        return found
+        check_state(state)
+        task = evaluation_task(self._loss_fn, fn, metrics_fn, state.model_state is not None)
+        return self._evaluator.evaluate(task, state, dataset)
 
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
         """Yield the model's outputs for each row, in the order of the data; taking a batch is a collective call.
+
+        If all instances leave the iterator early, the data set stays there.
 
         Args:
             state: see `evaluate`; not to be used up before the last batch is taken.
@@ -287,12 +300,16 @@ class Trainer:
             to_all: whether all instances get the outputs, as host arrays; otherwise all but instance 0 get None.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `JaxEvaluator.predict`.
+            TypeError, ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs
+                are not one for each row.
         """
-        return self._evaluator.predict(state, dataset, fn, to_all)
+        check_state(state)
+        task = prediction_task(self._loss_fn, fn, state.model_state is not None)
+        return self._evaluator.predict(task, state, dataset, to_all)
 
     def told(
         self, task: EvaluationTask, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
     ) -> Generator[Told, None, None]:
         """Yield the results of a task for each batch; `evaluate` and `predict` are built on it."""
+        check_state(state)
         return self._evaluator.told(task, state, dataset)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from strategies.core.metrics import UnreadArray
+from strategies.core.rows import Begun, EvaluationTask
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale
 from strategies.typing import Batch, Gradients, Leaf, Tree
 
 if TYPE_CHECKING:
+    from strategies.data.sources import Masked
     from strategies.train_state import TrainState
 
 Buffers: TypeAlias = Sequence[Sequence[Leaf]]
@@ -121,6 +123,24 @@ class Engine(ABC, Generic[State, Pending]):
         Args:
             pending: the step, which has arrived.
             scale: of the next loss.
+        """
+
+    @abstractmethod
+    def tell(self, task: EvaluationTask, state: State, batch: Masked) -> Begun:
+        """Begin to compute what a task tells of the rows of each local replica; does not wait for it.
+
+        A collective call where the task, or batches of such shapes, are new. The state stays as it is. After an error
+        the engine may be told of the next batch, or of another task. What the engine keeps for it, such as threads,
+        ends with the engine.
+
+        Args:
+            task: the work; engines prepare equal tasks once.
+            state: not to be used up before the last batch is waited for.
+            batch: of all local replicas: one of a data set of the strategy, or host arrays.
+
+        Raises:
+            DisagreementError: on all instances, if they would not compute the same.
+            ValueError: if the state was used up, also when it is waited for; or the batch is for other replicas.
         """
 
     @abstractmethod

@@ -266,8 +266,9 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Whether this is the batch that was yielded last."""
-        return batch is self._last and batch is not None
+        """Whether this is the batch that was yielded last, or it with a mask."""
+        given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
+        return self._last is not None and any(one is self._last for one in given)
 
     def read_again(self) -> Batch:
         """The batch of the step that was yielded last, for the present local replicas."""

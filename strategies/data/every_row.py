@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -33,7 +33,9 @@ class EveryRow(ABC):
 
     @abstractmethod
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """Those of step `start`, `start + 1`, ... counted from the first one, on the devices.
+        """Yield those of step `start`, `start + 1`, ... counted from the first one.
+
+        Of a data set of a strategy they lie where it has put them, and otherwise on the host.
 
         Raises:
             StrategyError: if they cannot be read again.
@@ -44,15 +46,12 @@ class EveryRow(ABC):
         """Read no more after so many batches, though there may be more of them."""
 
 
-def every_row(
-    dataset: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
-) -> EveryRow:
-    """The rest of a data set.
+def every_row(dataset: Iterable[Batch], communicator: Communicator, local: int) -> EveryRow:
+    """Return the rest of a data set.
 
     Args:
         dataset: a `DistributedDataset` that drops nothing, the rest of whose epoch is read; or an iterable of batches
             of this instance, of which each but the first may be shorter. Instances may have different numbers of them.
-        place: puts a batch of host arrays on the devices.
         communicator: connects the instances.
         local: how many replicas this instance drives.
 
@@ -67,7 +66,7 @@ def every_row(
     if not isinstance(dataset, Iterable):
         raise TypeError(f"the data set is a {type(dataset).__name__} and no iterable of batches; {_WAY_OUT}")
     given = dataset.batches if isinstance(dataset, Lockstep) else dataset
-    return _OfBatches(given, place, communicator, local)
+    return _OfBatches(given, communicator, local)
 
 
 class _OfDataset(EveryRow):
@@ -107,11 +106,8 @@ class _OfDataset(EveryRow):
 class _OfBatches(EveryRow):
     """See `every_row`. It can be read once."""
 
-    def __init__(
-        self, batches: Iterable[Batch], place: Callable[[Batch], Batch], communicator: Communicator, local: int
-    ) -> None:
+    def __init__(self, batches: Iterable[Batch], communicator: Communicator, local: int) -> None:
         self._batches = batches
-        self._place = place
         self._communicator = communicator
         self._local = local
         self._is_begun = False
@@ -144,7 +140,7 @@ class _OfBatches(EveryRow):
             else:
                 assert last is not None
                 last = Masked(last.values, np.zeros(rows * self._local, bool))
-            yield self._place(last)
+            yield last
 
 
 def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:

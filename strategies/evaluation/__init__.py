@@ -1,1 +1,1 @@
-"""Evaluating and predicting, where nothing is trained."""
+"""The tasks of evaluations and predictions on JAX, and the metric that is merged exactly."""

@@ -18,8 +18,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
 from strategies.argument_checks import positive
+from strategies.core.rows import Told
 from strategies.data.datasets import DistributedDataset
-from strategies.evaluation.data_pass import Told
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree

@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -14,8 +15,7 @@ import numpy as np
 import optax
 
 from collectives.tree import combined
-from strategies.evaluation.data_pass import Told, in_order
-from strategies.evaluation.evaluation_program import EvaluationTask
+from strategies.core.rows import EvaluationTask, Told, in_order, padded
 from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import FIRST, MEAN
 from strategies.keras.agreement import broadcast
@@ -79,15 +79,8 @@ class _OutputsTask(_OfRows):
         return jax.tree.map(jnp.asarray, outputs)
 
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`: as many rows as others tell, of which those behind the ones that count are zeros."""
-
-        def padded(leaf: np.ndarray) -> np.ndarray:
-            whole = np.zeros((len(mask), *leaf.shape[1:]), leaf.dtype)
-            count = int(mask.sum())
-            whole[:count] = leaf[:count]
-            return whole
-
-        return jax.tree.map(padded, computed)
+        """See `EvaluationTask`."""
+        return jax.tree.map(partial(padded, mask=mask), computed)
 
 
 class _Function(ABC):
@@ -172,7 +165,7 @@ class TestFunction(_Function):
         metrics = [np.asarray(one) for one in of_metrics]
         logs: Logs = {}
         for of_replicas in told:
-            counted = [of_replica for of_replica, mask in of_replicas if mask.any()]
+            counted = [one.tree for one in of_replicas if one.mask.any()]
             if counted:
                 self._seen += len(counted)
                 of_variables = zip(*(made for made, _ in counted), strict=True)

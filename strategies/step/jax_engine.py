@@ -12,6 +12,8 @@ import numpy as np
 from strategies.comparing.digest import flip_bit, host_arrays
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray, metrics_of
+from strategies.core.rows import Begun, EvaluationTask
+from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
@@ -23,6 +25,7 @@ from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import rows_of_replicas
+from strategies.step.evaluation_program import JaxRows
 from strategies.step.in_one_program import InOneProgram, StepProgram
 from strategies.step.options import StepOptions
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
@@ -88,6 +91,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         self._update = update
         self._options = options
         self._is_recorded = is_recorded
+        self._rows = JaxRows(replicas, options, is_recorded)
         self._in_one = InOneProgram(update, options.seed, replicas.devices.executables)
 
     # ---- one step
@@ -209,6 +213,12 @@ class JaxEngine(Engine[TrainState, JaxPending]):
             pending.exchange.reduce(bucket, contributions)
         arrived = self.arrived(pending)
         return self.update(pending, state.loss_scale), metrics_of(arrived.names, arrived.tail, None)
+
+    # ---- without training
+
+    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
+        """See `Engine`."""
+        return self._rows.tell(task, state, batch)
 
     # ---- the state
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from strategies.core.gathering import gather_arrays
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout
-from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
@@ -168,11 +168,12 @@ class ModelBuffers:
                 f"{name} has changed its shape in the forward pass, and each replica keeps its own; call the module "
                 "once before the Trainer, so that it has its shape"
             )
-        shapes = [np.zeros(_MOST_AXES, np.int64) for _ in of_replicas]
-        for slots, shape in zip(of_replicas, shapes, strict=True):
+        shapes = [[np.zeros(_MOST_AXES, np.int64)] for _ in of_replicas]
+        for slots, [shape] in zip(of_replicas, shapes, strict=True):
             own = slots[number].tensor.shape
             shape[: len(own) + 1] = len(own), *own
-        of_all = {tuple(row[1 : row[0] + 1].tolist()) for row in gather_replicas(replicas, shapes, f"shape of {name}")}
+        gathered = gather_arrays(replicas, shapes, f"shape of {name}")
+        of_all = {tuple(row[1 : row[0] + 1].tolist()) for [row] in gathered}
         if len(of_all) > 1:
             raise StrategyError(
                 f"{name} has become of the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different "
@@ -198,7 +199,7 @@ class ModelBuffers:
     ) -> dict[int, torch.Tensor]:
         """Gather what all replicas have on every instance, so that nothing is lost with one."""
         local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
-        gathered = gather_replicas(replicas, local, "buffers of each replica")
+        gathered = gather_arrays(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
         return {number: as_tensor(np.stack(arrays)) for number, arrays in zip(numbers, columns, strict=True)}
 

@@ -13,12 +13,15 @@ from strategies.comparing.digest import host_arrays
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.gathering import gather_arrays
+from strategies.core.rows import Begun, EvaluationTask
+from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.replicas.gathering import gather_replicas
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, settings_in_words
+from strategies.torch.evaluation import TorchRows
 from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
 from strategies.torch.local_replicas import LocalReplicas
 from strategies.torch.options import TorchOptions
@@ -89,6 +92,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._replicas = replicas
         self._loss_fn = loss_fn
         self.prepared = PreparedReplicas(replicas, training, loss_fn, options, is_recorded)
+        self._rows = TorchRows(replicas, options.seed, is_recorded)
+
+    def close(self) -> None:
+        """End the threads of the replicas; a step or an evaluation begins new ones."""
+        self.prepared.close()
+        self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
         """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
@@ -255,8 +264,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
         """A row for each replica of all instances; a collective call."""
-        own = [np.array(row, bool) for row in rows]
-        return np.stack(gather_replicas(self._replicas, own, "what replicas have found"))
+        own = [[np.array(row, bool)] for row in rows]
+        return np.concatenate(gather_arrays(self._replicas, own, "what replicas have found"))
+
+    # ---- without training
+
+    def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
+        """See `Engine`."""
+        return self._rows.tell(task, state, batch)
 
     # ---- the state
 

@@ -9,17 +9,18 @@ import torch
 
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.core.metrics import Metrics, StepNotice, tell_evaluation
+from strategies.core.evaluation import Evaluation, Evaluator
+from strategies.core.metrics import Metrics, StepNotice
 from strategies.core.options import completed
 from strategies.core.step import StepLoop, StepRules
-from strategies.evaluation.data_pass import Evaluation
+from strategies.data.every_row import every_row
 from strategies.memory.plan import MemoryPlan
 from strategies.pipelines.trace import Trace
 from strategies.step.jax_engine import rows_of
 from strategies.step.options import StepOptions
 from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
-from strategies.torch.evaluation import TorchEvaluator
+from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
@@ -87,11 +88,12 @@ class Trainer:
         )
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
+        self._loss_fn = loss_fn
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder.is_on)
         self._options = settings
         rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
-        self._evaluator = TorchEvaluator(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
 
     @property
@@ -188,9 +190,7 @@ class Trainer:
             ValueError: if there is no row, or the data set leaves rows out or accumulates.
             DisagreementError: on all instances, if they differ in what is evaluated.
         """
-        found = self._evaluator.evaluate(dataset, fn)
-        tell_evaluation(self._strategy.replicas, self.steps_made, found)
-        return found
+        return self._evaluator.evaluate(MeansOfRows(fn or self._loss_fn), self._training, dataset)
 
     def predict(
         self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
@@ -207,15 +207,16 @@ class Trainer:
             ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs are not one
                 for each row.
         """
-        return self._evaluator.predict(dataset, fn, to_all)
+        task = OutputsOfRows(fn or self._loss_fn, is_loss=fn is None)
+        return self._evaluator.predict(task, self._training, dataset, to_all)
 
     def scale_losses(self, scale: float) -> None:
         """Multiply the losses of later steps by another number, and divide mean gradients by it; on all instances."""
         self._loop.scaling = self._engine.scale_losses(self._training, scale)
 
     def close(self) -> None:
-        """End the threads of the replicas; a step begins new ones."""
-        self._engine.prepared.close()
+        """End the threads of the replicas; a step or an evaluation begins new ones."""
+        self._engine.close()
 
     # ---- checkpoints
 

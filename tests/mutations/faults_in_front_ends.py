@@ -407,8 +407,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="replicas evaluate with the buffers of the first one of their instance",
         path="strategies/torch/evaluation.py",
-        old="buffers.masters_of(replica) for replica in local]",
-        new="buffers.masters_of(local[0]) for replica in local]",
+        old="state.buffers.masters_of(replica) for replica in local]",
+        new="state.buffers.masters_of(local[0]) for replica in local]",
         caught_by="tests/strategies/on_torch/test_torch_replica_groups.py::TestBuffersOfEachReplica::test_are_those_with_which_each_replica_predicts",
     ),
     Fault(

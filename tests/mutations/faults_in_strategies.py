@@ -119,14 +119,14 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="a row that only fills a batch is evaluated",
-        path="strategies/evaluation/evaluation_program.py",
+        path="strategies/evaluation/tasks.py",
         old="Mean(_sum(values[mask]), np.float64(mask.sum()))",
         new="Mean(_sum(values), np.float64(mask.size))",
         caught_by="tests/strategies/test_evaluation.py::TestEveryRowCountsOnce::test_of_batches_of_which_the_last_is_short",
     ),
     Fault(
         name="losses of rows are added in float32",
-        path="strategies/evaluation/evaluation_program.py",
+        path="strategies/evaluation/tasks.py",
         old="np.add.accumulate(values, dtype=np.float64)[-1]",
         new="np.add.accumulate(values, dtype=np.float32)[-1]",
         caught_by="tests/strategies/test_evaluation.py::TestEveryRowCountsOnce::test_sums_are_as_good_as_float64",
@@ -140,7 +140,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="batches of an evaluation that an instance has not got are skipped after a loss",
-        path="strategies/evaluation/data_pass.py",
+        path="strategies/core/data_pass.py",
         old="int(np.where(meeting.passes == own, meeting.batches, 0).min())",
         new="int(np.where(meeting.passes == own, meeting.batches, 0).max())",
         caught_by="tests/strategies/test_surviving_evaluation.py::test_the_others_find_the_same_though_some_are_a_batch_ahead",

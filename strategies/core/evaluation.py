@@ -1,0 +1,186 @@
+"""Evaluating and predicting: what all replicas tell of every batch of a data set, merged in a fixed order.
+
+A replica's results depend on its rows alone; which rows it gets depends on the number of replicas and the batch size.
+All instances get the results of all replicas, and merge them themselves: replica by replica, and batch by batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeAlias
+
+from collectives import Communicator
+from collectives.tree import combined
+from strategies.core.data_pass import DataPass, Passing, PassingMembers
+from strategies.core.engine import Engine, Pending, State
+from strategies.core.metrics import ObservedMembers, tell_evaluation
+from strategies.core.rows import EvaluationTask, Told, in_order
+from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.typing import Batch, Metric, Numbers, Tree
+
+if TYPE_CHECKING:
+    from strategies.data.every_row import EveryRow
+
+
+EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow]"
+"""Returns the rows of a data set, given what connects the instances, and the number of local replicas."""
+
+
+class EvaluatingMembers(PassingMembers, ObservedMembers, Protocol):
+    """The instances of a job that evaluates."""
+
+    @property
+    def local_replicas(self) -> range:
+        """The replicas that this instance drives now."""
+
+
+class Evaluator(Generic[State, Pending]):
+    """Evaluates and predicts with a state, which stays as it is.
+
+    Args:
+        members: the instances.
+        engine: computes.
+        every_row: see `EveryRowOf`.
+        own_part: the part of the state that no other instance has, in words; None if there is none.
+    """
+
+    def __init__(
+        self,
+        members: EvaluatingMembers,
+        engine: Engine[State, Pending],
+        every_row: EveryRowOf,
+        own_part: str | None,
+    ) -> None:
+        self._members = members
+        self._engine = engine
+        self._every_row = every_row
+        self._survives = own_part is None
+        self._has_warned = False
+
+    def evaluate(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Evaluation:
+        """Return the merged metrics of all rows, and tell sinks of them; see `Trainer.evaluate`.
+
+        Args:
+            task: tells metrics by their names.
+            state: of the training.
+            dataset: whose rows count once each.
+        """
+        found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
+        tell_evaluation(self._members, state.step, found)
+        return found
+
+    def predict(
+        self, task: EvaluationTask, state: State, dataset: Iterable[Batch], to_all: bool
+    ) -> Generator[Tree, None, None]:
+        """Yield the outputs for the rows of each batch, in the order of the data; see `Trainer.predict`.
+
+        Args:
+            task: tells something of each row.
+            state: of the training.
+            dataset: see `evaluate`.
+            to_all: whether all instances get the outputs; if not, all but instance 0 get None.
+        """
+        rows = self._rows(dataset)
+        if rows.dataset is not None and rows.dataset.is_shuffled:
+            raise ValueError(
+                "the data set is shuffled, and predictions come in the order in which it is read; distribute it with "
+                "shuffle=False"
+            )
+        return _predictions_of(self._pass(task, state, rows, to_all), rows.is_interleaved)
+
+    def told(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
+        """Yield what a task tells of each batch on all replicas; taking a batch is a collective call."""
+        return self._pass(task, state, self._rows(dataset))
+
+    def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
+        return self._every_row(dataset, self._members.communicator, len(self._members.local_replicas))
+
+    def _pass(
+        self, task: EvaluationTask, state: State, rows: EveryRow, to_all: bool = True
+    ) -> Generator[Told, None, None]:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(self._members, lost_with_an_instance(False, rows.dataset))
+        self._members.instruments.step_begins(state.step)
+        passing = Passing(task.title, state.step, partial(self._engine.tell, task, state), self._survives)
+        return DataPass(self._members, passing, rows, to_all).results()
+
+
+# ---- what is found
+
+
+class Mergeable(Protocol):
+    """A metric of some rows, as a pytree of arrays; that of more rows is merged from several."""
+
+    def merge(self, other: Self) -> Self:
+        """Return the metric of the rows of both; neither is changed."""
+
+
+class ReadAsValue(ABC):
+    """A metric that users read as its value."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Numbers:
+        """The value: a float, or an array of float64."""
+
+
+class Evaluation(Mapping[str, Metric]):
+    """The result of `Trainer.evaluate`, the same bits on every instance.
+
+    Under its name each metric that is a `Mean` is its value, and any other what was merged.
+
+    Attributes:
+        merged: the metrics as they were merged, to be merged further.
+        rows: how many rows were evaluated.
+    """
+
+    def __init__(self, merged: Mapping[str, Mergeable], rows: int) -> None:
+        self.merged = merged
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> Metric:
+        metric = self.merged[name]
+        return metric.value if isinstance(metric, ReadAsValue) else metric
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.merged)
+
+    def __len__(self) -> int:
+        return len(self.merged)
+
+    def __repr__(self) -> str:
+        return f"Evaluation({dict(self)}, rows={self.rows})"
+
+
+def _evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
+    """Merge the metrics of all batches, replica by replica and batch by batch.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+    merged: dict[str, Mergeable] = {}
+    rows = 0
+    with closing(batches):
+        for told in batches:
+            rows += sum(int(one.mask.sum()) for one in told)
+            of_batch = combined([one.tree for one in told], _merged)
+            merged = _merged(merged, of_batch) if merged else of_batch
+    if not rows:
+        raise ValueError("there is no row to evaluate")
+    loss_first = sorted(merged, key=lambda name: name != "loss")
+    return Evaluation({name: merged[name] for name in loss_first}, rows)
+
+
+def _merged(one: dict[str, Mergeable], other: dict[str, Mergeable]) -> dict[str, Mergeable]:
+    return {name: metric.merge(other[name]) for name, metric in one.items()}
+
+
+def _predictions_of(batches: Generator[Told, None, None], is_interleaved: bool) -> Generator[Tree, None, None]:
+    """Yield the predictions of each batch; None on instances that get none."""
+    with closing(batches):
+        for told in batches:
+            yield in_order(told, is_interleaved)

@@ -1,0 +1,79 @@
+"""Gathering of all replicas' arrays, on every instance or on the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from collectives import Communicator
+from popdist.instance import replica_block
+
+OfReplicas: TypeAlias = Sequence[Sequence[np.ndarray]]
+"""For each replica its arrays."""
+
+
+class GatheringMembers(Protocol):
+    """The instances of a job that gather what their replicas have."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects those that are left."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The replicas of all instances."""
+
+
+def gather_arrays(members: GatheringMembers, local: OfReplicas, name: str) -> list[list[np.ndarray]]:
+    """Return the arrays of each replica of all instances, in their order; a collective call.
+
+    Args:
+        members: the instances.
+        local: the arrays of each local replica; all replicas have as many, of the same shapes and dtypes.
+        name: of the call.
+    """
+    whole = members.communicator.all_gather(_message(members, local), name=name)
+    return _unpacked(members, whole, local[0])
+
+
+def gather_arrays_on_first(members: GatheringMembers, local: OfReplicas, name: str) -> list[list[np.ndarray]] | None:
+    """See `gather_arrays`, for instance 0 alone; None on the others."""
+    whole = members.communicator.gather(_message(members, local), name=name)
+    return None if whole is None else _unpacked(members, whole, local[0])
+
+
+def _blocks(members: GatheringMembers) -> list[range]:
+    """Return the replicas of each instance."""
+    count = members.communicator.size
+    return [replica_block(rank, count, members.num_replicas_in_sync) for rank in range(count)]
+
+
+def _message(members: GatheringMembers, local: OfReplicas) -> np.ndarray:
+    """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
+    packed = [np.concatenate([_bytes_of(array) for array in arrays]) for arrays in local]
+    message = np.zeros((max(map(len, _blocks(members))), packed[0].size), np.uint8)
+    message[: len(packed)] = packed
+    return message
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _unpacked(members: GatheringMembers, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Return the arrays of all replicas, from the messages of all instances."""
+    rows = [whole[rank, row] for rank, block in enumerate(_blocks(members)) for row in range(len(block))]
+    return [_arrays_in(row, like) for row in rows]
+
+
+def _arrays_in(data: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    found = []
+    begin = 0
+    for one in like:
+        array = np.empty(one.shape, one.dtype)
+        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
+        begin += array.nbytes
+        found.append(array)
+    return found

@@ -1,0 +1,118 @@
+"""The interface between an evaluation or prediction and the framework that computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+
+from strategies.typing import Tree
+
+
+class EvaluationTask(ABC):
+    """The work on every batch of an evaluation or prediction. An engine prepares equal tasks once.
+
+    Attributes:
+        title: what is done, for messages.
+        is_exact: whether it gets the rows that count and no others. They come first in a batch.
+    """
+
+    title: ClassVar[str]
+    is_exact: ClassVar[bool] = False
+
+    @property
+    def code(self) -> Callable[..., Tree]:
+        """The function whose code decides the results: the user's, in a field `function`, or the task itself."""
+        function: Callable[..., Tree] = getattr(self, "function", self)
+        return function
+
+    @abstractmethod
+    def __call__(self, *arguments: Tree, **named: Tree) -> Tree:
+        """Return what a replica computes of its rows.
+
+        Args:
+            arguments: of JAX, traced, `variables, batch, mask, key`, and the model state if there is one; of PyTorch
+                `module, batch`.
+            named: none.
+        """
+
+    @abstractmethod
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """Return this replica's results for the other instances, as a pytree of host arrays.
+
+        On all replicas these arrays have the same structure, shapes and dtypes.
+
+        Args:
+            computed: what the call has returned, on the host.
+            mask: bool `[rows]`, False for rows that do not count.
+        """
+
+
+@dataclass(frozen=True)
+class ToldRows:
+    """The results of one replica for its rows of a batch.
+
+    Attributes:
+        leaves: the arrays of the results, on the host.
+        build: makes the tree of the results of such leaves.
+        mask: bool `[rows]`, False for rows that do not count.
+    """
+
+    leaves: Sequence[np.ndarray]
+    build: Callable[[Sequence[np.ndarray]], Tree]
+    mask: np.ndarray
+
+    @property
+    def tree(self) -> Tree:
+        """The results as their task has told them."""
+        return self.build(self.leaves)
+
+
+Told: TypeAlias = Sequence[ToldRows]
+"""The results of several replicas for a batch, in the order of the replicas."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A batch that is being computed.
+
+    Attributes:
+        wait: returns the results of the local replicas, or raises what one of them has raised, when no replica
+            computes any more.
+        ahead: how many more batches may be begun before this one is waited for.
+    """
+
+    wait: Callable[[], Told]
+    ahead: int = 0
+
+
+def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the rows that count, which come first, and zeros for the others.
+
+    Args:
+        rows: `[at least as many as count, ...]`.
+        mask: bool, False for rows that do not count.
+    """
+    whole, count = np.zeros((len(mask), *rows.shape[1:]), rows.dtype), int(mask.sum())
+    whole[:count] = rows[:count]
+    return whole
+
+
+def in_order(told: Told, is_interleaved: bool) -> Tree:
+    """Return the rows that count of what all replicas tell, in the order of the data set.
+
+    Args:
+        told: of a batch, by a task that tells something of each row.
+        is_interleaved: see `EveryRow`.
+    """
+
+    def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.stack(arrays, axis=1 if is_interleaved else 0)
+        return whole.reshape(-1, *arrays[0].shape[1:])
+
+    counts = ordered([one.mask for one in told])
+    of_leaves = zip(*(one.leaves for one in told), strict=True)
+    return told[0].build([ordered(arrays)[counts] for arrays in of_leaves])
