@@ -45,14 +45,22 @@ class Parameter:
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """The place of a gradient in a plan.
+    """The place of a gradient in the buffers that travel.
 
     Attributes:
         leaf: its number in the bucket's layout.
+        start: the element of the buffer at which it begins.
+        is_of_one: whether it has the buffer alone.
+        size: elements of the buffer.
     """
 
     bucket: int
     leaf: int
+    buffer: int
+    start: int
+    is_of_one: bool
+    size: int
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,14 @@ class TorchGradientPlan:
 
     @cached_property
     def places(self) -> tuple[GradientPlace, ...]:
-        """The place of each parameter's gradient."""
-        of_number = {
-            number: GradientPlace(bucket, leaf)
-            for bucket, numbers in enumerate(self.members)
-            for leaf, number in enumerate(numbers)
-        }
-        return tuple(of_number[number] for number in range(len(self.parameters)))
+        """The place of each parameter's gradient; not of those that are quantised."""
+        found = {}
+        for bucket, (numbers, layout) in enumerate(zip(self.members, self.layouts, strict=True)):
+            for leaf, number in enumerate(numbers):
+                where, start = layout.buffer_of(leaf), layout.places[leaf][1]
+                buffer = layout.buffers[where]
+                found[number] = GradientPlace(bucket, leaf, where, start, buffer.is_of_one, buffer.size, buffer.dtype)
+        return tuple(found[number] for number in range(len(self.parameters)))
 
     def buckets(self, allocate: Allocate) -> list[Bucket]:
         """Return memory for the means of each bucket; a collective call where `allocate` is one."""
