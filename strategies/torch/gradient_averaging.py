@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
@@ -21,14 +20,20 @@ from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
+from strategies.torch.gradient_exchange import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    refuse_gradients_of_some,
+)
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
-from strategies.torch.tensors import as_array, dtype_of, have_same_bits
+from strategies.torch.tensors import as_array, have_same_bits
 from strategies.torch.training import receive_into, refuse_modules
 from strategies.typing import Tree
 
@@ -138,7 +143,7 @@ class GradientAveraging:
         }
         self._is_behind = False
         self._writes_before = self._watch.writes
-        parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
+        parameters = tuple(Parameter.of(*one) for one in self._named)
         tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
         plan = TorchGradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
@@ -345,34 +350,26 @@ class GradientAveraging:
 
     def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         assert self._exchange is not None
-        self._refuse_gradients_of_some(tail, gradients)
+        active = float(tail.metrics[0])
+        refuse_gradients_of_some(
+            self._exchange.plan,
+            tail.has_gradient,
+            lambda number: [gradients[number] is not None],
+            self._replicas,
+            active,
+            ", and freeze it on all of them or on none",
+        )
         self._exchange.give(gradients)
-        if changed := np.flatnonzero(tail.has_changed).tolist():
-            values = self._buffers.agreed(changed, [self._buffers.slots], self._replicas)
-            self._buffers.keep(values)
-            for slot in map(self._buffers.slots.__getitem__, values):
-                if not slot.is_parameter:
-                    self._masters[slot.name] = slot.tensor.detach().clone()
+        values = self._buffers.agreed(tail.has_changed, [self._buffers.slots], self._replicas)
+        self._buffers.keep(values)
+        for slot in map(self._buffers.slots.__getitem__, values):
+            if not slot.is_parameter:
+                self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
-        all_are_there = tail.metrics[0] == 1
-        if all_are_there and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
+        if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
-
-    def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
-        active = float(tail.metrics[0])
-        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < active))
-        if not some.size:
-            return
-        number = int(some[0])
-        own = np.array(gradients[number] is None)
-        lacking = self._replicas.communicator.all_gather(own, name="who lacks a gradient")
-        name, replicas = self._named[number][0], np.flatnonzero(lacking).tolist()
-        raise StrategyError(
-            f"{name} has no gradient on the replicas {replicas}, and one on the others; let the loss of every replica "
-            "depend on it, if only by 0 * parameter.sum(), and freeze it on all of them or on none"
-        )
 
     # ---- gradients that are not accumulated
 

@@ -11,7 +11,8 @@ import torch
 from collectives import Communicator
 from strategies.core.gathering import gather_arrays
 from strategies.errors import StrategyError
-from strategies.exchange.flat import FlatLayout
+from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.means import Bucket, Means
 from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
@@ -126,31 +127,31 @@ class ModelBuffers:
 
     def agreed(
         self,
-        changed: Sequence[int],
+        shares: np.ndarray,
         of_replicas: Sequence[Sequence[Slot]],
         replicas: Replicas,
-        resized: Sequence[int] = (),
     ) -> dict[int, torch.Tensor]:
-        """New values of those that have changed; collective calls where there are any.
+        """Return new values of those that have changed, by their numbers; collective calls where there are any.
 
         Args:
-            changed: their numbers, the same on all instances.
+            shares: for each the share of the replicas that have changed it; above 1 if its shape has changed.
             of_replicas: for each local replica its buffers after the step.
             replicas: connects the instances.
-            resized: the numbers of those that have another shape on a replica, the same on all instances.
 
         Raises:
             StrategyError: if replicas have other shapes of one, or it is not said that each replica has its own.
         """
-        for number in resized:
+        changed = np.flatnonzero(shares).tolist()
+        if not changed:
+            return {}
+        for number in np.flatnonzero(shares > 1).tolist():
             self._refuse_other_shapes(number, of_replicas, replicas)
-        communicator = replicas.communicator
         each = [number for number in changed if self._words[number] == PER_REPLICA]
         means = [number for number in changed if self._words[number] == MEAN]
         firsts = [number for number in changed if self._words[number] == FIRST]
         self._refuse_unnamed(each)
-        found = self._means(means, of_replicas, communicator) if means else {}
-        found |= self._firsts(firsts, of_replicas[0], communicator) if firsts else {}
+        found = self._means(means, of_replicas, replicas) if means else {}
+        found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
     def _refuse_unnamed(self, numbers: Sequence[int]) -> None:
@@ -187,11 +188,7 @@ class ModelBuffers:
                 if number in self.own:
                     self.own[number].copy_(value)
                     value = value[self._shown]
-                slot = self.slots[number]
-                if slot.tensor.shape == value.shape:
-                    slot.tensor.copy_(value)
-                else:
-                    slot.holder[slot.key] = value.clone()
+                self.slots[number].put(value)
         self.moving |= values.keys()
 
     def _of_each(
@@ -204,7 +201,7 @@ class ModelBuffers:
         return {number: as_tensor(np.stack(arrays)) for number, arrays in zip(numbers, columns, strict=True)}
 
     def _means(
-        self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], communicator: Communicator
+        self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         tensors = [of_replicas[0][number].tensor for number in numbers]
         shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in tensors]
@@ -215,15 +212,10 @@ class ModelBuffers:
             for view, number in zip(layout.views(flat), numbers, strict=True):
                 as_tensor(view).copy_(slots[number].tensor.detach())
             contributions.append(flat)
-        filled = [place for place, buffer in enumerate(layout.buffers) if buffer.size]
-        results = [np.empty(buffer.size, buffer.dtype) for buffer in layout.buffers]
-        communicator.grouped_ordered_all_reduce(
-            [[flat[place] for flat in contributions] for place in filled],
-            [results[place] for place in filled],
-            "mean",
-            names=[f"buffers/{layout.buffers[place].name}" for place in filled],
-        )
-        return {number: as_tensor(view) for number, view in zip(numbers, layout.views(results), strict=True)}
+        bucket = Bucket.of("buffers", layout, private_memory, {}, {})
+        means = Means(replicas.communicator, replicas.num_replicas_in_sync, None)
+        means.reduce(bucket, list(zip(*contributions, strict=True)))
+        return {number: as_tensor(view) for number, view in zip(numbers, layout.views(bucket.results), strict=True)}
 
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator

@@ -37,6 +37,14 @@ class Slot(NamedTuple):
         assert tensor is not None
         return tensor
 
+    def put(self, value: torch.Tensor) -> None:
+        """Copy a value into the tensor, or into another tensor in its place if the value has another shape."""
+        with torch.no_grad():
+            if self.tensor.shape == value.shape:
+                self.tensor.copy_(value)
+            else:
+                self.holder[self.key] = value.clone()
+
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:
     """Return the slots of a module's buffers, then of its frozen parameters, each once, in their order.

@@ -178,8 +178,8 @@ class PreparedReplicas:
 
     def _gradient_plan(self, names: tuple[str, ...]) -> TorchGradientPlan:
         training, options = self.training, self.options
-        named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
-        parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in named)
+        named = training.module.named_parameters()
+        parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
         return TorchGradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
 

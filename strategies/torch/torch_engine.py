@@ -13,7 +13,7 @@ from strategies.comparing.digest import host_arrays
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.gathering import gather_arrays
+from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
@@ -22,7 +22,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, settings_in_words
 from strategies.torch.evaluation import TorchRows
-from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
+from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan, refuse_gradients_of_some
 from strategies.torch.local_replicas import LocalReplicas
 from strategies.torch.options import TorchOptions
 from strategies.torch.plain_pass import Comparison, expected_of
@@ -163,8 +163,17 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         plan, tail = exchange.plan, exchange.tail
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
-        self._refuse_gradients_of_some(plan, tail, local)
-        pending.tail, pending.values = tail, self._new_buffers(training, tail.has_changed, local)
+        if not tail.has_gradient.any():
+            raise StrategyError(
+                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
+                "module that loss_fn is given as its first argument"
+            )
+        runs = local.runs
+        refuse_gradients_of_some(
+            plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
+        )
+        pending.tail = tail
+        pending.values = training.buffers.agreed(tail.has_changed, [run.copy.slots for run in runs], self._replicas)
         pending.means = exchange.means(1.0 if plan.quantised else pending.scale)
         pending.is_finite = self._is_finite(training, plan, pending.means, local)
         local.give_back()
@@ -192,26 +201,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _apply(self, training: TorchTraining, means: Sequence[torch.Tensor], tail: Tail) -> None:
         options = self.prepared.options
-        pairs = list(zip(training.trained, means, tail.has_gradient, strict=True))
+        given = zip(training.trained, means, tail.has_gradient, strict=True)
+        pairs = [(parameter, mean if has_gradient else None) for parameter, mean, has_gradient in given]
         with intra_op_threads(options.intra_op_threads):
-            for parameter, mean, has_gradient in pairs:
-                is_whole = parameter.shape == mean.shape
-                parameter.grad = mean if has_gradient and is_whole else None
+            for parameter, mean in pairs:
+                parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
             if options.before_update is not None:
                 options.before_update(training.module)
-                training.update.apply([(parameter, parameter.grad) for parameter in training.trained])
-                return
-            training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
-
-    def _new_buffers(
-        self, training: TorchTraining, shares: np.ndarray, local: LocalReplicas
-    ) -> dict[int, torch.Tensor]:
-        """Return the agreed values of buffers and frozen parameters, from the share of replicas that changed each."""
-        if not shares.any():
-            return {}
-        slots = [run.copy.slots for run in local.runs]
-        changed, resized = np.flatnonzero(shares).tolist(), np.flatnonzero(shares > 1).tolist()
-        return training.buffers.agreed(changed, slots, self._replicas, resized)
+                pairs = [(parameter, parameter.grad) for parameter in training.trained]
+            training.update.apply(pairs)
 
     def _named(
         self, module: torch.nn.Module, plan: TorchGradientPlan, means: Sequence[torch.Tensor]
@@ -219,24 +217,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in module.named_parameters()}
-
-    def _refuse_gradients_of_some(self, plan: TorchGradientPlan, tail: Tail, local: LocalReplicas) -> None:
-        """Refuse gradients that are None on some replicas only; a collective call where there are any."""
-        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
-        if not tail.has_gradient.any():
-            raise StrategyError(
-                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
-                "module that loss_fn is given as its first argument"
-            )
-        if not some.size:
-            return
-        lacking = self._of_all_replicas([[not seen for seen in run.seen] for run in local.runs])
-        number = int(some[0])
-        replicas = np.flatnonzero(lacking[:, number]).tolist()
-        raise StrategyError(
-            f"{plan.parameters[number].name} has no gradient on the replicas {replicas}, and one on the others; let "
-            "the loss of every replica depend on it, if only by 0 * parameter.sum()"
-        )
 
     def _is_finite(
         self, training: TorchTraining, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas
@@ -253,19 +233,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
         if not flags.any() or not self.prepared.options.check_numerics:
             return not flags.any()
-        own = [[not run.is_finite(number) for number in range(len(means))] for run in local.runs]
         number = int(np.flatnonzero(flags)[0])
-        replicas = np.flatnonzero(self._of_all_replicas(own)[:, number]).tolist()
+        are_bad = [not run.is_finite(number) for run in local.runs]
+        replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
             f"the gradient of {plan.parameters[number].name} is not finite at step {training.step} on the "
             f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
             "the batches of these replicas"
         )
-
-    def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
-        """A row for each replica of all instances; a collective call."""
-        own = [[np.array(row, bool)] for row in rows]
-        return np.concatenate(gather_arrays(self._replicas, own, "what replicas have found"))
 
     # ---- without training
 
