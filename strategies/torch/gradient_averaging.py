@@ -34,7 +34,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, have_same_bits
-from strategies.torch.training import receive_into, refuse_modules
+from strategies.torch.training import broadcast_tensors, refuse_modules
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
@@ -75,7 +75,9 @@ class GradientAveraging:
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
         self._exchange: GradientExchange | None = None
-        self._look_at_buffers({}, frozenset())
+        own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
+        self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
+        self._keep_masters({})
         self.writes = ForwardWatch(module, self._buffers.declared)
         self._add_hooks()
         if not self.is_alone:
@@ -91,10 +93,9 @@ class GradientAveraging:
 
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of an instance; a collective call."""
-        broadcast = self._replicas.communicator.broadcast
-        for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
-            receive_into(tensor, partial(broadcast, root=root, name=name))
-        self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.buffer_slots}
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        broadcast_tensors(named, self._replicas.communicator, root)
+        self._keep_masters({})
         self._writes_before = self._watch.writes
 
     def join_once(self) -> bool:
@@ -107,12 +108,11 @@ class GradientAveraging:
         refuse_modules(self._module)
         self._watch.look()
         self._add_hooks()
-        kept = {slot.name for slot in self._buffers.slots}
-        moving = frozenset(self._buffers.slots[number].name for number in self._buffers.moving)
-        self._look_at_buffers(self._masters, moving)
+        known = {slot.name for slot in self._buffers.slots}
+        self._buffers.follow()
+        self._keep_masters(self._masters)
         slots = enumerate(self._buffers.slots)
-        added = {number for number, slot in slots if slot.name not in kept and not slot.is_parameter}
-        self._buffers.moving |= added
+        self._buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
         new = [one for _, one in self._trained if id(one) not in self._numbers]
         self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
         self._make_plan()
@@ -154,13 +154,10 @@ class GradientAveraging:
     def _plan(self) -> TorchGradientPlan | None:
         return None if self._exchange is None else self._exchange.plan
 
-    def _look_at_buffers(self, masters: Mapping[str, torch.Tensor], moving: frozenset[str]) -> None:
-        replicas, aggregation = self._replicas, self._options.model_state_aggregation
-        count, own = replicas.num_replicas_in_sync, replicas.local_replicas.start
-        self._buffers = ModelBuffers(self._module, aggregation, count, own)
-        slots, buffers = self._buffers.slots, self._buffers.buffer_slots
-        self._masters = {slot.name: masters.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
-        self._buffers.moving = frozenset(number for number, slot in enumerate(slots) if slot.name in moving)
+    def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
+        """Keep the bits of buffers to tell which have changed: those that are known, and of others what they have."""
+        buffers = self._buffers.buffer_slots
+        self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
 

@@ -59,7 +59,7 @@ class ModelBuffers:
         slots = slots_of(self._module)
         names = [slot.name for slot in slots]
         before = [slot.name for slot in self.slots]
-        if names == before and before:
+        if slots and _places_of(slots) == _places_of(self.slots):
             return
         for name in self._named:
             if name not in names:
@@ -73,15 +73,15 @@ class ModelBuffers:
         self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
         each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self._named]
-        self.own = {
-            number: own[name] if (name := names[number]) in own else self._of_all(slots[number].tensor)
-            for number in each
-        }
+        self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
     def _of_word(self, word: str) -> list[int]:
         return [number for number, one in enumerate(self._words) if one == word]
 
-    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+        """Return the known values of a buffer on all replicas; if there are none of its shape, the module's for all."""
+        if known is not None and known.shape[1:] == tensor.shape:
+            return known
         return torch.stack([tensor.detach()] * self._count)
 
     @property
@@ -230,6 +230,11 @@ class ModelBuffers:
             for array, part in zip(arrays, np.split(packed, cuts), strict=True):
                 array[...] = part
         return dict(zip(numbers, values, strict=True))
+
+
+def _places_of(slots: Sequence[Slot]) -> list[tuple[str, int]]:
+    """Return values that are others when a tensor is in another place."""
+    return [(slot.name, id(slot.holder)) for slot in slots]
 
 
 def _word(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:

@@ -18,9 +18,6 @@ _NUMBERS = (bool, int, float)
 ArraysByName = dict[str, np.ndarray]
 """The state of an optimizer for one parameter."""
 
-Kinds = dict[int, dict[str, type | None]]
-"""For each parameter, by its number, and each name in its state: a kind of number, `torch.Tensor`, or None."""
-
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer, as its `state_dict` numbers them."""
@@ -66,15 +63,18 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
     return found
 
 
-def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName], like: Kinds) -> None:
-    """Put a state back, as copies; what it has for other parameters is dropped.
+def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
+    """Put a state back, as copies; what the optimizer has for other parameters is dropped.
+
+    Values become tensors, numbers or None as the optimizer has them, or would have them after a step.
 
     Args:
         optimizer: whose state it becomes.
         arrays: like what `state_of` returns.
-        like: for each value of it whether it is a tensor or a kind of number, as `kinds_of` says.
     """
-    parameters = parameters_of(optimizer)
+    parameters, like = parameters_of(optimizer), _kinds_of(optimizer)
+    if arrays.keys() - like.keys():
+        like = {**_kinds_of(after_one_step(optimizer)), **like}
     optimizer.state.clear()
     for number, of_parameter in arrays.items():
         kinds = like[number]
@@ -84,8 +84,8 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         optimizer.state[parameters[number]] = values | nothing
 
 
-def kinds_of(optimizer: torch.optim.Optimizer) -> Kinds:
-    """Return the kinds of the values of `state_of`: `torch.Tensor`, a kind of number, or None for no value."""
+def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, type | None]]:
+    """Return the kinds of the values in the state: `torch.Tensor`, a kind of number, or None for no value."""
     return {
         number: {
             name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 import torch
 
+from collectives import Communicator
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
 from strategies.exchange.int8 import Int8Layout
@@ -19,9 +19,7 @@ from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
-    ArraysByName,
     after_one_step,
-    kinds_of,
     numbers_of_groups,
     parameters_of,
     set_numbers,
@@ -98,18 +96,14 @@ class TorchTraining:
 
     def state(self) -> TrainState:
         """Return the state now: views of the memory of tensors, which the next step uses up."""
-        variables: Tree
-        model_state: Tree
         variables, model_state = self.tensors()
         residuals = None
         if self._options.transfer.is_quantised:
             of_each = zip(*self.residuals, strict=True)
             residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
-        tree = (variables, self._optimizer_tree(), residuals, model_state)
-        variables, optimizer_tree, residuals, model_state = jax.tree.map(
-            lambda array: HostArray.of(np.asarray(array), self._age), tree
-        )
-        return TrainState(variables, optimizer_tree, self.step, self.loss_scale, residuals, model_state)
+        arrays = (variables, self._optimizer_tree(), residuals, model_state)
+        given = jax.tree.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
+        return TrainState(*given[:2], self.step, self.loss_scale, *given[2:])
 
     def recorded(self) -> TrainState:
         """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
@@ -126,16 +120,10 @@ class TorchTraining:
         made = state_of(self.optimizer)
         parameters = parameters_of(self.optimizer)
         lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
-        state = {**self._before_first_step(lacking), **made}
+        later = state_of(after_one_step(self.optimizer)) if lacking else {}
+        zeros = {number: jax.tree.map(np.zeros_like, later[number]) for number in lacking if number in later}
         is_made = np.array([number in made for number in range(len(parameters))])
-        return {STATE: state, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
-
-    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, ArraysByName]:
-        """Zeros for the parameters with these numbers, of the shapes of their state."""
-        if not numbers:
-            return {}
-        found = state_of(after_one_step(self.optimizer))
-        return {number: jax.tree.map(np.zeros_like, found[number]) for number in numbers if number in found}
+        return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
@@ -183,24 +171,20 @@ class TorchTraining:
 
     def _load_optimizer(self, tree: Tree) -> None:
         set_numbers(self.optimizer, tree[GROUPS])
-        is_made = np.asarray(tree[IS_MADE])
-        kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
-        parameters = parameters_of(self.optimizer)
+        is_made, parameters = np.asarray(tree[IS_MADE]), parameters_of(self.optimizer)
         made = {
             number: {name: _unpadded(array, parameters[number]) for name, array in of_parameter.items()}
             for number, of_parameter in tree[STATE].items()
             if is_made[number]
         }
-        set_state(self.optimizer, made, kinds)
+        set_state(self.optimizer, made)
 
     def share(self, root: int) -> None:
         """Take over the state of instance `root`; a collective call. Hyperparameters stay."""
         communicator = self._replicas.communicator
-        broadcast = communicator.broadcast
         known = np.array([self.step, *self._scale_words()], np.float64)
-        broadcast(known, root, name="how far the state is")
-        for name, tensor in [*self.module.named_parameters(), *self.buffers.named().items()]:
-            receive_into(tensor, partial(broadcast, root=root, name=name))
+        communicator.broadcast(known, root, name="how far the state is")
+        broadcast_tensors([*self.module.named_parameters(), *self.buffers.named().items()], communicator, root)
         self._share_optimizer(root)
         self.step = int(known[0])
         if self.loss_scale is not None:
@@ -212,34 +196,36 @@ class TorchTraining:
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
         is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
-        there = np.flatnonzero(is_made_there).tolist()
-        if lacking := [number for number in there if not is_made[number]]:
-            kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
-            set_state(self.optimizer, {**state_of(self.optimizer), **self._before_first_step(lacking)}, kinds)
         own = state_of(self.optimizer)
-        arrays = {number: {name: np.ascontiguousarray(one) for name, one in own[number].items()} for number in there}
-        for number, of_parameter in arrays.items():
-            for name, array in of_parameter.items():
-                broadcast(array, root, name=f"{name} of parameter {number}")
-        set_state(self.optimizer, arrays, kinds_of(self.optimizer))
+        if (is_made_there & ~is_made).any():
+            own = {**state_of(after_one_step(self.optimizer)), **own}
+        shared = {
+            number: {
+                name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
+                for name, array in own[number].items()
+            }
+            for number in np.flatnonzero(is_made_there).tolist()
+        }
+        set_state(self.optimizer, shared)
 
     def _scale_words(self) -> list[float]:
         scale = self.loss_scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
 
-def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
-    """Have an array received into a tensor: into its memory, if it is a parameter.
+def broadcast_tensors(named: Iterable[tuple[str, torch.Tensor]], communicator: Communicator, root: int) -> None:
+    """Take over tensors of a rank: parameters into their memory, of buffers a copy; a collective call.
 
     A buffer may grow in a forward pass, and PyTorch cannot resize memory that NumPy has seen.
     """
-    if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
-        receive(as_array(tensor))
-        return
-    copy = np.array(as_array(tensor.detach().clone()), order="C")
-    receive(copy)
-    with torch.no_grad():
-        tensor.copy_(as_tensor(copy))
+    for name, tensor in named:
+        if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
+            communicator.broadcast(as_array(tensor), root, name=name)
+            continue
+        copy = np.array(as_array(tensor.detach().clone()), order="C")
+        communicator.broadcast(copy, root, name=name)
+        with torch.no_grad():
+            tensor.copy_(as_tensor(copy))
 
 
 def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:

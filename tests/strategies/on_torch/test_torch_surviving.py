@@ -6,6 +6,8 @@ import copy
 import functools
 from contextlib import nullcontext
 
+import jax
+import numpy as np
 import pytest
 import torch
 from losing import OnMessage
@@ -35,7 +37,8 @@ def train(strategy, module, digest_every=0):
     state = trainer.state
     trainer.close()
     found = strategies.fingerprint([state.variables, state.model_state, state.optimizer_state["state"]])
-    return losses, found, len(strategy.local_replicas)
+    shapes = jax.tree.map(np.shape, state.optimizer_state["state"])
+    return losses, (found, shapes), len(strategy.local_replicas)
 
 
 def take(dataset, epoch, trainer):
