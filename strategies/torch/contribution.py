@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -119,8 +119,16 @@ class Contribution:
         payload = self._memory(0, len(self._plan.layouts[0].buffers) - 1)
         return encode(quantised, found, residuals, payload, NUMPY)[1]
 
-    def set_tail(self, values: Sequence[float]) -> None:
-        """Put what travels behind the last bucket into its place."""
+    def set_tail(
+        self,
+        metrics: Sequence[float],
+        notice: bool,
+        settings: int,
+        has_gradient: Iterable[bool],
+        has_changed: Iterable[float],
+    ) -> None:
+        """Put what travels behind the last bucket into its place; see `Tail`."""
+        values = [*metrics, notice, settings, settings**2, *has_gradient, *has_changed]
         last = len(self._plan.layouts) - 1
         memory = self._memory(last, 0)
         memory[memory.size - len(values) :] = values

@@ -59,7 +59,7 @@ class GradientAveraging:
         self.loop = loop
         self._module, self._replicas, self._options = module, replicas, options
         self.is_alone = replicas.num_replicas_in_sync == 1
-        self._streams = replicas.streams_gradients if options.stream_gradients is None else options.stream_gradients
+        self._streams = options.streams_over(replicas)
         self.seat = seat_in_loop(module, replicas, self._streams)
         self._passes = passes_over(replicas.communicator)
         self._watch = ModuleWatch(module)
@@ -330,11 +330,10 @@ class GradientAveraging:
     def _exchange_last(self, model_pass: ModelPass, is_active: bool) -> Tail:
         assert self._exchange is not None
         gradients = self._gradients(model_pass)
-        changes = [float(self._has_changed(number, slot)) for number, slot in enumerate(self._buffers.slots)]
-        flags = [float(gradient is not None) for gradient in gradients]
+        changes = [self._has_changed(number, slot) for number, slot in enumerate(self._buffers.slots)]
+        flags = [gradient is not None for gradient in gradients]
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
-        known = float(is_active), float(self._is_behind), 0.0, float(word), float(word**2)
-        self._contribution.set_tail([*known, *flags, *changes])
+        self._contribution.set_tail([is_active, self._is_behind], False, word, flags, changes)
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 import numpy as np
 import torch
 
-from collectives import Communicator
-from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import AbandonedError
+from strategies.pipelines.running.driver import raise_first
 from strategies.replicas.devices import THREADS
+from strategies.replicas.replicas import Replicas
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
@@ -47,42 +46,37 @@ class LocalReplicas:
     Args:
         streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
             from the second step on, in the thread that begins.
-        communicator: connects the instances whose replicas layers wait for; None where there are no others.
 
     Attributes:
+        replicas: which they are.
+        communicator: connects the instances.
+        agreed: the shapes of batches with which all instances compute the same.
         plan: how gradients travel; None before the first forward pass.
     """
 
     def __init__(
-        self,
-        replicas: range,
-        memory: ReplicaMemory,
-        loss_fn: LossFunction,
-        options: TorchOptions,
-        of_all: int,
-        streams: bool = True,
-        instruments: Instruments | None = None,
-        communicator: Communicator | None = None,
+        self, replicas: Replicas, memory: ReplicaMemory, loss_fn: LossFunction, options: TorchOptions, streams: bool
     ) -> None:
-        self.replicas = replicas
+        self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
+        self.agreed: set[object] = set()
         memory.follow()
-        at_once = memory.at_once(len(replicas))
+        at_once = memory.at_once(len(self.replicas))
         self._meetings: ReplicaMeetings | None = None
-        if sync_layers_of(memory.module) and communicator is not None:
+        if sync_layers_of(memory.module):
             is_cut = options.pipeline is not None
-            add = adding_over(communicator, streams or is_cut)
-            cores = None if is_cut else at_once
-            self._meetings = ReplicaMeetings(replicas, add, cores, communicator.limits.timeout_s, memory.device)
-            at_once = len(replicas)
+            add, timeout_s = adding_over(self.communicator, streams or is_cut), self.communicator.limits.timeout_s
+            self._meetings = ReplicaMeetings(self.replicas, add, None if is_cut else at_once, timeout_s, memory.device)
+            at_once = len(self.replicas)
+        of_all, instruments = replicas.num_replicas_in_sync, replicas.instruments
         self.runs = [
             TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings)
-            for replica in replicas
+            for replica in self.replicas
         ]
         for run in self.runs:
             run.follow()
         self.plan: TorchGradientPlan | None = None
         self.names: tuple[str, ...] = ()
-        self._is_in_turn = len(replicas) == 1 and not streams
+        self._is_in_turn = len(self.runs) == 1 and not streams
         self._first = _Names()
         self._lock = threading.Lock()
         self._begun: list[Future[None]] = []
@@ -101,10 +95,10 @@ class LocalReplicas:
             if run.pipeline is not None:
                 run.pipeline.close()
 
-    @property
-    def is_of_these(self) -> bool:
-        """Whether the parameters that are trained are still those for which it was made."""
-        return self.runs[0].is_of_these
+    def fits(self, replicas: Replicas) -> bool:
+        """Return whether replicas, instances and the parameters that are trained are those for which it was made."""
+        is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
+        return is_here and self.runs[0].is_of_these
 
     def follow(self) -> None:
         """Take over what the program has changed in the module."""
@@ -115,17 +109,13 @@ class LocalReplicas:
     def begin(
         self,
         batch: Batch,
-        turn: ReplicaTurn,
-        buffers: Sequence[Sequence[torch.Tensor]],
-        residuals: Sequence[Sequence[np.ndarray]],
+        turns: Sequence[ReplicaTurn],
     ) -> None:
         """Begin to compute gradients; does not wait for them.
 
         Args:
             batch: a pytree of tensors, for all local replicas.
-            turn: see there; buffers and residuals are put in here.
-            buffers: for each replica those with which it begins.
-            residuals: of each replica; none where there are none.
+            turns: for each replica.
 
         Raises:
             ValueError: if the batch cannot be divided among the replicas.
@@ -140,10 +130,7 @@ class LocalReplicas:
                 event.clear()
         compiling = self._new_compilation(parts[0])
         self._begun = [
-            self._submit(run, part, replace(turn, masters=masters, residuals=own), compiling)
-            for run, part, masters, own in zip(
-                self.runs, parts, buffers, residuals or [()] * len(self.runs), strict=True
-            )
+            self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
         ]
         if self.plan is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
@@ -232,7 +219,7 @@ class LocalReplicas:
         """Make the plan, as soon as the first replica has computed its metrics."""
         first = self._first
         first.are_known.wait()
-        errors: list[BaseException | None] = []
+        begun: list[Future[None]] = []
         try:
             if first.found is not None:
                 first.plan = self.plan = make_plan(first.found)
@@ -243,30 +230,26 @@ class LocalReplicas:
         finally:
             first.is_planned.set()
             if self.plan is None:  # replicas that come later find that there will be none
-                errors = self._wait()
+                begun = self._wait()
                 self._first = _Names()
-        _raise_first(errors)
+        raise_first(begun)
 
     # ---- ends
 
     def _end(self) -> None:
         """Wait until all replicas have ended; raises what the first of them has raised."""
-        _raise_first(self._wait())
+        raise_first(self._wait())
         self._memory.refuse_writes(self._bits.written())
 
-    def _wait(self) -> list[BaseException | None]:
+    def _wait(self) -> list[Future[None]]:
         begun, self._begun = self._begun, []
-        return [future.exception() for future in begun]
+        wait(begun)
+        return begun
 
 
 def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]) -> None:
     with compiling:
         run.compute(part, turn)
-
-
-def _raise_first(errors: Sequence[BaseException | None]) -> None:
-    for error in sorted(filter(None, errors), key=lambda one: isinstance(one, AbandonedError)):
-        raise error
 
 
 def _finish(run: TorchReplicaRun, _: Future[None]) -> None:

@@ -60,7 +60,6 @@ class PreparedReplicas:
         self._local: LocalReplicas | None = None
         self._communicator: Communicator | None = None  # for which they were made
         self._exchange: GradientExchange | None = None
-        self._agreed: set[object] = set()  # the shapes of batches
         self._has_warned = False  # of what is lost with an instance
         self._first_step: int | None = None  # with these copies of the module
 
@@ -86,32 +85,23 @@ class PreparedReplicas:
         """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
         if self._local is not None:
             self._local.follow()
-        is_for_these = self._local is not None and self._local.replicas == self._replicas.local_replicas
-        if self._local is None or not is_for_these or not self._local.is_of_these or self._is_connected_anew:
+        if self._local is None or not self._local.fits(self._replicas):
+            training = self.training
             self._announce_what_is_trained()
             self.close()
-            self._communicator = self._replicas.communicator
-            self._exchange = None
-            self._agreed.clear()
-            self._first_step = self.training.step
-            local, count = self._replicas.local_replicas, self._replicas.num_replicas_in_sync
-            self.training.buffers.follow()
-            refuse_groups(self.training.module, self.training.optimizer, self.options)
+            self._communicator, self._exchange = self._replicas.communicator, None
+            self._first_step = training.step
+            training.buffers.follow()
+            refuse_groups(training.module, training.optimizer, self.options)
+            memory = training.memory_of_replicas
             self._local = LocalReplicas(
-                local,
-                self.training.memory_of_replicas,
-                self._loss_fn,
-                self.options,
-                count,
-                self._streams,
-                self._replicas.instruments,
-                self._communicator,
+                self._replicas, memory, self._loss_fn, self.options, self.options.streams_over(self._replicas)
             )
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
-        if key not in self._agreed:
+        if key not in self._local.agreed:
             self._agree(given, batch)
-            self._agreed.add(key)
+            self._local.agreed.add(key)
         return self._local
 
     def _announce_what_is_trained(self) -> None:
@@ -125,12 +115,6 @@ class PreparedReplicas:
         if frozen or thawed:
             changes = f"frozen: {', '.join(frozen) or 'none'}; trained anew: {', '.join(thawed) or 'none'}"
             self._replicas.communicator.barrier(name=changes)
-
-    @property
-    def _streams(self) -> bool:
-        """Whether gradients travel while the backward pass runs."""
-        streams = self.options.stream_gradients
-        return self._replicas.streams_gradients if streams is None else streams
 
     @property
     def _is_connected_anew(self) -> bool:
@@ -181,7 +165,9 @@ class PreparedReplicas:
         named = training.module.named_parameters()
         parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(len(names), len(parameters), len(training.buffers.slots))
-        return TorchGradientPlan(parameters, options.transfer, self._streams, training.update.shards, tail)
+        return TorchGradientPlan(
+            parameters, options.transfer, self.options.streams_over(self._replicas), training.update.shards, tail
+        )
 
     def _agree(self, given: Batch, batch: Batch) -> None:
         """Compare what decides the result with the other instances; a collective call."""

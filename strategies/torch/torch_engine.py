@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -120,19 +121,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         is_verified = prepared.steps_made < self.prepared.options.verify_steps
         watch = self._expected(state, tensors, scale) if is_verified else None
-        buffers = state.buffers
-        turn = ReplicaTurn(
-            state.step,
-            scale,
-            notice,
-            local.planned,
-            (),
-            buffers.moving,
-            (),
-            prepared.settings.word(state.step),
-            watch,
-        )
-        local.begin(tensors, turn, [buffers.masters_of(each) for each in local.replicas], state.residuals)
+        moving, settings = state.buffers.moving, prepared.settings.word(state.step)
+        turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
+        masters = map(state.buffers.masters_of, local.replicas)
+        residuals = state.residuals or [()] * len(local.replicas)
+        local.begin(tensors, list(map(turn, masters, residuals)))
         return TorchPending(prepared, local, scale, watch, is_verified, self._buckets(local))
 
     def _buckets(self, local: LocalReplicas) -> Iterator[tuple[Bucket, Buffers]]:
