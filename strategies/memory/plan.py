@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, fields
 
 import jax
 
+from collectives import Communicator
+from strategies.data.datasets import DistributedDataset
+from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -130,6 +133,36 @@ class MemoryPlan:
             head = ["program", "arguments", "temporaries", "outputs", "in place", "at once"]
             blocks.append(_table(head, [_row_of(each) for each in self.programs]))
         return "\n\n".join(blocks)
+
+
+def held_by_exchange(
+    communicator: Communicator, buckets: Sequence[Bucket], quantised: int, is_private: bool = False
+) -> list[Held]:
+    """Return what an instance holds of mean gradients, and to exchange them.
+
+    Args:
+        communicator: connects the instances.
+        buckets: of the gradients.
+        quantised: bytes of the means of int8 gradients.
+        is_private: whether the memory of means is never shared.
+    """
+    arrays = [
+        (array.nbytes, not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes))
+        for bucket in buckets
+        for number, array in enumerate(bucket.results)
+    ]
+    shared = sum(nbytes for nbytes, is_shared in arrays if is_shared)
+    return [
+        Held("mean gradients", sum(nbytes for nbytes, _ in arrays) - shared + quantised, HOST),
+        Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
+        Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
+    ]
+
+
+def held_of_batches(dataset: DistributedDataset | None, nbytes: int, where: str) -> list[Held]:
+    """Return what an instance holds of a data set, whose batches have so many bytes."""
+    ahead = 0 if dataset is None else dataset.num_read_ahead
+    return [Held("batch", nbytes, where), Held("batches read ahead", ahead * nbytes, where, f"{ahead} of them")]
 
 
 def bytes_text(nbytes: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from strategies.exchange.means import Bucket
-from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan
+from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_exchange, held_of_batches
 from strategies.replicas.replicas import Replicas
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
@@ -32,19 +32,9 @@ def plan_memory(
     batch: Batch,
 ) -> MemoryPlan:
     """Return what this instance needs."""
-    communicator, local = replicas.communicator, len(replicas.local_replicas)
-    state = training.state()
+    local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
-    shared = sum(
-        array.nbytes
-        for bucket in buckets
-        for number, array in enumerate(bucket.results)
-        if not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes)
-    )
-    means = sum(array.nbytes for bucket in buckets for array in bucket.results) - shared
     quantised = 0 if plan.quantised is None else plan.quantised.new_result().nbytes
-    dataset = replicas.dataset_of(batch)
-    ahead, rows = (0 if dataset is None else dataset.num_read_ahead), _nbytes(tensors_of(batch))
     held = [
         Held("variables", _nbytes(state.variables), HOST, "once for all local replicas"),
         Held("optimizer state", _nbytes(state.optimizer_state["state"]), HOST, "after the first step"),
@@ -53,11 +43,8 @@ def plan_memory(
         Held("variables of replicas", _nbytes(training.memory_of_replicas.copies), DEVICE, "on `replica_device`"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
         Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
-        Held("mean gradients", means + quantised, HOST),
-        Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
-        Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
-        Held("batch", rows, HOST),
-        Held("batches read ahead", ahead * rows, HOST, f"{ahead} of them"),
+        *held_by_exchange(replicas.communicator, buckets, quantised, is_private),
+        *held_of_batches(replicas.dataset_of(batch), _nbytes(tensors_of(batch)), HOST),
     ]
     return MemoryPlan(replicas.instance.index, local, [each for each in held if each.nbytes])
 

@@ -36,6 +36,7 @@ class ModelBuffers:
         shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
+        declared: the ways of agreement that were named, by the names of buffers and frozen parameters.
         moving: the numbers of those that a step has changed, from the first time on.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
@@ -46,7 +47,7 @@ class ModelBuffers:
     def __init__(self, module: torch.nn.Module, aggregation: Aggregation, count: int, shown: int = 0) -> None:
         self._module = module
         self._aggregation = aggregation
-        self._named: Mapping[str, str] = {} if aggregation is None or isinstance(aggregation, str) else aggregation
+        self.declared: Mapping[str, str] = {} if aggregation is None or isinstance(aggregation, str) else aggregation
         self._count = count
         self._shown = shown
         self.slots: list[Slot] = []
@@ -61,7 +62,7 @@ class ModelBuffers:
         before = [slot.name for slot in self.slots]
         if slots and _places_of(slots) == _places_of(self.slots):
             return
-        for name in self._named:
+        for name in self.declared:
             if name not in names:
                 raise ValueError(
                     f"there is no buffer or frozen parameter {name!r}; there are {', '.join(names) or 'none'}"
@@ -72,7 +73,7 @@ class ModelBuffers:
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
         self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self._named]
+        each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self.declared]
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
     def _of_word(self, word: str) -> list[int]:
@@ -89,27 +90,17 @@ class ModelBuffers:
         """The names of the frozen parameters that steps change, as far as is known or was said."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
-        return frozenset([*names, *self._named])
-
-    @property
-    def declared(self) -> Mapping[str, str]:
-        """The ways of agreement that were declared, by the names of buffers and frozen parameters."""
-        return self._named
+        return frozenset([*names, *self.declared])
 
     @property
     def buffer_slots(self) -> list[Slot]:
         """The slots of buffers, without frozen parameters."""
         return [slot for slot in self.slots if not slot.is_parameter]
 
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """The buffers that the module has."""
-        return [slot.tensor for slot in self.slots]
-
     def masters_of(self, replica: int) -> list[torch.Tensor]:
         """Return the buffers with which a replica begins a step."""
         self._follow_shown()
-        found = self.masters
+        found = [slot.tensor for slot in self.slots]
         for number, own in self.own.items():
             found[number] = own[replica]
         return found

@@ -31,7 +31,8 @@ def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]
     """
     found, first = [], 0
     for group in optimizer.param_groups:
-        numbers = {name: _as_number(value) for name, value in group.items() if name != PARAMS and _is_number(value)}
+        named = {name: _as_number(value) for name, value in group.items() if name != PARAMS}
+        numbers = {name: value for name, value in named.items() if value is not None}
         count = len(group[PARAMS])
         found.append({**numbers, PARAMS: np.arange(first, first + count, dtype=np.int64)})
         first += count
@@ -129,16 +130,14 @@ def _arrays(
             )
 
 
-def _is_number(value: object) -> bool:
+def _as_number(value: object) -> Tree:
+    """Return a number, or numbers in a list, as arrays; None for what is no number."""
     if isinstance(value, tuple | list):
-        return bool(value) and all(_is_number(one) for one in value)
-    return isinstance(value, (*_NUMBERS, torch.Tensor))
-
-
-def _as_number(value: Tree) -> Tree:
-    if isinstance(value, tuple | list):
-        return [_as_number(one) for one in value]
-    return as_array(value).copy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        found = [_as_number(one) for one in value]
+        return None if not found or any(one is None for one in found) else found
+    if isinstance(value, torch.Tensor):
+        return as_array(value).copy()
+    return np.asarray(value) if isinstance(value, _NUMBERS) else None
 
 
 def plain_number(value: Tree) -> Number | tuple[Number, ...]:
