@@ -190,6 +190,15 @@ def test_what_travels_between_instances_knows_no_framework() -> None:
     assert forbidden == []
 
 
+def test_the_order_of_a_step_and_of_an_evaluation_loads_no_framework() -> None:
+    """The package is put in place by hand: its own `__init__` loads all that users need."""
+    names = [f"strategies.core.{path.stem}" for path in modules_of("strategies/core") if path.stem != "__init__"]
+    empty = f"types; empty = types.ModuleType('strategies'); empty.__path__ = [{str(ROOT / 'strategies')!r}]"
+    loaded = loaded_by("; import ".join([f"{empty}; sys.modules['strategies'] = empty", *names]))
+    assert "numpy" in loaded
+    assert loaded & {"jax", "optax", "torch", "keras"} == set()
+
+
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     """For types only, or inside of a function, is in a circle too: neither file can be understood without the other."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from popdist.switches import require_switches
-from strategies.core.gathering import GatheringMembers, gather_arrays, gather_arrays_on_first
+from strategies.core.gathering import gather_arrays, gather_arrays_on_first
+from strategies.core.metrics import ObservedMembers
 from strategies.core.rows import Begun, Told, ToldRows
 from strategies.core.survival import SurvivingMembers, meet, surviving
 from strategies.errors import StrategyError
@@ -24,8 +25,12 @@ _ELSEWHERE: Told = [ToldRows((), lambda leaves: None, np.zeros(0, np.bool_))]
 """The results of a batch for an instance when only another one gets them."""
 
 
-class PassingMembers(SurvivingMembers, GatheringMembers, Protocol):
-    """The instances of a job that go through a data set."""
+class EvaluatingMembers(SurvivingMembers, ObservedMembers, Protocol):
+    """The instances of a job that evaluates and predicts."""
+
+    @property
+    def local_replicas(self) -> range:
+        """The replicas that this instance drives now."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class DataPass:
         to_all: whether all instances get the results, or instance 0 alone.
     """
 
-    def __init__(self, members: PassingMembers, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
+    def __init__(self, members: EvaluatingMembers, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
         require_switches(to_all=to_all)
         self._members = members
         self._passing = passing

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeAlias
 
 from collectives import Communicator
 from collectives.tree import combined
-from strategies.core.data_pass import DataPass, Passing, PassingMembers
+from strategies.core.data_pass import DataPass, EvaluatingMembers, Passing
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.metrics import ObservedMembers, tell_evaluation
+from strategies.core.metrics import tell_evaluation
 from strategies.core.rows import EvaluationTask, Told, in_order
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.typing import Batch, Metric, Numbers, Tree
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow]"
 """Returns the rows of a data set, given what connects the instances, and the number of local replicas."""
-
-
-class EvaluatingMembers(PassingMembers, ObservedMembers, Protocol):
-    """The instances of a job that evaluates."""
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas that this instance drives now."""
 
 
 class Evaluator(Generic[State, Pending]):

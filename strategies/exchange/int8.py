@@ -112,7 +112,7 @@ class ArrayLibrary:
     """A library of arrays that can encode gradients: NumPy, JAX while it traces, PyTorch on any device.
 
     Attributes:
-        functions: amax, asarray, where and dtypes, with NumPy's names.
+        functions: amax, asarray, isnan, where and dtypes, with NumPy's names.
         pad: `(array, (0, count))` returns an array of one axis with so many zeros behind it.
         write: `(into, values, start)` returns `into` with other values from `start` on; the memory may be the same.
         apart: returns arrays so that a compiler computes each of them once, before what uses them.
@@ -179,15 +179,16 @@ def _quantise(leaf: Leaf, residual: Leaf, library: ArrayLibrary) -> tuple[Leaf, 
     is_finite = exponents < NOT_FINITE
     scales = xp.where(is_finite, (exponents - _SHIFT).clip(1, None), NOT_FINITE)
     scales, is_finite = library.apart((scales, is_finite))  # fused, each value would compute its own
-    is_finite = is_finite[:, None]
-    units, inverses = (_power_of_two(each, xp) for each in (scales, _FLIPPED - scales))
+    units = _power_of_two(scales, xp)
+    inverses = _power_of_two(_FLIPPED - scales, xp)
     values = (blocks * inverses).round().clip(-_LARGEST, _LARGEST)  # multiplied exactly, rounded half to even
-    values = xp.where(is_finite, values, 0)
-    lost = xp.where(is_finite, blocks - values * units, _in_blocks(residual, library))  # exact
+    values = xp.where(is_finite[:, None], values, 0)
+    lost = blocks - values * units  # exact; in a block that is not finite 0 * infinity, which is NaN
+    lost = lost.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
     return (
         xp.asarray(values, dtype=xp.int8).reshape(-1),
         xp.asarray(scales, dtype=xp.uint8).view(xp.int8),
-        lost.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape),
+        xp.where(xp.isnan(lost), residual, lost),
     )
 
 

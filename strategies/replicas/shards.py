@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.shards import Shards as Shards
+from strategies.exchange.shards import Shards
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Leaf, Tree

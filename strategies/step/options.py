@@ -13,13 +13,13 @@ from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
 from strategies.core.options import CommonOptions, CommonOptionsByName, completed, name_of_dtype
 from strategies.defaults import Defaults
+from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Filter
 from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
 from strategies.programs.recomputation import Policy
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import Shards
 from strategies.typing import AccumulationDtype, Tree
 from strategies.updates.update import UpdateSettings
 

@@ -156,7 +156,12 @@ class TorchRows:
         parts = parts_of(tensors_of(batch.values), len(local))
         rows = [_first(part, mask) for part, mask in zip(parts, masks, strict=True)]
         masters = [state.buffers.masters_of(replica) for replica in local]
-        [computed] = self._replicas_for(task, state)([rows], state.step, masters)
+        inference = self._replicas_for(task, state)
+        try:
+            [computed] = inference([rows], state.step, masters)
+        except BaseException:
+            self.close()  # waits for the replicas that have raised nothing
+            raise
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:

@@ -604,10 +604,13 @@ class TestInstances:
 
         on_instances(2, REPLICAS, program)
 
-    def test_agree_on_the_data_set(self, on_instances):
+    @pytest.mark.parametrize(("lengths", "remainder"), [((5, 6), "pad"), ((12, 24), "drop")])
+    def test_agree_on_the_data_set(self, on_instances, lengths, remainder):
         def program(strategy):
+            trainer, state = trainer_of(strategy)
+            dataset = distributed(strategy, rows_of(lengths[strategy.instance_index]), remainder=remainder)
             with pytest.raises(DisagreementError, match="data set length"):
-                evaluated(strategy, rows_of(5 + strategy.instance_index))
+                trainer.evaluate(state, dataset)
 
         on_instances(2, REPLICAS, program)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -108,6 +109,18 @@ def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
     own.eval()
     assert found.rows == ROWS
     assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
+
+
+def test_threads_end_when_the_trainer_is_closed_and_begin_anew(module):
+    trainer = sgd_trainer(strategies.IPUStrategy(2), copy.deepcopy(module))
+    before = set(threading.enumerate())
+    found = []
+    for _ in range(2):
+        found.append(trainer.evaluate([rows()])["loss"])
+        assert set(threading.enumerate()) > before
+        trainer.close()
+        assert set(threading.enumerate()) == before
+    assert found[0] == found[1]
 
 
 class TestRefusals:
