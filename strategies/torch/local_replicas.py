@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-import numpy as np
 import torch
 
+from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
+from strategies.exchange.means import Bucket
 from strategies.pipelines.running.driver import raise_first
 from strategies.replicas.devices import THREADS
 from strategies.replicas.replicas import Replicas
-from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
 from strategies.torch.options import TorchOptions
@@ -28,6 +29,9 @@ from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 from strategies.typing import Batch
+
+MakeExchange = Callable[[tuple[str, ...]], GradientExchange]
+"""(names of the metrics) -> the exchange of their gradients."""
 
 
 @dataclass
@@ -43,20 +47,18 @@ class _Names:
 class LocalReplicas:
     """The local replicas, which compute gradients.
 
-    Args:
-        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
-            from the second step on, in the thread that begins.
+    A replica that is alone, and whose gradients do not travel while they are computed, runs in the thread that begins,
+    from the second step on.
 
     Attributes:
         replicas: which they are.
         communicator: connects the instances.
         agreed: the shapes of batches with which all instances compute the same.
-        plan: how gradients travel; None before the first forward pass.
+        exchange: how gradients travel; None before the first forward pass.
     """
 
-    def __init__(
-        self, replicas: Replicas, memory: ReplicaMemory, loss_fn: LossFunction, options: TorchOptions, streams: bool
-    ) -> None:
+    def __init__(self, replicas: Replicas, memory: ReplicaMemory, loss_fn: LossFunction, options: TorchOptions) -> None:
+        streams = options.streams_over(replicas)
         self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
         self.agreed: set[object] = set()
         memory.follow()
@@ -74,8 +76,7 @@ class LocalReplicas:
         ]
         for run in self.runs:
             run.follow()
-        self.plan: TorchGradientPlan | None = None
-        self.names: tuple[str, ...] = ()
+        self.exchange: GradientExchange | None = None
         self._is_in_turn = len(self.runs) == 1 and not streams
         self._first = _Names()
         self._lock = threading.Lock()
@@ -89,16 +90,17 @@ class LocalReplicas:
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
     def close(self) -> None:
-        """End the threads, when they have done what was begun."""
+        """End the threads, when they have done what was begun, and let go of the replicas."""
         self._threads.shutdown(wait=True)
         for run in self.runs:
             if run.pipeline is not None:
                 run.pipeline.close()
+        self.runs = []
 
     def fits(self, replicas: Replicas) -> bool:
         """Return whether replicas, instances and the parameters that are trained are those for which it was made."""
         is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
-        return is_here and self.runs[0].is_of_these
+        return is_here and bool(self.runs) and self.runs[0].is_of_these
 
     def follow(self) -> None:
         """Take over what the program has changed in the module."""
@@ -132,7 +134,7 @@ class LocalReplicas:
         self._begun = [
             self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
         ]
-        if self.plan is None:
+        if self.exchange is None:
             self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
 
     def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
@@ -147,7 +149,7 @@ class LocalReplicas:
     def _submit(
         self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]
     ) -> Future[None]:
-        if not self._is_in_turn or self.plan is None:
+        if not self._is_in_turn or self.exchange is None:
             return self._threads.submit(_compute, run, part, turn, compiling)
         future: Future[None] = Future()
         try:
@@ -159,28 +161,23 @@ class LocalReplicas:
             future.set_result(None)
         return future
 
-    def collect(
-        self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]
-    ) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
-        """Yield the number of each bucket that is ready, and for each of its buffers the arrays of the local replicas.
+    def collect(self, make_exchange: MakeExchange) -> Iterator[tuple[Bucket, Buffers]]:
+        """Yield each bucket that is ready; see `PendingStep`.
 
         Args:
-            make_plan: (names of the metrics) -> how gradients travel; called once.
-
-        Raises:
-            BaseException: what a replica has raised, when all have ended.
+            make_exchange: called once; a collective call.
         """
-        if self.plan is None:
-            self._plan_first(make_plan)
-        assert self.plan is not None
-        last = len(self.plan.members) - 1
+        if self.exchange is None:
+            self._make_first(make_exchange)
+        assert self.exchange is not None
+        last = len(self.exchange.buckets) - 1
         for bucket in range(last + 1):
             for run in self.runs:
                 run.finished[bucket].wait()
             if bucket == last or any(future.done() and future.exception() for future in self._begun):
                 self._end()
             arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
-            yield bucket, [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+            yield self.exchange.buckets[bucket], [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
 
     def share_frozen(self, all_but: frozenset[str]) -> None:
         """Have replicas share frozen parameters, except those that steps change, by their names."""
@@ -215,21 +212,21 @@ class LocalReplicas:
             raise StrategyError("there is no plan for gradients, because another replica has failed")
         return first.plan
 
-    def _plan_first(self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]) -> None:
-        """Make the plan, as soon as the first replica has computed its metrics."""
+    def _make_first(self, make_exchange: MakeExchange) -> None:
+        """Make the exchange, as soon as the first replica has computed its metrics."""
         first = self._first
         first.are_known.wait()
         begun: list[Future[None]] = []
         try:
             if first.found is not None:
-                first.plan = self.plan = make_plan(first.found)
-                self.names = first.found
+                self.exchange = make_exchange(first.found)
+                first.plan = self.exchange.plan
                 for run, future in zip(self.runs, self._begun, strict=True):
-                    run.finished = [threading.Event() for _ in self.plan.members]
+                    run.finished = [threading.Event() for _ in first.plan.members]
                     future.add_done_callback(partial(_finish, run))
         finally:
             first.is_planned.set()
-            if self.plan is None:  # replicas that come later find that there will be none
+            if self.exchange is None:  # replicas that come later find that there will be none
                 begun = self._wait()
                 self._first = _Names()
         raise_first(begun)

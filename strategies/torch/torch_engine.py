@@ -7,31 +7,51 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
+import jax
 import numpy as np
 import torch
 
+from strategies.comparing.agreement import terms_of
 from strategies.comparing.digest import host_arrays
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
+from strategies.memory.plan import MemoryPlan
+from strategies.pipelines.timetable import Timed
 from strategies.replicas.replicas import Replicas
-from strategies.torch.agreement import settings_differ, settings_in_words
+from strategies.torch.agreement import (
+    StepSettings,
+    lines_of_function,
+    lines_of_module,
+    lines_of_optimizer,
+    settings_differ,
+    settings_in_words,
+)
 from strategies.torch.evaluation import TorchRows
-from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan, refuse_gradients_of_some
+from strategies.torch.gradient_exchange import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    refuse_gradients_of_some,
+)
 from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.memory import plan_memory
+from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.prepared_replicas import PreparedReplicas
 from strategies.torch.replica_run import LossFunction, ReplicaTurn
-from strategies.torch.tensors import as_array, parts_of, tensors_of
+from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
+from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Tree
 
@@ -41,7 +61,6 @@ class TorchPending:
     """A step of PyTorch that has begun; see `PendingStep`.
 
     Attributes:
-        prepared: the replicas, and what connects them.
         local: the replicas that compute.
         scale: of the losses.
         watch: compares replica 0 with plain PyTorch; None where that is not done.
@@ -53,7 +72,6 @@ class TorchPending:
         is_finite: whether the step may be applied.
     """
 
-    prepared: PreparedReplicas
     local: LocalReplicas
     scale: float
     watch: Comparison | None
@@ -67,7 +85,8 @@ class TorchPending:
     @property
     def exchange(self) -> GradientExchange:
         """See `PendingStep`."""
-        return self.prepared.exchange
+        assert self.local.exchange is not None
+        return self.local.exchange
 
 
 @final
@@ -91,46 +110,149 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         is_recorded: bool,
     ) -> None:
         self._replicas = replicas
+        self._training = training
         self._loss_fn = loss_fn
-        self.prepared = PreparedReplicas(replicas, training, loss_fn, options, is_recorded)
+        self._options = options
+        self._is_recorded = is_recorded
+        self._settings = StepSettings(training.parameters, training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
+        self._local: LocalReplicas | None = None
+        self._first_step: int | None = None  # with these copies of the module
+        self._has_warned = False  # of what is lost with an instance
 
     def close(self) -> None:
         """End the threads of the replicas; a step or an evaluation begins new ones."""
-        self.prepared.close()
+        if self._local is not None:
+            self._local.close()
         self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
         """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
-        scaling = replace(self.prepared.options.scaling or LossScaling(factor=1.0), initial=scale)
-        self.prepared.options = replace(self.prepared.options, loss_scaling=scaling)
+        scaling = replace(self._options.scaling or LossScaling(factor=1.0), initial=scale)
+        self._options = replace(self._options, loss_scaling=scaling)
         skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
         training.loss_scale = replace(scaling.start(), skipped=np.int32(skipped))
         return scaling
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """The outputs of the last step, for each local replica and micro-batch."""
+        return [] if self._local is None else [run.outputs for run in self._local.runs]
+
+    @property
+    def spans(self) -> dict[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        runs = [] if self._local is None else self._local.runs
+        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
+
+    # ---- the replicas
+
+    @property
+    def _steps_made(self) -> int:
+        """The number of steps made with these copies of the module, the same on all instances."""
+        return 0 if self._first_step is None else self._training.step - self._first_step
+
+    def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
+        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        training, local = self._training, self._local
+        if local is not None:
+            local.follow()
+        if local is None or not local.fits(self._replicas):
+            if local is not None:
+                self._announce_what_is_trained(local)
+                local.close()
+            self._first_step = training.step
+            training.buffers.follow()
+            refuse_groups(training.module, training.optimizer, self._options)
+            local = LocalReplicas(self._replicas, training.memory_of_replicas, self._loss_fn, self._options)
+            self._local = local
+        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        if key not in local.agreed:
+            self._agree(given, batch)
+            local.agreed.add(key)
+        return local
+
+    def _announce_what_is_trained(self, local: LocalReplicas) -> None:
+        """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
+        if local.exchange is None or local.communicator is not self._replicas.communicator:
+            return
+        named = dict(self._training.module.named_parameters())
+        before = {parameter.name for parameter in local.exchange.plan.parameters}
+        frozen = [name for name in named if name in before and not named[name].requires_grad]
+        thawed = [name for name in named if name not in before and named[name].requires_grad]
+        if frozen or thawed:
+            changes = f"frozen: {', '.join(frozen) or 'none'}; trained anew: {', '.join(thawed) or 'none'}"
+            self._replicas.communicator.barrier(name=changes)
+
+    def _agree(self, given: Batch, batch: Batch) -> None:
+        """Compare what decides the result with the other instances; a collective call."""
+        training, replicas = self._training, self._replicas
+        dataset = replicas.dataset_of(given)
+        if replicas.communicator.size > 1 and not self._is_recorded:
+            programs = {
+                "the module": lines_of_module(training.module),
+                "the loss function": lines_of_function(self._loss_fn),
+                "the update": lines_of_optimizer(training.optimizer),
+                "map_gradient": lines_of_function(self._options.map_gradient),
+            }
+            local = len(replicas.local_replicas)
+            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            options = {**self._options.terms, "step": training.step}
+            terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
+            insist_on_agreement(replicas, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(replicas, lost_with_an_instance(False, dataset))
+
+    def planned(self, batch: Batch) -> MemoryPlan:
+        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        return plan_memory(self._replicas, self._training, self._gradient_plan(1), self._has_private_means, batch)
+
+    def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
+        """Plan how gradients travel, and make the memory for their means; a collective call."""
+        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
+        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means)
+
+    def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
+        training, options = self._training, self._options
+        named = training.module.named_parameters()
+        parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
+        tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
+        streams = options.streams_over(self._replicas)
+        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
+
+    @property
+    def _has_private_means(self) -> bool:
+        """Whether something may write to the mean gradients."""
+        is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
+        return not is_plain or self._options.before_update is not None
 
     # ---- one step
 
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
         """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
-        prepared = self.prepared
-        if self.prepared.options.compares_bits(prepared.steps_made):
+        if self._options.compares_bits(self._steps_made):
             insist_on_same_bits(self._replicas, host_arrays(state.tensors()), state.step)
         tensors = tensors_of(batch)
-        local = prepared.local_for(batch, tensors)
-        prepared.let_go()
+        local = self._local_for(batch, tensors)
+        self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        is_verified = prepared.steps_made < self.prepared.options.verify_steps
+        is_verified = self._steps_made < self._options.verify_steps
         watch = self._expected(state, tensors, scale) if is_verified else None
-        moving, settings = state.buffers.moving, prepared.settings.word(state.step)
+        moving, settings = state.buffers.moving, self._settings.word(state.step)
         turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
         masters = map(state.buffers.masters_of, local.replicas)
         residuals = state.residuals or [()] * len(local.replicas)
         local.begin(tensors, list(map(turn, masters, residuals)))
-        return TorchPending(prepared, local, scale, watch, is_verified, self._buckets(local))
+        return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
 
-    def _buckets(self, local: LocalReplicas) -> Iterator[tuple[Bucket, Buffers]]:
-        for number, contributions in local.collect(self.prepared.make_exchange):
-            yield self.prepared.exchange.buckets[number], contributions
+    def _let_go(self, local: LocalReplicas) -> None:
+        """Give the gradients of the last step back, before there are others."""
+        for parameter in self._training.parameters:
+            parameter.grad = None
+        if local.exchange is not None:
+            local.exchange.let_go()
 
     def _expected(self, training: TorchTraining, batch: Batch, scale: float) -> Comparison | None:
         """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
@@ -138,7 +260,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local.start:
             return None
         part = parts_of(batch, len(local))[0]
-        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self.prepared.options)
+        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
         return None if expected is None else Comparison(expected)
 
     def _refuse_difference(self, watch: Comparison | None, step: int) -> None:
@@ -149,7 +271,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def arrived(self, pending: TorchPending) -> Arrived:
         """See `Engine`."""
-        training, exchange, local = pending.prepared.training, pending.exchange, pending.local
+        training, exchange, local = self._training, pending.exchange, pending.local
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
             self._refuse_difference(pending.watch, training.step)
@@ -178,7 +300,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
         """See `Engine`."""
-        training, local = pending.prepared.training, pending.local
+        training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
             assert pending.tail is not None
@@ -193,7 +315,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return training
 
     def _apply(self, training: TorchTraining, means: Sequence[torch.Tensor], tail: Tail) -> None:
-        options = self.prepared.options
+        options = self._options
         given = zip(training.trained, means, tail.has_gradient, strict=True)
         pairs = [(parameter, mean if has_gradient else None) for parameter, mean, has_gradient in given]
         with intra_op_threads(options.intra_op_threads):
@@ -219,12 +341,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         Raises:
             NonFiniteGradientError: with `check_numerics`.
         """
-        if training.loss_scale is None and not self.prepared.options.check_numerics:
+        if training.loss_scale is None and not self._options.check_numerics:
             return True
         flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
         if plan.shards is not None:
             flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
-        if not flags.any() or not self.prepared.options.check_numerics:
+        if not flags.any() or not self._options.check_numerics:
             return not flags.any()
         number = int(np.flatnonzero(flags)[0])
         are_bad = [not run.is_finite(number) for run in local.runs]
@@ -258,7 +380,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def restore(self, snapshot: TrainState) -> TorchTraining:
         """See `Engine`: the arrays are copied."""
-        training = self.prepared.training
+        training = self._training
         training.load(snapshot)
         return training
 
@@ -267,3 +389,10 @@ def flipped(state: TorchTraining) -> TorchTraining:
     """Change a bit of a parameter, for faults on purpose; return the same state."""
     state.flip_bit()
     return state
+
+
+def _shape_for_one(leaf: object, local: int) -> object:
+    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
