@@ -35,13 +35,22 @@ MakeExchange = Callable[[tuple[str, ...]], GradientExchange]
 
 
 @dataclass
-class _Names:
-    """The names of the metrics, told by the first replica that has them, which then waits for the plan."""
+class _FirstStep:
+    """The names of the metrics, told by the first replica that has them, which then waits for the plan.
 
-    found: tuple[str, ...] | None = None
-    plan: TorchGradientPlan | None = None
-    are_known: threading.Event = field(default_factory=threading.Event)
-    is_planned: threading.Event = field(default_factory=threading.Event)
+    Attributes:
+        names: None if the replica that was asked has failed.
+    """
+
+    names: Future[tuple[str, ...] | None] = field(default_factory=Future)
+    plan: Future[TorchGradientPlan] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, names: tuple[str, ...] | None) -> None:
+        """Take the names, unless they are known."""
+        with self._lock:
+            if not self.names.done():
+                self.names.set_result(names)
 
 
 class LocalReplicas:
@@ -78,8 +87,7 @@ class LocalReplicas:
             run.follow()
         self.exchange: GradientExchange | None = None
         self._is_in_turn = len(self.runs) == 1 and not streams
-        self._first = _Names()
-        self._lock = threading.Lock()
+        self._first = _FirstStep()
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
@@ -135,7 +143,8 @@ class LocalReplicas:
             self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
         ]
         if self.exchange is None:
-            self._begun[0].add_done_callback(lambda _: self._first.are_known.set())
+            first = self._first
+            self._begun[0].add_done_callback(lambda _: first.tell(None))
 
     def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
@@ -198,37 +207,34 @@ class LocalReplicas:
         The first replica that calls gives the names of the metrics; all wait until the plan is made.
         """
         first = self._first
-        with self._lock:
-            if first.found is None:
-                first.found = names
-                first.are_known.set()
-        if names != first.found:
+        first.tell(names)
+        found = first.names.result()
+        if found not in (names, None):
             raise StrategyError(
-                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(first.found)}; "
+                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(found or ())}; "
                 "return the same names, in the same order, in every step"
             )
-        first.is_planned.wait()
-        if first.plan is None:
-            raise StrategyError("there is no plan for gradients, because another replica has failed")
-        return first.plan
+        return first.plan.result()
 
     def _make_first(self, make_exchange: MakeExchange) -> None:
         """Make the exchange, as soon as the first replica has computed its metrics."""
         first = self._first
-        first.are_known.wait()
+        names = first.names.result()
         begun: list[Future[None]] = []
         try:
-            if first.found is not None:
-                self.exchange = make_exchange(first.found)
-                first.plan = self.exchange.plan
+            if names is not None:
+                self.exchange = make_exchange(names)
                 for run, future in zip(self.runs, self._begun, strict=True):
-                    run.finished = [threading.Event() for _ in first.plan.members]
+                    run.finished = [threading.Event() for _ in self.exchange.buckets]
                     future.add_done_callback(partial(_finish, run))
+                first.plan.set_result(self.exchange.plan)
         finally:
-            first.is_planned.set()
-            if self.exchange is None:  # replicas that come later find that there will be none
+            if self.exchange is None:
+                first.plan.set_exception(
+                    StrategyError("there is no plan for gradients, because another replica has failed")
+                )
                 begun = self._wait()
-                self._first = _Names()
+                self._first = _FirstStep()
         raise_first(begun)
 
     # ---- ends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
@@ -66,8 +66,7 @@ class TorchPending:
         watch: compares replica 0 with plain PyTorch; None where that is not done.
         is_verified: whether that is done on any instance.
         buckets: of gradients, when they are ready.
-        tail: what has travelled behind the gradients.
-        means: of the gradients.
+        means: of the gradients; None for parameters that have none.
         values: the agreed values of buffers and frozen parameters.
         is_finite: whether the step may be applied.
     """
@@ -77,9 +76,8 @@ class TorchPending:
     watch: Comparison | None
     is_verified: bool
     buckets: Iterator[tuple[Bucket, Buffers]]
-    tail: Tail | None = None
-    means: Sequence[torch.Tensor] = ()
-    values: dict[int, torch.Tensor] | None = None
+    means: Sequence[torch.Tensor | None] = ()
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
     is_finite: bool = True
 
     @property
@@ -239,7 +237,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         is_verified = self._steps_made < self._options.verify_steps
-        watch = self._expected(state, tensors, scale) if is_verified else None
+        watch = self._expected(tensors, scale) if is_verified else None
         moving, settings = state.buffers.moving, self._settings.word(state.step)
         turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
         masters = map(state.buffers.masters_of, local.replicas)
@@ -254,27 +252,27 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local.exchange is not None:
             local.exchange.let_go()
 
-    def _expected(self, training: TorchTraining, batch: Batch, scale: float) -> Comparison | None:
+    def _expected(self, batch: Batch, scale: float) -> Comparison | None:
         """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
-        local = self._replicas.local_replicas
+        local, training = self._replicas.local_replicas, self._training
         if local.start:
             return None
         part = parts_of(batch, len(local))[0]
         expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
         return None if expected is None else Comparison(expected)
 
-    def _refuse_difference(self, watch: Comparison | None, step: int) -> None:
+    def _refuse_difference(self, watch: Comparison | None) -> None:
         """Have all instances raise what the one with replica 0 has found; a collective call."""
         found = "" if watch is None else watch.difference
         if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
-            raise StrategyError(f"in step {step} {told}")
+            raise StrategyError(f"in step {self._training.step} {told}")
 
     def arrived(self, pending: TorchPending) -> Arrived:
         """See `Engine`."""
         training, exchange, local = self._training, pending.exchange, pending.local
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
-            self._refuse_difference(pending.watch, training.step)
+            self._refuse_difference(pending.watch)
         plan, tail = exchange.plan, exchange.tail
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
@@ -287,14 +285,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         refuse_gradients_of_some(
             plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
         )
-        pending.tail = tail
         pending.values = training.buffers.agreed(tail.has_changed, [run.copy.slots for run in runs], self._replicas)
-        pending.means = exchange.means(1.0 if plan.quantised else pending.scale)
-        pending.is_finite = self._is_finite(training, plan, pending.means, local)
+        means = exchange.means(1.0 if plan.quantised else pending.scale)
+        pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
+        pending.is_finite = self._is_finite(plan, means, local)
         local.give_back()
 
         def gradients() -> tuple[Tree, Tree]:
-            return self._named(training.module, plan, pending.means), plan.shards
+            return self._named(plan, means), plan.shards
 
         return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
 
@@ -303,9 +301,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
-            assert pending.tail is not None
-            assert pending.values is not None
-            self._apply(training, pending.means, pending.tail)
+            self._apply(pending.means)
             training.buffers.keep(pending.values)
             local.share_frozen(training.buffers.written)
             if pending.exchange.plan.quantised:
@@ -314,10 +310,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training.replaced()
         return training
 
-    def _apply(self, training: TorchTraining, means: Sequence[torch.Tensor], tail: Tail) -> None:
-        options = self._options
-        given = zip(training.trained, means, tail.has_gradient, strict=True)
-        pairs = [(parameter, mean if has_gradient else None) for parameter, mean, has_gradient in given]
+    def _apply(self, means: Sequence[torch.Tensor | None]) -> None:
+        training, options = self._training, self._options
+        pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
             for parameter, mean in pairs:
                 parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
@@ -326,22 +321,18 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 pairs = [(parameter, parameter.grad) for parameter in training.trained]
             training.update.apply(pairs)
 
-    def _named(
-        self, module: torch.nn.Module, plan: TorchGradientPlan, means: Sequence[torch.Tensor]
-    ) -> dict[str, np.ndarray]:
+    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
-        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in module.named_parameters()}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _is_finite(
-        self, training: TorchTraining, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas
-    ) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
         """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
 
         Raises:
             NonFiniteGradientError: with `check_numerics`.
         """
-        if training.loss_scale is None and not self._options.check_numerics:
+        if self._training.loss_scale is None and not self._options.check_numerics:
             return True
         flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
         if plan.shards is not None:
@@ -352,7 +343,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         are_bad = [not run.is_finite(number) for run in local.runs]
         replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
-            f"the gradient of {plan.parameters[number].name} is not finite at step {training.step} on the "
+            f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
             f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
             "the batches of these replicas"
         )

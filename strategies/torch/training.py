@@ -102,8 +102,9 @@ class TorchTraining:
             of_each = zip(*self.residuals, strict=True)
             residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
         arrays = (variables, self._optimizer_tree(), residuals, model_state)
-        given = jax.tree.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
-        return TrainState(*given[:2], self.step, self.loss_scale, *given[2:])
+        given: Tree = jax.tree.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
+        variables, optimizer, residuals, model_state = given
+        return TrainState(variables, optimizer, self.step, self.loss_scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
         """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
