@@ -17,7 +17,7 @@ from strategies.gradients.computation import ReplicaPlan
 from strategies.gradients.leaving import MeansMemory
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram
-from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, ProgramMemory, held_by_exchange, held_of_batches
+from strategies.memory.plan import DEVICE, HOST, SHARED, Held, MemoryPlan, ProgramMemory
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
 from strategies.step.preparation import StepPrograms, control_of
@@ -53,8 +53,7 @@ class MemoryPlanner:
         local = len(replicas.local_replicas)
         programs = [ProgramMemory.of(name, each, local) for name, each in plan.executables(replicas.grid).items()]
         programs += self._of_update(update, state, program, memory)
-        of_data = held_of_batches(replicas.dataset_of(batch), _nbytes(batch), DEVICE)
-        held = [*self._of_state(state), *self._of_exchange(plan, buckets, program), *of_data]
+        held = [*self._of_state(state), *self._of_exchange(plan, buckets, program), *self._of_data(batch)]
         return MemoryPlan(
             replicas.instance.index,
             local,
@@ -121,13 +120,29 @@ class MemoryPlanner:
         )
 
     def _of_exchange(self, plan: ReplicaPlan, buckets: Sequence[Bucket], program: ReplicaProgram) -> list[Held]:
-        local = len(self.replicas.local_replicas)
+        communicator, local = self.replicas.communicator, len(self.replicas.local_replicas)
         buffers = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)
+        means = [
+            (array.nbytes, number not in bucket.scattered and communicator.is_shared(array.nbytes))
+            for bucket in buckets
+            for number, array in enumerate(bucket.results)
+        ]
+        shared = sum(nbytes for nbytes, is_shared in means if is_shared)
         quantised = _nbytes(program.means) if program.quantised else 0
         return [
             Held("gradients", local * buffers, DEVICE, f"of {local} replicas"),
             Held("sums of gradients", local * plan.sum_bytes, DEVICE, "of micro-batches"),
-            *held_by_exchange(self.replicas.communicator, buckets, quantised),
+            Held("mean gradients", sum(nbytes for nbytes, _ in means) - shared + quantised, HOST),
+            Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
+            Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
+        ]
+
+    def _of_data(self, batch: Batch) -> list[Held]:
+        dataset = self.replicas.dataset_of(batch)
+        ahead = 0 if dataset is None else dataset.num_read_ahead
+        return [
+            Held("batch", _nbytes(batch), DEVICE),
+            Held("batches read ahead", ahead * _nbytes(batch), DEVICE, f"{ahead} of them"),
         ]
 
 

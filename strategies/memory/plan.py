@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 
 import jax
 
-from collectives import Communicator
-from strategies.data.datasets import DistributedDataset
 from strategies.exchange.means import Bucket
 from strategies.gradients.computation import Kept
+from strategies.replicas.replicas import Replicas
+from strategies.typing import Batch
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DEVICE, HOST, SHARED = "device", "host", "window"
@@ -135,32 +135,39 @@ class MemoryPlan:
         return "\n\n".join(blocks)
 
 
-def held_by_exchange(
-    communicator: Communicator, buckets: Sequence[Bucket], quantised: int, is_private: bool = False
-) -> list[Held]:
-    """Return what an instance holds of mean gradients, and to exchange them.
+def held_by_means(replicas: Replicas, buckets: Sequence[Bucket], quantised: int, is_private: bool) -> list[Held]:
+    """Return the memory of mean gradients and of their exchange.
 
     Args:
-        communicator: connects the instances.
-        buckets: of the gradients.
-        quantised: bytes of the means of int8 gradients.
-        is_private: whether the memory of means is never shared.
+        replicas: whose gradients they are.
+        buckets: of gradients.
+        quantised: the bytes of the means of quantised gradients.
+        is_private: whether no means lie in a window.
     """
-    arrays = [
-        (array.nbytes, not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes))
-        for bucket in buckets
-        for number, array in enumerate(bucket.results)
-    ]
-    shared = sum(nbytes for nbytes, is_shared in arrays if is_shared)
+    communicator = replicas.communicator
+    total, shared = quantised, 0
+    for bucket in buckets:
+        for number, array in enumerate(bucket.results):
+            total += array.nbytes
+            if not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes):
+                shared += array.nbytes
     return [
-        Held("mean gradients", sum(nbytes for nbytes, _ in arrays) - shared + quantised, HOST),
+        Held("mean gradients", total - shared, HOST),
         Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
         Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
     ]
 
 
-def held_of_batches(dataset: DistributedDataset | None, nbytes: int, where: str) -> list[Held]:
-    """Return what an instance holds of a data set, whose batches have so many bytes."""
+def held_by_data(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> list[Held]:
+    """Return the memory of a batch, and of those that are read ahead of it.
+
+    Args:
+        replicas: whose batch it is.
+        batch: of the local replicas.
+        nbytes: of the batch.
+        where: the batch lies, as in `Held`.
+    """
+    dataset = replicas.dataset_of(batch)
     ahead = 0 if dataset is None else dataset.num_read_ahead
     return [Held("batch", nbytes, where), Held("batches read ahead", ahead * nbytes, where, f"{ahead} of them")]
 

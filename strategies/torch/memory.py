@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 import jax
 
-from strategies.exchange.flat import not_made
-from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_exchange, held_of_batches
+from strategies.exchange.means import Bucket
+from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_data, held_by_means
 from strategies.replicas.replicas import Replicas
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
@@ -26,10 +27,11 @@ def plan_memory(
     replicas: Replicas,
     training: TorchTraining,
     plan: TorchGradientPlan,
+    buckets: Sequence[Bucket],
     is_private: bool,
     batch: Batch,
 ) -> MemoryPlan:
-    """Return what this instance needs for gradients with such a plan."""
+    """Return the memory that this instance needs."""
     local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
     quantised = 0 if plan.quantised is None else plan.quantised.new_result().nbytes
@@ -41,8 +43,8 @@ def plan_memory(
         Held("variables of replicas", _nbytes(training.memory_of_replicas.copies), DEVICE, "on `replica_device`"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
         Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
-        *held_by_exchange(replicas.communicator, plan.buckets(not_made), quantised, is_private),
-        *held_of_batches(replicas.dataset_of(batch), _nbytes(tensors_of(batch)), HOST),
+        *held_by_means(replicas, buckets, quantised, is_private),
+        *held_by_data(replicas, batch, _nbytes(tensors_of(batch)), HOST),
     ]
     return MemoryPlan(replicas.instance.index, local, [each for each in held if each.nbytes])
 

@@ -21,6 +21,7 @@ from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.exchange.flat import not_made
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.memory.plan import MemoryPlan
@@ -205,7 +206,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def planned(self, batch: Batch) -> MemoryPlan:
         """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
-        return plan_memory(self._replicas, self._training, self._gradient_plan(1), self._has_private_means, batch)
+        plan = self._gradient_plan(1)
+        buckets = plan.buckets(not_made)
+        return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
         """Plan how gradients travel, and make the memory for their means; a collective call."""
