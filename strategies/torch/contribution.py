@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
+
+
+def refuse_to_come_twice(name: str) -> NoReturn:
+    """Refuse the gradient of a parameter that was taken in this step already."""
+    raise StrategyError(
+        f"the gradient of {name} has come twice in one backward pass, as of parameters in several reentrant "
+        "checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
+    )
 
 
 class Contribution:

@@ -19,7 +19,7 @@ from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
-from strategies.torch.contribution import Contribution
+from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import (
     GradientExchange,
     Parameter,
@@ -156,7 +156,7 @@ class GradientAveraging:
 
     def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
         """Keep the bits of buffers to tell which have changed: those that are known, and of others what they have."""
-        buffers = self._buffers.buffer_slots
+        buffers = [slot for slot in self._buffers.slots if not slot.is_parameter]
         self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
@@ -216,10 +216,7 @@ class GradientAveraging:
             return
         number = self._numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            raise StrategyError(
-                f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
-                "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
-            )
+            refuse_to_come_twice(self._named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
             self._take(model_pass, number, parameter.grad)

@@ -73,11 +73,9 @@ class ModelBuffers:
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
         self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self.declared]
+        places = enumerate(zip(slots, self._words, strict=True))
+        each = [n for n, (slot, word) in places if word == PER_REPLICA and (self.declared or not slot.is_parameter)]
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
-
-    def _of_word(self, word: str) -> list[int]:
-        return [number for number, one in enumerate(self._words) if one == word]
 
     def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
         """Return the known values of a buffer on all replicas; if there are none of its shape, the module's for all."""
@@ -91,11 +89,6 @@ class ModelBuffers:
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
         return frozenset([*names, *self.declared])
-
-    @property
-    def buffer_slots(self) -> list[Slot]:
-        """The slots of buffers, without frozen parameters."""
-        return [slot for slot in self.slots if not slot.is_parameter]
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
         """Return the buffers with which a replica begins a step."""

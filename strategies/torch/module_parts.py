@@ -80,11 +80,6 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     return not have_same_bits(tensor.to(master.device), master)
 
 
-def resized(replicas: int) -> float:
-    """Return the flag of a tensor whose shape has changed, which lifts the mean over replicas above 1."""
-    return 2.0 * replicas
-
-
 class ModuleParts:
     """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others."""
 

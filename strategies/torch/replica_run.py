@@ -18,7 +18,7 @@ from torch.jit import optimized_execution
 from collectives.instruments import Instruments
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
-from strategies.torch.contribution import Contribution
+from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
@@ -265,11 +265,7 @@ class TorchReplicaRun:
             return
         if self._seen[number]:
             assert self._plan is not None
-            raise StrategyError(
-                f"the gradient of {self._plan.parameters[number].name} has come twice in one backward pass, as of "
-                "parameters in several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or "
-                "stream_gradients=False"
-            )
+            refuse_to_come_twice(self._plan.parameters[number].name)
         self._take(number, parameter.grad)
         parameter.grad = None
 

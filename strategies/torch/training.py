@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.int8 import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, rows_of_replicas
+from strategies.replicas.shards import rows_of_replicas
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
@@ -87,11 +88,6 @@ class TorchTraining:
         """Note that what was given of the state is used up."""
         self._age.number += 1
 
-    def flip_bit(self) -> None:
-        """Change a bit in the middle of one number of the first parameter; for faults on purpose."""
-        array = as_array(next(self.module.parameters()))
-        array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
-
     # ---- as a tree
 
     def state(self) -> TrainState:
@@ -128,31 +124,15 @@ class TorchTraining:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        return TrainState(
-            state.variables,
-            self._whole_optimizer(state.optimizer_state),
-            state.step,
-            state.loss_scale,
-            jax.tree.map(rows_of_replicas(self._replicas), state.residuals),
-            state.model_state,
-        )
-
-    def _whole_optimizer(self, tree: Tree) -> Tree:
-        update = self.update
-        if not isinstance(update, ShardedTorchUpdate):
-            return tree
-        state = {}
-        for number, of_parameter in tree[STATE].items():
-            whole = update.wholes[number]
-
-            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
-                if not leaf.ndim:
-                    return leaf
-                shape = jax.ShapeDtypeStruct(tuple(whole.shape), leaf.dtype)
-                return PartOfArray(update.parts.padded(leaf, whole), shape, update.parts, self._replicas)
-
-            state[number] = jax.tree.map(padded, of_parameter) if update.is_cut(number) else of_parameter
-        return {**tree, STATE: state}
+        update, optimizer = self.update, state.optimizer_state
+        if isinstance(update, ShardedTorchUpdate):
+            whole = {
+                number: {name: update.whole(number, array) for name, array in of_parameter.items()}
+                for number, of_parameter in optimizer[STATE].items()
+            }
+            optimizer = {**optimizer, STATE: whole}
+        residuals = jax.tree.map(rows_of_replicas(self._replicas), state.residuals)
+        return replace(state, optimizer_state=optimizer, residuals=residuals)
 
     # ---- taking it over
 
