@@ -53,6 +53,7 @@ class ModelBuffers:
         self.slots: list[Slot] = []
         self.moving: frozenset[int] = frozenset()
         self.own: dict[int, torch.Tensor] = {}
+        self._bucket: Bucket | None = None  # of the means in the last step
         self.follow()
 
     def follow(self) -> None:
@@ -115,7 +116,9 @@ class ModelBuffers:
         of_replicas: Sequence[Sequence[Slot]],
         replicas: Replicas,
     ) -> dict[int, torch.Tensor]:
-        """Return new values of those that have changed, by their numbers; collective calls where there are any.
+        """Return new values of those that have changed, by their numbers, until the next call.
+
+        Makes collective calls where there are any.
 
         Args:
             shares: for each the share of the replicas that have changed it; above 1 if its shape has changed.
@@ -190,16 +193,19 @@ class ModelBuffers:
         tensors = [of_replicas[0][number].tensor for number in numbers]
         shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in tensors]
         layout = FlatLayout.of(shapes, 0)
+        if self._bucket is None or self._bucket.layout != layout:
+            self._bucket = Bucket.of("buffers", layout, private_memory, {}, {})
+        bucket = self._bucket
         contributions = []
         for slots in of_replicas:
-            flat = [np.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
-            for view, number in zip(layout.views(flat), numbers, strict=True):
+            flat = [np.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers]
+            for view, number in zip(bucket.layout.views(flat), numbers, strict=True):
                 as_tensor(view).copy_(slots[number].tensor.detach())
             contributions.append(flat)
-        bucket = Bucket.of("buffers", layout, private_memory, {}, {})
         means = Means(replicas.communicator, replicas.num_replicas_in_sync, None)
         means.reduce(bucket, list(zip(*contributions, strict=True)))
-        return {number: as_tensor(view) for number, view in zip(numbers, layout.views(bucket.results), strict=True)}
+        views = bucket.layout.views(bucket.results)
+        return {number: as_tensor(view) for number, view in zip(numbers, views, strict=True)}
 
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator

@@ -38,12 +38,12 @@ class Slot(NamedTuple):
         return tensor
 
     def put(self, value: torch.Tensor) -> None:
-        """Copy a value into the tensor, or into another tensor in its place if the value has another shape."""
-        with torch.no_grad():
-            if self.tensor.shape == value.shape:
-                self.tensor.copy_(value)
-            else:
-                self.holder[self.key] = value.clone()
+        """Copy a value into the tensor, or into a new one if it has another shape; autograd must be off."""
+        tensor = self.tensor
+        if tensor.shape == value.shape:
+            tensor.copy_(value)
+        else:
+            self.holder[self.key] = value.clone()
 
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:

@@ -95,8 +95,9 @@ class WrittenBuffers:
             return
         if self._is_single:
             slots = slots_of(self._module)
-            for number, tensor in written[0].items():
-                slots[number].put(tensor)
+            with torch.no_grad():
+                for number, tensor in written[0].items():
+                    slots[number].put(tensor)
             return
         if not any(self._own):
             logger.info("an inference writes buffers of its module: each replica goes on with its own")
