@@ -58,9 +58,19 @@ def room_of(path: Path, package: str) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
+def imported_by_name(tree: ast.Module) -> Iterator[str]:
+    """The names that a file gives to `import_module`, as far as they are literal."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            parts = getattr(node.args[0], "values", [node.args[0]])  # of an f-string the literal beginning
+            yield str(parts[0].value) if isinstance(parts[0], ast.Constant) else ""
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """The full names of the modules, or of what is in them, that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    yield from imported_by_name(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

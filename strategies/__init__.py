@@ -1,7 +1,6 @@
 """Distributed training: replicas, steps, data and reductions."""
 
 import gc
-from importlib import import_module
 from types import ModuleType
 
 try:  # JAX and optax make 100,000 objects that all stay: looking for garbage meanwhile takes a fifth of this import
@@ -46,6 +45,7 @@ from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
 from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy
+from strategies.keras_in_scope import KerasRoom, load_keras_room_with
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.per_replica import PerReplica
@@ -67,9 +67,20 @@ from strategies.updates.optimizers import MapGradientOptimizer
 def __getattr__(name: str) -> ModuleType:
     """Return `strategies.keras`, which is imported, with Keras, when a program asks for it."""
     if name == "keras":
-        return import_module("strategies.keras")
+        import strategies.keras as room
+
+        return room
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+
+def _keras_room() -> KerasRoom:
+    """Import the room for Keras, and Keras."""
+    from strategies.keras import hook
+
+    return hook
+
+
+load_keras_room_with(_keras_room)
 
 __all__ = [
     "Best",

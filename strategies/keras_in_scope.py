@@ -1,14 +1,41 @@
-"""The hook of `strategy.scope()` into Keras, which a program imports before the scope."""
+"""The way from strategies to their room for Keras, which is imported where a program has imported Keras."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Protocol
+
+from strategies.programs.program import HeldState
+from strategies.replicas.replicas import Replicas
+
+
+class KerasRoom(Protocol):
+    """The functions of `strategies.keras` that a strategy calls."""
+
+    def hook(self, is_scope_open: Callable[[], bool]) -> None:
+        """Have models know the scope in which they are made."""
+
+    def KerasState(self, objects: Sequence[object], replicas: Replicas) -> HeldState:
+        """Return the variables of the objects of Keras that a program reads."""
+
+
+_loaders: list[Callable[[], KerasRoom]] = []
+
+
+def load_keras_room_with(load: Callable[[], KerasRoom]) -> None:
+    """Register the function that imports the room; the package's `__init__`, which may import every room, has it."""
+    _loaders[:] = [load]
+
+
+def keras_room() -> KerasRoom:
+    """Return the room for Keras; the first call imports it, and Keras."""
+    [load] = _loaders
+    return load()
 
 
 class _LateImport(MetaPathFinder, Loader):
@@ -57,8 +84,8 @@ def keras_in_scope(get_strategy: Callable[[], object]) -> Iterator[None]:
     _late_import.get_strategy = get_strategy
     _late_import.scopes.append(None)
     try:
-        if sys.modules.get("keras") is not None:  # the hook is found by its name: it knows strategies, and Keras
-            import_module("strategies.keras.hook").hook(get_strategy, lambda: bool(_late_import.scopes))
+        if sys.modules.get("keras") is not None:
+            keras_room().hook(lambda: bool(_late_import.scopes))
         yield
     finally:
         _late_import.scopes.pop()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import NoReturn, TypeVar
 
 import jax
@@ -30,7 +29,7 @@ from strategies.defaults import Defaults, current_defaults_of
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
 from strategies.feeds.drawing import Iterators, drawn
-from strategies.keras_in_scope import keras_in_scope
+from strategies.keras_in_scope import keras_in_scope, keras_room
 from strategies.per_replica import PerReplica, Shared
 from strategies.programs.captures import Reads
 from strategies.programs.program import NOTHING_HELD, DeviceProgram, HeldState
@@ -429,10 +428,7 @@ class Strategy(ABC):
 
     def _state_of(self, function: Function) -> HeldState:
         objects = Reads(function, follows_keras=True).of_keras
-        if not objects:
-            return NOTHING_HELD
-        state: HeldState = import_module("strategies.keras.in_programs").KerasState(objects, self._replicas)
-        return state
+        return keras_room().KerasState(objects, self._replicas) if objects else NOTHING_HELD
 
     def _for_one_replica(
         self,

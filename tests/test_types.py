@@ -25,7 +25,7 @@ ANY = {
     "strategies/data": 5,
     "strategies/exchange": 3,
     "strategies/gradients": 7,
-    "strategies/keras": 21,
+    "strategies/keras": 17,
     "strategies/pipelines": 1,
     "strategies/programs": 37,
     "strategies/replicas": 6,

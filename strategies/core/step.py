@@ -22,7 +22,7 @@ from strategies.core.survival import (
     SurvivingMembers,
     meet,
     repeated,
-    surviving,
+    together,
     warn_of_loss,
 )
 from strategies.loss_scaling import LossScaling
@@ -218,12 +218,7 @@ class StepLoop(Generic[State, Pending]):
         if part := self._rules.own_part:
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
             return begun()
-
-        def catch_up() -> State | None:
-            meeting = meet(self._members)
-            return self._share(local(), meeting.newest) if meeting.is_late else None
-
-        return surviving(self._members, begun, catch_up, self._share)
+        return together(self._members, begun, self._share, local)
 
     def _repeated(self, loss: BaseException, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make the step once more, on the batch of the replicas that this instance drives then.

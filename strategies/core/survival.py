@@ -118,6 +118,26 @@ def surviving(
     return done
 
 
+def together(
+    members: SurvivingMembers, attempt: Callable[[], T], share: Callable[[T, int], T], local: Callable[[], T]
+) -> T:
+    """Return the result of a collective call on all instances, whichever of them are lost meanwhile.
+
+    Args:
+        members: the instances.
+        attempt: makes the call.
+        share: hands the result to those who are late, given it, or on those something like it, and the rank that has
+            it; a collective call.
+        local: returns something like the result.
+    """
+
+    def catch_up() -> T | None:
+        meeting = meet(members)
+        return share(local(), meeting.newest) if meeting.is_late else None
+
+    return surviving(members, attempt, catch_up, share)
+
+
 def repeated(
     members: SurvivingMembers, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]
 ) -> T:

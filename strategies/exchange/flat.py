@@ -87,11 +87,6 @@ class FlatLayout:
         return self._plan[1]
 
     @property
-    def homes(self) -> tuple[str, ...]:
-        """For each leaf the name of its buffer."""
-        return tuple(name for name, _ in self.places)
-
-    @property
     def places(self) -> tuple[tuple[str, int], ...]:
         """For each leaf the name of its buffer, and where it begins there."""
         return self._plan[0]

@@ -7,15 +7,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from strategies.comparing.digest import digest_of, fingerprint
 from strategies.core.agreement import Terms, insist_on_agreement
-from strategies.core.survival import meet, surviving
+from strategies.core.survival import together
 from strategies.errors import DisagreementError
 from strategies.keras.protocols import Array, ModelLike, State, Values, VariableLike
 from strategies.replicas.replicas import Replicas
-from strategies.typing import Batch
+from strategies.typing import Batch, Tree
 
 WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
@@ -30,22 +31,17 @@ T = TypeVar("T")
 
 def broadcast(replicas: Replicas, tree: T) -> T:
     """Return instance 0's tree on every instance, placed as a step needs it; a collective call."""
-    return _together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, tree)
+    return together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, lambda: tree)
 
 
 def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
     """Return instance 0's number on every instance; a collective call, which has a name."""
-    told = _teller(replicas, name)
-    return _together(replicas, lambda: told(number, 0), told, number)
+    return _agreed(replicas, lambda: _told(replicas, number, 0, name), name)
 
 
 def is_so_anywhere(replicas: Replicas, flag: bool, name: str) -> bool:
     """Return whether a flag is set on any instance; a collective call, which has a name."""
-
-    def asked() -> int:
-        return int(replicas.communicator.all_reduce(np.array([flag], np.float32), "max", name=name)[0])
-
-    return bool(_together(replicas, asked, _teller(replicas, name), int(flag)))
+    return compared(replicas, flag, b"", name)[0]
 
 
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
@@ -59,7 +55,7 @@ def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[
         of_all = replicas.communicator.all_gather(mine, name=name)
         return int(of_all[:, 0].any()) + 2 * int((of_all[:, 1:] == of_all[0, 1:]).all())
 
-    answer = _together(replicas, asked, _teller(replicas, name), int(flag) + 2)
+    answer = _agreed(replicas, asked, name)
     return bool(answer & 1), bool(answer & 2)
 
 
@@ -74,7 +70,12 @@ def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
         insist_on_agreement(replicas, terms, name, way_out)
         return 1
 
-    _together(replicas, asked, _teller(replicas, name), 1)
+    _agreed(replicas, asked, name)
+
+
+def bits_of(tree: Tree) -> bytes:
+    """Return a digest of arrays."""
+    return np.array(digest_of(list(map(np.asarray, jax.tree.leaves(tree)))), np.uint64).tobytes()
 
 
 def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
@@ -92,34 +93,16 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
         )
 
 
-def _together(replicas: Replicas, attempt: Callable[[], T], share: Callable[[T, int], T], mine: T) -> T:
-    """Return what `attempt` returns, also where instances are lost.
-
-    Args:
-        replicas: connects the instances.
-        attempt: a collective call.
-        share: hands over what it has returned; a collective call.
-        mine: something like it.
-    """
-    if replicas.communicator.size == 1:
-        return attempt()
-
-    def catch_up() -> T | None:
-        meeting = meet(replicas)
-        return share(mine, meeting.newest) if meeting.is_late else None
-
-    return surviving(replicas, attempt, catch_up, share)
+def _agreed(replicas: Replicas, ask: Callable[[], int], name: str) -> int:
+    """Return the number that a collective call returns on all instances, also where instances are lost."""
+    return together(replicas, ask, lambda number, root: _told(replicas, number, root, name), lambda: 0)
 
 
-def _teller(replicas: Replicas, name: str) -> Callable[[int, int], int]:
-    """Return a collective call, which returns the number of instance `root` on all instances."""
-
-    def told(number: int, root: int) -> int:
-        array = np.array(number, np.int64)
-        replicas.communicator.broadcast(array, root, name=name)
-        return int(array)
-
-    return told
+def _told(replicas: Replicas, number: int, root: int, name: str) -> int:
+    """Return the number of instance `root` on all instances; a collective call."""
+    array = np.array(number, np.int64)
+    replicas.communicator.broadcast(array, root, name=name)
+    return int(array)
 
 
 class VariableWatch:

@@ -10,16 +10,15 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 from keras import tree
 from keras.callbacks import CallbackList
 
-from strategies.comparing.digest import digest_of
 from strategies.core.metrics import EVALUATION
 from strategies.errors import StrategyError
 from strategies.keras.agreement import (
     WAY_OUT,
     VariableWatch,
+    bits_of,
     broadcast,
     compared,
     insist,
@@ -28,6 +27,7 @@ from strategies.keras.agreement import (
     terms_of_model,
 )
 from strategies.keras.checkpointing import with_whole_backups
+from strategies.keras.patches import begin_with_epoch, call_in_one_thread
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
 from strategies.strategy import Strategy, get_strategy
@@ -156,13 +156,12 @@ class Running:
         """Begin everywhere with the epoch and the state with which the chief begins; a collective call."""
         replicas = self.strategy.replicas
         epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
-        self.model._initial_epoch = epoch or None
+        begin_with_epoch(self.model, epoch)
         self.resume()
         if self.is_alone or self.watch is None:
             return
         arrays = self.watch.arrays()
-        digest = np.array(digest_of(arrays), np.uint64).tobytes()
-        if not compared(replicas, False, digest, "variables of the model")[1]:
+        if not compared(replicas, False, bits_of(arrays), "variables of the model")[1]:
             self.watch.assign(broadcast(replicas, arrays))
         self.watch.begin()
 
@@ -233,7 +232,7 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     looks = any(map(_has_batch_hooks, own))
     writes = is_so_anywhere(running.strategy.replicas, any(map(_writes_in_epochs, own)), "files within an epoch")
     if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
-        prepared._async_train = False
+        call_in_one_thread(prepared)
     first, last = _first(running, looks or writes), _last(running, looks)
     told = [_teller(running)] if running.strategy.replicas.sinks else []
     prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
@@ -287,7 +286,7 @@ def _has_batch_hooks(callback: Callback) -> bool:
     """Return whether a callback of the user's is told of batches."""
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in callback.__dict__ for name in _BATCH_HOOKS)
-    stock = type(callback).__module__.startswith("keras.src.") or isinstance(callback, OnChief)
+    stock = type(callback) in vars(keras.callbacks).values() or isinstance(callback, OnChief)
     return not stock and any(
         getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS
     )

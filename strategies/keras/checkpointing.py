@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
 
 import jax
 import keras
@@ -39,7 +38,8 @@ from strategies.checkpoints.sealed_folders import (
 )
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
-from strategies.keras.protocols import Callbacks
+from strategies.keras.patches import back_up_with, begin_with_epoch
+from strategies.keras.protocols import BackupAndRestore, Callbacks
 from strategies.keras.state import random_states, set_random_states
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
@@ -49,9 +49,6 @@ KEPT = 2
 """Number of backups that are kept. If the newest is damaged, the one before is used."""
 _WEIGHTS = "latest.weights.h5"
 _COMPLETE = re.compile(r"backup_(\d{8,})")
-
-BackupAndRestore: TypeAlias = Any
-"""The callback of Keras."""
 
 logger = logging.getLogger("strategies.keras")
 
@@ -178,7 +175,7 @@ def with_whole_backups(callback: BackupAndRestore) -> BackupAndRestore:
             "when they are whole; use a local folder, or one of a file system that all hosts share"
         )
     backups = _WholeBackups(callback)
-    callback._save_model, callback._load_model = backups.save, backups.load
+    back_up_with(callback, backups.save, backups.load)
     if callback.save_freq != "epoch" and callback.save_freq:
         logger.warning(
             "BackupAndRestore has save_freq=%d: a training that goes on repeats the epoch with weights from the "
@@ -241,7 +238,7 @@ class _WholeBackups:
                 f"{found} was written by a model with {len(training['random_states'])} seed generators, and model "
                 f"{model.name!r} has another number of them; use another folder for another model"
             )
-        model._initial_epoch = training["epoch"]
+        begin_with_epoch(model, training["epoch"])
 
     def _newest(self) -> Path | None:
         """Return the newest backup that is whole; set damaged newer ones aside, with a warning."""

@@ -11,16 +11,19 @@ from typing import NoReturn, TypeAlias
 
 import jax
 import numpy as np
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
+from keras.utils import PyDataset, unpack_x_y_sample_weight
 
 from strategies.argument_checks import positive
 from strategies.core.rows import Told
 from strategies.data.datasets import DistributedDataset
 from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
+from strategies.keras.patches import (
+    ArrayDataAdapter,
+    DataAdapter,
+    PyDatasetAdapter,
+    can_convert_arrays,
+    get_data_adapter,
+)
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree
 
@@ -289,7 +292,7 @@ def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
 def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
     """Return batches `(x, y, sample_weight)` of what is no arrays, the first of them, and what an epoch calls."""
     x = given.x
-    adapter = data_adapters.get_data_adapter(  # which refuses what a source does not take besides
+    adapter = get_data_adapter(  # which refuses what a source does not take besides
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
     if isinstance(x, PyDataset):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -30,6 +30,7 @@ from strategies.trainer import Trainer
 from strategies.typing import Batch, Key, Tree, Variables
 
 
+@dataclass(frozen=True)
 class _OfRows(EvaluationTask):
     """A task of a model, for rows that count and no others.
 
@@ -50,7 +51,6 @@ class _MetricsTask(_OfRows):
     """A task that finds what the rows of a replica add to the variables of metrics."""
 
     title: ClassVar[str] = "evaluation"
-    functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `EvaluationTask`."""
@@ -70,7 +70,6 @@ class _OutputsTask(_OfRows):
     """A task that finds what the model says of each row."""
 
     title: ClassVar[str] = "prediction"
-    functions: ModelFunctions
 
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
         """See `EvaluationTask`."""
@@ -90,21 +89,19 @@ class _Function(ABC):
         model: of Keras, built.
         strategy: where the replicas are.
         steps_per_execution: how many batches a call is for.
-        task: makes what is wanted of each batch of the functions of a model.
+
+    Attributes:
+        kind: of the task for each batch.
     """
 
-    def __init__(
-        self,
-        model: ModelLike,
-        strategy: Strategy,
-        steps_per_execution: int,
-        task: Callable[[ModelFunctions], EvaluationTask],
-    ) -> None:
+    kind: ClassVar[type[_OfRows]]
+
+    def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
         self._model = model
         self._strategy = strategy
         self._steps = steps_per_execution
         self.functions = ModelFunctions(model, Seeds(seeds_of(model)))
-        self._task = task(self.functions)
+        self._task = self.kind(self.functions)
         self._trainer = Trainer(strategy, _no_loss, optax.identity())
         self._is_adopted = False
 
@@ -137,8 +134,10 @@ class _Function(ABC):
 class TestFunction(_Function):
     """The function that evaluates for `evaluate` and `test_on_batch`."""
 
+    kind = _MetricsTask
+
     def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, _MetricsTask)
+        super().__init__(model, strategy, steps_per_execution)
         self._results = jit(self.functions.results)
         self.begin()
 
@@ -190,8 +189,7 @@ class TestFunction(_Function):
 class PredictFunction(_Function):
     """The function that predicts for `predict` and `predict_on_batch`."""
 
-    def __init__(self, model: ModelLike, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution, _OutputsTask)
+    kind = _OutputsTask
 
     def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
         """Return the outputs for the next batches, in the order of the data, and the state."""

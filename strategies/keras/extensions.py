@@ -323,7 +323,11 @@ class Extensions:
     # ---- files
 
     def save_assets(self, folder: str) -> None:
-        """Write the options beside the variables of a file; called by Keras. A stock model does not read them."""
+        """Write the options beside the variables of a file; called by Keras. A stock model does not read them.
+
+        A method of the model's class with this name is called first.
+        """
+        _call_own(self._model, "save_assets", folder)
         options = self.options
         saved = {
             "gradient_accumulation_steps_per_replica": options.accumulated,
@@ -338,7 +342,8 @@ class Extensions:
             (Path(folder) / _FILE).write_text(json.dumps(saved))
 
     def load_assets(self, folder: str | None) -> None:
-        """Read them again, but for what was given as keyword arguments; called by Keras."""
+        """Read them again, but for what was given as keyword arguments; called by Keras. See `save_assets`."""
+        _call_own(self._model, "load_assets", folder)
         file = None if folder is None else Path(folder) / _FILE
         if file is None or not file.exists():
             return
@@ -357,6 +362,11 @@ class Extensions:
 
 METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
 """The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
+
+
+def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
+    """Call a method of the model's class, if it has one: the model itself has that of `Extensions`."""
+    getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 
 def _as_tuples(stages: Tree) -> Tree:

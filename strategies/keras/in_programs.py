@@ -11,7 +11,8 @@ import keras
 import numpy as np
 
 from strategies.errors import StrategyError
-from strategies.keras.protocols import Array, ModelLike, OptimizerLike, Values, VariableLike
+from strategies.keras.averaging import averaging
+from strategies.keras.protocols import Array, ModelLike, Values, VariableLike
 from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
 from strategies.programs.feed_program import current_program
@@ -80,8 +81,7 @@ class KerasState:
         with ExitStack() as stack:
             scope = stack.enter_context(_scope(zip(self._variables, begun, strict=True)))
             first = [scope.get_current_value(variable) for variable in self._variables]
-            for optimizer in self._optimizers:
-                stack.enter_context(_averaging(optimizer))
+            stack.enter_context(averaging(self._optimizers))
 
             def changes() -> Changes:
                 made = [scope.get_current_value(variable) for variable in self._variables]
@@ -157,23 +157,6 @@ def _scope(values: Iterable[tuple[VariableLike, Array]]) -> Iterator[keras.State
     finally:
         with jax.ensure_compile_time_eval():
             scope.__exit__(None, None, None)
-
-
-@contextmanager
-def _averaging(optimizer: OptimizerLike) -> Iterator[None]:
-    """Have an optimizer apply the mean of all replicas' gradients for a while."""
-    plain = optimizer.apply
-
-    def apply(grads: Values, trainable_variables: Sequence[VariableLike] | None = None) -> None:
-        context = get_replica_context()
-        means = [None if gradient is None else context.all_reduce("mean", gradient) for gradient in grads]
-        plain(means, trainable_variables)
-
-    vars(optimizer)["apply"] = apply  # Keras would track what is set as an attribute
-    try:
-        yield
-    finally:
-        del vars(optimizer)["apply"]
 
 
 def _seeds(model: ModelLike) -> list[VariableLike]:

@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.utils import unpack_x_y_sample_weight
 
 from strategies.keras.agreement import (
     WAY_OUT,
@@ -30,6 +28,7 @@ from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_
 from strategies.keras.evaluating import PredictFunction, TestFunction
 from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.own_steps import OwnTrainFunction
+from strategies.keras.patches import begin_with_epoch, train_validation_split
 from strategies.keras.protocols import Callbacks, FunctionLike, ModelClass, ModelLike, State
 from strategies.keras.refusals import (
     is_own,
@@ -47,6 +46,8 @@ from strategies.typing import Batch, Data, Tree
 
 logger = logging.getLogger("strategies.keras")
 
+_NOT_COMPARED = ("self", "x", "y", "verbose", "callbacks")
+"""Arguments of `fit` that may differ, or are compared otherwise."""
 COMPARED = 3
 """Number of batches of `train_on_batch`, the first ones, whose rows instances compare."""
 
@@ -123,26 +124,13 @@ class ReplicatedModel:
         global_batch_size: int | None = None,
     ) -> object:
         """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
+        arguments = {name: value for name, value in locals().items() if name not in _NOT_COMPARED}
+        arguments |= {"sample_weight": sample_weight is not None, "validation_data": validation_data is not None}
         checkpoints = given_in(callbacks)
         self._check("fit", "train_step", has_checkpoints=checkpoints is not None)
-        arguments = {
-            "batch_size": batch_size,
-            "global_batch_size": global_batch_size,
-            "epochs": epochs,
-            "initial_epoch": initial_epoch,
-            "steps_per_epoch": steps_per_epoch,
-            "shuffle": shuffle,
-            "class_weight": class_weight,
-            "sample_weight": sample_weight is not None,
-            "validation_split": validation_split,
-            "validation_data": validation_data is not None,
-            "validation_steps": validation_steps,
-            "validation_batch_size": validation_batch_size,
-            "validation_freq": validation_freq,
-        }
         self._insist("fit", callbacks, arguments)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+            (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
         batch_size = rows_of_replica(self.strategy, batch_size, global_batch_size, self.options.micro_batches)
@@ -297,7 +285,7 @@ class ReplicatedModel:
         """Return whether a function is there, and no layer was frozen or thawed since it was made."""
         return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
-    def _symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
+    def _symbolic_build(self, iterator: Any = None, data_batch: Batch = None) -> None:
         """See Keras: with a batch that was not taken from the data."""
         if iterator is not None:
             data_batch = iterator.data_adapter.example
@@ -362,7 +350,8 @@ class ReplicatedModel:
         shapes = shape_of_step(feed.example, rows)
         dataset = feed.dataset
         saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
-        self._model._initial_epoch = saved.first_epoch or self._model._initial_epoch
+        if saved.first_epoch:
+            begin_with_epoch(self._model, saved.first_epoch)
         function.saved = saved
         try:
             with saved:
@@ -507,20 +496,8 @@ class _Called:
         return returned, state
 
 
-FORWARDED = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-    "reset_metrics",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "save",
-    "save_weights",
-    "export",
+FORWARDED = [
     "_symbolic_build",
-)
-"""The methods of a model of a strategy that are not Keras's own."""
+    *(name for name in vars(ReplicatedModel) if name in dir(keras.Model) and name[0] != "_"),
+]
+"""The methods of a model of a strategy that have names of Keras's."""

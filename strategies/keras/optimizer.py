@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any, TypeAlias, final
 
 import jax
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
+from strategies.keras.patches import hold_place
 from strategies.keras.protocols import Array, OptimizerLike, Values, VariableLike
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Number, OptimizerState, Variables
@@ -49,7 +51,7 @@ class KerasOptimizer(StepOptimizer):
         """Have Keras find something, that takes no memory, in variables of which each instance has a part."""
         for variable in self._optimizer.variables[self.num_whole :]:
             if variable._value is None:
-                variable._value = _nothing_like(variable)
+                hold_place(variable)
 
     def _for(self, variables: Values) -> OptimizerLike:
         """Return the optimizer for variables of these shapes: those of the model, or parts of them."""
@@ -148,24 +150,18 @@ def _like(optimizer: OptimizerLike, config: dict[str, object], shapes: Shapes) -
     made = type(optimizer).from_config(dict(config))
     variables: list[VariableLike] = []
     for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):
-        variable: Any = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
-        variable._path, variable.constraint = own.path, own.constraint
+        *outer, scope = own.path.split("/")[:-1] or [""]
+        with keras.name_scope(scope, override_parent="/".join(outer)) if scope else nullcontext():
+            variable: Any = keras.Variable(initializer="zeros", shape=shape, dtype=own.dtype, name=own.name)
+        variable.constraint = own.constraint
         variables.append(variable)
-    if hasattr(optimizer, "_exclude_from_weight_decay_pattern"):
-        made._exclude_from_weight_decay_pattern = optimizer._exclude_from_weight_decay_pattern
-    if hasattr(optimizer, "_exclude_from_weight_decay"):
-        pairs = zip(optimizer._trainable_variables, variables, strict=True)
-        excluded = optimizer._exclude_from_weight_decay
-        made._exclude_from_weight_decay = {
-            made._var_key(new) for old, new in pairs if optimizer._var_key(old) in excluded
-        }
+    pairs = zip(optimizer._trainable_variables, variables, strict=True)
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    made.exclude_from_weight_decay(
+        [new for old, new in pairs if optimizer._var_key(old) in excluded], [pattern.pattern] if pattern else None
+    )
     made.build(variables)
     for variable in [*variables, *made.variables]:
-        variable._value = _nothing_like(variable)
+        hold_place(variable)
     return made
-
-
-def _nothing_like(variable: VariableLike) -> np.ndarray:
-    """Return zeros of the shape of a variable, in the memory of one."""
-    zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
-    return zeros

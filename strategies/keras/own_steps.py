@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -14,13 +13,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 from keras import tree
-from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
+from keras.utils import pack_x_y_sample_weight
 
 from strategies.errors import StrategyError
 from strategies.gradients.arguments import Outcome
 from strategies.gradients.model_state import ALIKE, CONSTANT
+from strategies.keras.averaging import Mean, averaging, mean_over_replicas
 from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, results_of, seeds_of, shape_of, words_of, words_of_metrics
 from strategies.programs.dataflow import depends_on, looks
@@ -35,8 +34,6 @@ TRAINED, OPTIMIZER = "trained", "optimizer"
 _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
 """The state that a `train_step` takes and returns, in its order."""
 
-Mean: TypeAlias = Callable[[Tree], Tree]
-Apply: TypeAlias = Callable[[Values, Values, Values], tuple[Values, Values]]
 Parts: TypeAlias = dict[str, Values]
 """A state by its parts."""
 T = TypeVar("T")
@@ -58,7 +55,8 @@ class OwnStep:
             batch: `(x, y, sample_weight)` of one replica.
             mean: is applied to what `optimizer.stateless_apply` gets as gradients, of all optimizers of the model.
         """
-        with _averaging(self.model, mean):
+        optimizers = [one for one in tree.flatten(list(vars(self.model).values())) if isinstance(one, keras.Optimizer)]
+        with averaging(optimizers, mean):
             logs, new = self.step(tuple(list(state[part]) for part in _PARTS), pack_x_y_sample_weight(*batch))
         return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
 
@@ -69,51 +67,6 @@ def _flat(logs: Mapping[str, Number]) -> Logs:
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return found
-
-
-@contextmanager
-def _averaging(model: ModelLike, mean: Mean) -> Iterator[None]:
-    """Have the optimizers of a model apply the means of the gradients that they are given, for a while."""
-    is_inside = False
-
-    def averaged(apply: Apply) -> Apply:
-        def stateless_apply(
-            optimizer_variables: Values, grads: Values, trainable_variables: Values
-        ) -> tuple[Values, Values]:
-            nonlocal is_inside
-            if is_inside:  # the inner one of a LossScaleOptimizer
-                return apply(optimizer_variables, grads, trainable_variables)
-            is_inside = True
-            try:
-                return apply(optimizer_variables, mean(grads), trainable_variables)
-            finally:
-                is_inside = False
-
-        return stateless_apply
-
-    optimizers = {
-        id(one): one for one in tree.flatten(list(model.__dict__.values())) if isinstance(one, keras.Optimizer)
-    }
-    for optimizer in optimizers.values():
-        object.__setattr__(optimizer, "stateless_apply", averaged(optimizer.stateless_apply))
-    try:
-        yield
-    finally:
-        for optimizer in optimizers.values():
-            object.__delattr__(optimizer, "stateless_apply")
-
-
-def _of_replicas(gradients: Tree) -> Tree:
-    """Average gradients over all replicas, in the order of the tree; those of one dtype travel together."""
-    leaves, structure = jax.tree.flatten(gradients)
-    means = list(leaves)
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        places = [place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat, unravel = ravel_pytree([leaves[place] for place in places])
-        of_dtype = unravel(get_replica_context().all_reduce("mean", flat))
-        for place, value in zip(places, of_dtype, strict=True):
-            means[place] = value
-    return jax.tree.unflatten(structure, means)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +85,7 @@ class OwnLoss:
         """See `Trainer`. Nothing is left to be trained."""
         seeds, given = self.step.seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        logs, new = self.step({**model_state, VARIABLES: own}, batch, _of_replicas)
+        logs, new = self.step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
         new[VARIABLES] = seeds.after(given, own, new[VARIABLES])
         told = {f"log {name}": jnp.mean(jnp.asarray(logs[name], jnp.float32)) for name in self.names}
         return Outcome(0 * variables["nothing"], told, new)

@@ -28,13 +28,15 @@ ModelClass: TypeAlias = Any
 Callbacks: TypeAlias = Any
 """Callbacks as users give them: one, a nested list of them, a `CallbackList`, or None."""
 
+BackupAndRestore: TypeAlias = Any
+"""The callback of Keras."""
+
 
 class VariableLike(Protocol):
     """A `keras.Variable`."""
 
     trainable: bool
     _value: Any  # an array, or None while Keras's loops have it
-    _path: str
     constraint: Any
     name: str
     path: str
@@ -92,11 +94,10 @@ class OptimizerLike(Protocol):
     gradient_accumulation_steps: int | None
     _trainable_variables: Sequence[VariableLike]
     _iterations: VariableLike
-    _exclude_from_weight_decay_pattern: object
-    _exclude_from_weight_decay: set[str]
     variables: list[VariableLike]
 
     def build(self, variables: Sequence[VariableLike]) -> None: ...
+    def exclude_from_weight_decay(self, var_list: Sequence[VariableLike], var_names: Sequence[str] | None) -> None: ...
     def get_config(self) -> dict[str, object]: ...
     @classmethod
     def from_config(cls, config: dict[str, object]) -> Self: ...

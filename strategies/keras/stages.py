@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import keras
 from keras import tree
-from keras.src.models.functional import Functional
-from keras.src.ops import node as keras_node
 
 from strategies.argument_checks import integer
+from strategies.keras.patches import method_replaced, tell_of_new_calls
 from strategies.keras.protocols import FunctionalLike, LayerLike, ModelLike, NodeLike
 from strategies.pipelines.marks import pipeline_stage
 from strategies.typing import Tree
@@ -25,8 +25,8 @@ Stage: TypeAlias = Any
 Stages: TypeAlias = tuple[Stage, ...]
 """The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
-_MARK = "_strategies_stage"
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
+_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # of calls that were made in a `PipelineStage`
 
 
 @dataclass
@@ -133,19 +133,14 @@ def PipelineStage(stage: int) -> Iterator[None]:
 
 @functools.cache
 def _mark_nodes() -> None:
-    """Have each call of a layer in a `PipelineStage` know its stage.
+    """Have each call of a layer in a `PipelineStage` know its stage, in all threads."""
 
-    `Node` stays patched: another thread may be in a stage.
-    """
-    node: Any = keras_node.Node
-    create = node.__init__
+    def mark(node: NodeLike) -> None:
+        stage = _current.get()
+        if stage is not None:
+            _stages[node] = stage
 
-    def create_in_stage(self: NodeLike, *arguments: object, **named: object) -> None:
-        create(self, *arguments, **named)
-        if _current.get() is not None:
-            setattr(self, _MARK, _current.get())
-
-    node.__init__ = create_in_stage
+    tell_of_new_calls(mark)
 
 
 class Assignments:
@@ -160,9 +155,9 @@ class Assignments:
         self._is_sequential = isinstance(model, keras.Sequential)
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is a model whose calls are known."""
-        return self._is_sequential or isinstance(self._model, Functional)
+    def _are_known(self) -> bool:
+        """Whether the calls of the model are known: it is functional, or sequential and built."""
+        return isinstance(self._model._functional if self._is_sequential else self._model, keras.Function)
 
     @property
     def functional(self) -> FunctionalLike:
@@ -171,14 +166,12 @@ class Assignments:
         Raises:
             RuntimeError: if there is none.
         """
-        found: Any = self._model._functional if self._is_sequential else self._model
-        if found is None or not isinstance(found, Functional):
+        if not self._are_known:
             raise RuntimeError(
                 f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
                 "of its own mark stages there: with strategies.pipeline_stage(0): ..."
             )
-        functional: FunctionalLike = found
-        return functional
+        return cast(FunctionalLike, self._model._functional if self._is_sequential else self._model)
 
     @property
     def nodes(self) -> list[NodeLike]:
@@ -311,9 +304,9 @@ class Assignments:
         Raises:
             RuntimeError: if some have none otherwise.
         """
-        if not self.is_known or (self._is_sequential and self._model._functional is None):
+        if not self._are_known:
             return None
-        stages = tuple(getattr(node, _MARK, None) for node in self.nodes)
+        stages = tuple(map(_stages.get, self.nodes))
         if all(stage is None for stage in stages):
             return None
         if not partly:
@@ -328,9 +321,8 @@ class Assignments:
 
     def forget(self) -> None:
         """Forget the scopes."""
-        if self.is_known and not (self._is_sequential and self._model._functional is None):
-            for node in self.nodes:
-                setattr(node, _MARK, None)
+        for node in self.nodes if self._are_known else ():
+            _stages.pop(node, None)
 
     # ---- running
 
@@ -364,8 +356,7 @@ class StagedModel:
             for node, stage in zip(self._assignments.nodes, self._stages, strict=True):
                 if isinstance(stage, tuple):
                     stack.enter_context(StagedModel(Assignments(node.operation), stage)())
-            object.__setattr__(functional, "_run_through_graph", self._run)
-            stack.callback(functional.__dict__.pop, "_run_through_graph")
+            stack.enter_context(method_replaced(functional, "_run_through_graph", self._run))
             yield
 
     def _run(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
 from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.gradients.arguments import Outcome
-from strategies.keras.agreement import broadcast, is_so_anywhere
+from strategies.keras.agreement import bits_of, compared
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
@@ -208,7 +208,7 @@ class TrainFunction:
     def _adopted(self, state: TrainState) -> TrainState:
         """Return instance 0's state on all instances; a collective call.
 
-        Large arrays travel only where an instance has others than the last step has left.
+        If all instances have the arrays that the last step has left, and otherwise the same, nothing travels.
         """
         assert self.trainer is not None
         replicas = self._strategy.replicas
@@ -218,12 +218,9 @@ class TrainFunction:
         if replicas.communicator.size == 1:
             return self._placed(state) if _may_be_used_up(state) else self.trainer.adopt(state)
         is_changed = left is None or not _are_the_same(_large(state), left)
-        if is_so_anywhere(replicas, is_changed, "variables were changed"):
-            return self.trainer.adopt(state)
-        small = state.loss_scale, np.int32(state.step), state.model_state[METRICS]
-        scale, step, metrics = broadcast(replicas, small)
-        model_state = {**state.model_state, METRICS: metrics}
-        return self._placed(replace(state, loss_scale=scale, step=int(step), model_state=model_state))
+        others = bits_of((state.loss_scale, np.int64(state.step), state.model_state[METRICS]))
+        is_changed, is_same = compared(replicas, is_changed, others, "variables were changed")
+        return self.trainer.adopt(state) if is_changed or not is_same else self._placed(state)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Return the state where programs expect it: a callback may have assigned to variables since the last step."""

@@ -19,7 +19,7 @@ from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
-from strategies.core.survival import InstanceProgress, meet, surviving, warn_where_none_goes_on
+from strategies.core.survival import InstanceProgress, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
@@ -165,10 +165,7 @@ class Replicas:
             self.communicator.barrier(name="duty of the chief")
             return True
 
-        def catch_up() -> bool | None:
-            return True if meet(self).is_late else None
-
-        surviving(self, attempt, catch_up)
+        together(self, attempt, lambda done, root: done, lambda: True)
 
     @property
     def variables_device(self) -> jax.Device:

@@ -98,9 +98,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="an own train_step of Keras applies the gradients of its replica",
-        path="strategies/keras/own_steps.py",
-        old="apply(optimizer_variables, mean(grads), trainable_variables)",
-        new="apply(optimizer_variables, (mean(grads), grads)[1], trainable_variables)",
+        path="strategies/keras/averaging.py",
+        old="= mean(given.arguments[gradients])",
+        new="= (mean(given.arguments[gradients]), given.arguments[gradients])[1]",
         caught_by="tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_is_trained_with_the_mean_of_all_rows",
     ),
     Fault(
@@ -456,8 +456,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a constraint of Keras is forgotten where the optimizer state is sharded",
         path="strategies/keras/optimizer.py",
-        old="own.path, own.constraint",
-        new="own.path, None",
+        old="variable.constraint = own.constraint",
+        new="variable.constraint = None",
         caught_by="tests/strategies/keras_models/test_keras_training.py::test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it",
     ),
     Fault(

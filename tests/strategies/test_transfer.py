@@ -317,7 +317,7 @@ def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_the
     wide, narrow = layout.buffers
     assert (wide.name, wide.size, wide.leaves, wide.starts) == ("float32", 36, (0, 2, 3), (0, 16, 32))
     assert (narrow.name, narrow.size, narrow.leaves, narrow.starts) == ("bfloat16", 3, (1,), (0,))
-    assert layout.homes == ("float32", "bfloat16", "float32", "float32")
+    assert [layout.buffer_of(leaf) for leaf in range(4)] == [0, 1, 0, 0]
 
 
 def test_what_is_written_is_seen_in_views_and_gaps_are_zero():

@@ -96,6 +96,29 @@ def test_the_state_of_the_optimizer_goes_on(alone):
     assert alone(program, 2) == (1 - 1 - 1.5, 2)
 
 
+def scaled(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, scaled])
+def test_an_optimizer_without_state_applies_the_mean_too(alone, wrap):
+    """Adam's first step is as long as its rate: replicas with gradients of both signs go the way of the mean."""
+
+    def program(strategy):
+        weight = keras.Variable(np.zeros(1, np.float32))
+        optimizer = wrap(keras.optimizers.Adam(0.125))
+        optimizer.build([weight])
+
+        def moved(gradient):
+            state = [variable.value for variable in optimizer.variables]
+            return optimizer.stateless_apply(state, [gradient], [weight.value])[0][0]
+
+        gradients = strategy.per_replica(lambda replica: np.array([[-1.0, 3.0][replica]], np.float32))
+        return [float(one[0]) for one in strategy.run(moved, (gradients,)).values]
+
+    assert alone(program, 2) == [pytest.approx(-0.125, rel=1e-5)] * 2
+
+
 def test_moving_means_are_averaged_over_replicas(in_scopes):
     def program(strategy):
         model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0)])

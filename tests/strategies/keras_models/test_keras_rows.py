@@ -1,6 +1,7 @@
 """Rows of the original's tests that are checked nowhere else."""
 
 import itertools
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -126,6 +127,31 @@ def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dt
     assert our_loss == pytest.approx(loss, rel=1e-5)
 
 
+class WithWords(keras.Sequential):
+    """A class of the user's that keeps more than variables."""
+
+    words = ""
+
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text(self.words)
+
+    def load_assets(self, folder):
+        self.words = (Path(folder) / "words.txt").read_text()
+
+
+def test_what_a_class_of_the_users_keeps_in_files_is_kept_beside_the_options(alone, tmp_path):
+    def program(strategy):
+        model = WithWords([keras.Input((6,)), keras.layers.Dense(1)])
+        model.words = "yes no"
+        model.set_infeed_queue_options(prefetch_depth=5)
+        model.save(tmp_path / "model.keras")
+        with keras.saving.custom_object_scope({"WithWords": WithWords}):
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+        return loaded.words, loaded.fit.__self__.options.prefetch
+
+    assert alone(program) == ("yes no", 5)
+
+
 def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_path):
     def program(strategy):
         model = regression()
@@ -133,7 +159,7 @@ def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_
         model.set_asynchronous_callbacks(True)
         model.set_gradient_accumulation_options(4, "running_mean", dtype="bfloat16")
         model.save(tmp_path / "model.keras")
-        before, after = (one._replicated.options for one in (model, keras.models.load_model(tmp_path / "model.keras")))
+        before, after = (one.fit.__self__.options for one in (model, keras.models.load_model(tmp_path / "model.keras")))
         kept = ("prefetch", "each_step", "accumulated", "reduction_method")
         return [(getattr(before, name), getattr(after, name)) for name in kept], before.step, after.step
 

@@ -19,6 +19,7 @@ import strategies
 import strategies.torch
 from collectives import ThreadHub
 from strategies import DisagreementError
+from strategies.replicas.devices import THREADS
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_memory import ReplicaMemory
 
@@ -112,13 +113,16 @@ def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
 
 def test_threads_end_when_the_trainer_is_closed_and_begin_anew(module):
     trainer = sgd_trainer(strategies.IPUStrategy(2), copy.deepcopy(module))
-    before = set(threading.enumerate())
-    found = []
+
+    def of_replicas() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(THREADS)}
+
+    before, found = of_replicas(), []
     for _ in range(2):
         found.append(trainer.evaluate([rows()])["loss"])
-        assert set(threading.enumerate()) > before
+        assert of_replicas() > before
         trainer.close()
-        assert set(threading.enumerate()) == before
+        assert of_replicas() == before
     assert found[0] == found[1]
 
 
