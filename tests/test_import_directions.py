@@ -204,25 +204,54 @@ def test_equations_are_looked_through_by_the_programs_room_alone() -> None:
     assert looking == {"strategies/programs"}
 
 
-def test_what_travels_between_instances_knows_no_framework() -> None:
-    """So any engine that has gradients in host memory may use it."""
-    forbidden = [
+FREE_OF_FRAMEWORKS = ("strategies/core", "strategies/exchange")
+"""The rooms that know NumPy and protocols only, so that any engine may use them."""
+FRAMEWORKS = {"jax", "jaxlib", "keras", "optax", "torch"}
+
+
+class RunTimeImports(ast.NodeVisitor):
+    """The names that a module imports, wherever in it, but for types only."""
+
+    def __init__(self, path: Path) -> None:
+        self.names: set[str] = set()
+        self.visit(ast.parse(path.read_text()))
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.names.update(alias.name for alias in node.names)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.names.update([str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)])
+
+
+def test_the_order_of_a_step_and_what_travels_know_no_framework_and_use_nothing_that_does() -> None:
+    files = {draw_rooms.name_of(path): path for package in OURS for path in modules_of(package)}
+    left = [path for room in FREE_OF_FRAMEWORKS for path in modules_of(room)]
+    used: dict[Path, set[str]] = {}
+    while left:
+        if (path := left.pop()) not in used:
+            used[path] = RunTimeImports(path).names
+            left += [files[name] for name in used[path] if name in files]
+    assert len(used) > len(modules_of(FREE_OF_FRAMEWORKS[0]))
+    forbidden = {
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in modules_of("strategies/exchange")
-        for name in imports_of(path)
-        if name.partition(".")[0] in MACHINE_LEARNING - NUMERIC
-        or (name.startswith("strategies.") and not name.startswith("strategies.exchange."))
-    ]
-    assert forbidden == []
+        for path, names in used.items()
+        for name in names
+        if name.partition(".")[0] in FRAMEWORKS - allowed_in(path)  # what records a framework's own profile may know it
+    }
+    assert forbidden == set()
 
 
-def test_the_order_of_a_step_and_of_an_evaluation_loads_no_framework() -> None:
+def test_so_they_load_none() -> None:
     """The package is put in place by hand: its own `__init__` loads all that users need."""
-    names = [f"strategies.core.{path.stem}" for path in modules_of("strategies/core") if path.stem != "__init__"]
+    names = [draw_rooms.name_of(path) for room in FREE_OF_FRAMEWORKS for path in modules_of(room)]
     empty = f"types; empty = types.ModuleType('strategies'); empty.__path__ = [{str(ROOT / 'strategies')!r}]"
     loaded = loaded_by("; import ".join([f"{empty}; sys.modules['strategies'] = empty", *names]))
     assert "numpy" in loaded
-    assert loaded & {"jax", "optax", "torch", "keras"} == set()
+    assert loaded & FRAMEWORKS == set()
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))

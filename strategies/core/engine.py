@@ -147,6 +147,8 @@ class Engine(ABC, Generic[State, Pending]):
     def share(self, state: State, root: int) -> State:
         """Return the state of rank `root`, and the parts of it that only this instance has; a collective call.
 
+        If `root` is lost meanwhile, the state is as it was: no part of it changes before all of them have arrived.
+
         Args:
             state: on `root` what all get; elsewhere one with arrays of the same shapes, which are not read.
             root: the rank.

@@ -60,6 +60,9 @@ class StepMembers(SurvivingMembers, HealingMembers, ObservedMembers, Protocol):
     def replicas_batch(self, batch: Batch) -> Batch:
         """Return the batch of the same step for the replicas that this instance drives since it has carried on."""
 
+    def up_to_date(self, batch: Batch) -> Batch:
+        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
+
 
 class StepWatcher(Protocol):
     """The interface of objects to which a step is reported while it is made."""
@@ -177,6 +180,7 @@ class StepLoop(Generic[State, Pending]):
             The new state, and the metrics as means over all replicas.
         """
         members, local = self._members, len(self._members.local_replicas)
+        batch = members.up_to_date(batch)
         members.instruments.step_begins(state.step)
         if members.faults.take_flip():
             state = self._rules.flipped(state)
@@ -240,10 +244,10 @@ class StepLoop(Generic[State, Pending]):
 
     def _share(self, state: State, root: int) -> State:
         """Return the state of instance `root`, with its metrics and notice; a collective call."""
-        state = self._engine.share(state, root)
         own = self.metrics
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
+        state = self._engine.share(state, root)  # comes last: where it fails, nothing has changed
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))

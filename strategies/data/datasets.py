@@ -116,6 +116,7 @@ class DistributedDataset:
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._last: Batch = None
+        self._is_last_outdated = False
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
         if self.dropped:
@@ -262,6 +263,7 @@ class DistributedDataset:
                 "an instance is lost, and the others can only read data sets of arrays, grain.MapDataset and other "
                 "random access instead"
             )
+        self._is_last_outdated = True
         self._layout = replace(self._layout, local_replicas=local_replicas)
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
@@ -270,11 +272,16 @@ class DistributedDataset:
         given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
         return self._last is not None and any(one is self._last for one in given)
 
+    @property
+    def is_last_outdated(self) -> bool:
+        """Whether the batch that was yielded last is for other replicas than the present ones."""
+        return self._is_last_outdated
+
     def read_again(self) -> Batch:
         """The batch of the step that was yielded last, for the present local replicas."""
         epoch, step = self._consumed
         batches = self._source.batches(epoch, step - 1)
-        self._last = self._moved(next(batches))
+        self._last, self._is_last_outdated = self._moved(next(batches)), False
         batches.close()
         return self._last
 
@@ -298,7 +305,7 @@ class DistributedDataset:
             batches = prefetched(self._placed(epoch, start), self._prefetch)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
-                    self._consumed, self._last = (epoch, step), batch
+                    self._consumed, self._last, self._is_last_outdated = (epoch, step), batch, False
                     yield batch
                     if source is not self._source:
                         break

@@ -76,9 +76,12 @@ class Dealing:
 
     def batch(self, tree: Tree) -> Tree:
         """Return a host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
-        placed = self._devices.place(tree)
-        _replications.note(placed, self._replication)
-        return placed
+        return self.noted(self._devices.place(tree))
+
+    def noted(self, batch: Tree) -> Tree:
+        """Return the same batch, and note among which replicas it is dealt out."""
+        _replications.note(batch, self._replication)
+        return batch
 
     def split(self, tree: Tree) -> PerReplica:
         """Return a tree, with all local replicas along the first axis of its leaves, cut into one for each of them.

@@ -81,6 +81,7 @@ class Replicas:
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
+        self._has_carried_on = False
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
         warn_where_none_goes_on(self)
@@ -208,6 +209,7 @@ class Replicas:
             LifeCycleError: the job cannot go on.
         """
         self._membership.carry_on()
+        self._has_carried_on = True
         self._claim()
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
@@ -235,6 +237,11 @@ class Replicas:
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset as they come"
         )
+
+    def up_to_date(self, batch: Batch) -> Batch:
+        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
+        dataset = self.dataset_of(batch) if self._has_carried_on else None
+        return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
         """Return the data set whose last batch this is; None if it is no data set's last batch."""

@@ -49,7 +49,7 @@ def distribute_dataset(
         remainder=remainder,
         gradient_accumulation_count=gradient_accumulation_count,
         prefetch=prefetch,
-        place=tensors_of,
+        place=lambda batch: strategy.replicas.dealing.noted(tensors_of(batch)),
         communicator=strategy.communicator,
         instruments=strategy.instruments,
     )

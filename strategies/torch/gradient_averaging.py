@@ -34,7 +34,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, have_same_bits
-from strategies.torch.training import broadcast_tensors, refuse_modules
+from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
@@ -94,7 +94,7 @@ class GradientAveraging:
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of an instance; a collective call."""
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        broadcast_tensors(named, self._replicas.communicator, root)
+        take_over(named, received_tensors(named, self._replicas.communicator, root))
         self._keep_masters({})
         self._writes_before = self._watch.writes
 

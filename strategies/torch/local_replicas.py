@@ -99,6 +99,7 @@ class LocalReplicas:
 
     def close(self) -> None:
         """End the threads, when they have done what was begun, and let go of the replicas."""
+        self._wait()
         self._threads.shutdown(wait=True)
         for run in self.runs:
             if run.pipeline is not None:
@@ -219,9 +220,9 @@ class LocalReplicas:
     def _make_first(self, make_exchange: MakeExchange) -> None:
         """Make the exchange, as soon as the first replica has computed its metrics."""
         first = self._first
-        names = first.names.result()
         begun: list[Future[None]] = []
         try:
+            names = first.names.result()
             if names is not None:
                 self.exchange = make_exchange(names)
                 for run, future in zip(self.runs, self._begun, strict=True):
@@ -230,11 +231,7 @@ class LocalReplicas:
                 first.plan.set_result(self.exchange.plan)
         finally:
             if self.exchange is None:
-                first.plan.set_exception(
-                    StrategyError("there is no plan for gradients, because another replica has failed")
-                )
                 begun = self._wait()
-                self._first = _FirstStep()
         raise_first(begun)
 
     # ---- ends
@@ -245,7 +242,13 @@ class LocalReplicas:
         self._memory.refuse_writes(self._bits.written())
 
     def _wait(self) -> list[Future[None]]:
+        """Return what was begun, when all replicas have ended; also of a step that was given up."""
         begun, self._begun = self._begun, []
+        if self.exchange is None:  # replicas that wait for a plan find that there will be none
+            failed = StrategyError("there is no plan for gradients, because another replica has failed")
+            self._first.plan.set_exception(failed)
+            wait(begun)
+            self._first = _FirstStep()
         wait(begun)
         return begun
 

@@ -153,6 +153,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        self._replicas.dealing.refuse_others(given)
         training, local = self._training, self._local
         if local is not None:
             local.follow()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -20,6 +20,7 @@ from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
+    ArraysByName,
     after_one_step,
     numbers_of_groups,
     parameters_of,
@@ -161,18 +162,24 @@ class TorchTraining:
         set_state(self.optimizer, made)
 
     def share(self, root: int) -> None:
-        """Take over the state of instance `root`; a collective call. Hyperparameters stay."""
+        """Take over the state of instance `root`; a collective call. Hyperparameters stay.
+
+        Nothing changes before everything has arrived: `root` may be lost on the way.
+        """
         communicator = self._replicas.communicator
         known = np.array([self.step, *self._scale_words()], np.float64)
         communicator.broadcast(known, root, name="how far the state is")
-        broadcast_tensors([*self.module.named_parameters(), *self.buffers.named().items()], communicator, root)
-        self._share_optimizer(root)
+        tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
+        received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
+        take_over(tensors, received)
+        set_state(self.optimizer, arrays)
         self.step = int(known[0])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
         self.replaced()
 
-    def _share_optimizer(self, root: int) -> None:
+    def _received_optimizer(self, root: int) -> dict[int, ArraysByName]:
+        """Return the state that the optimizer is about to take over."""
         broadcast = self._replicas.communicator.broadcast
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
@@ -180,33 +187,34 @@ class TorchTraining:
         own = state_of(self.optimizer)
         if (is_made_there & ~is_made).any():
             own = {**state_of(after_one_step(self.optimizer)), **own}
-        shared = {
+        return {
             number: {
                 name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
                 for name, array in own[number].items()
             }
             for number in np.flatnonzero(is_made_there).tolist()
         }
-        set_state(self.optimizer, shared)
 
     def _scale_words(self) -> list[float]:
         scale = self.loss_scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
 
-def broadcast_tensors(named: Iterable[tuple[str, torch.Tensor]], communicator: Communicator, root: int) -> None:
-    """Take over tensors of a rank: parameters into their memory, of buffers a copy; a collective call.
+def received_tensors(
+    named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
+) -> list[torch.Tensor]:
+    """Return tensors as rank `root` has them, in memory of their own; a collective call."""
+    received = [tensor.detach().clone(memory_format=torch.contiguous_format) for _, tensor in named]
+    for (name, _), copy in zip(named, received, strict=True):
+        communicator.broadcast(as_array(copy), root, name=name)
+    return received
 
-    A buffer may grow in a forward pass, and PyTorch cannot resize memory that NumPy has seen.
-    """
-    for name, tensor in named:
-        if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
-            communicator.broadcast(as_array(tensor), root, name=name)
-            continue
-        copy = np.array(as_array(tensor.detach().clone()), order="C")
-        communicator.broadcast(copy, root, name=name)
-        with torch.no_grad():
-            tensor.copy_(as_tensor(copy))
+
+def take_over(named: Sequence[tuple[str, torch.Tensor]], values: Sequence[torch.Tensor]) -> None:
+    """Copy values into tensors."""
+    with torch.no_grad():
+        for (_, tensor), value in zip(named, values, strict=True):
+            tensor.copy_(value)
 
 
 def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """When an instance is lost the others carry its replicas, to the same bits.
 
 Each kind of loss once, three of them in one job, and a ring with a checkpoint: what the operating system makes of it.
-`tests/strategies/test_surviving.py` has every kind in every phase with every number of instances, on threads.
+`tests/strategies/engines/test_losing_an_instance.py` has every kind in every phase, on threads, for every engine.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import optax
 from connected import ConnectedStrategy
 
 import collectives
-from collectives.backends.thread import run_on_threads
 from collectives.instruments import CHECKPOINT, COMPILE, DATA, EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from popdist import Instance
 from strategies import Trainer
@@ -63,16 +62,14 @@ def whole(phase, *inside):
     return [phase, *inside, f"end of {phase}"]
 
 
-def step(number, *before, mean="ordered_all_reduce 'gradients/float32'", compiles=False):
+def step(number, *prepared):
     """What is seen of a step whose gradients are one bucket: the last wait for another one ends without one."""
-    waits = [whole(FORWARD_BACKWARD, *(whole(COMPILE) if compiles else ())), whole(FORWARD_BACKWARD)]
     return [
         *whole(DATA),
         f"step {number}",
-        *before,
-        *waits[0],
-        *waits[1],
-        *whole(EXCHANGE, mean),
+        *whole(FORWARD_BACKWARD, *prepared),
+        *whole(FORWARD_BACKWARD),
+        *whole(EXCHANGE, "ordered_all_reduce 'gradients/float32'"),
         *whole(FORWARD_BACKWARD),
         *whole(UPDATE),
     ]
@@ -81,25 +78,12 @@ def step(number, *before, mean="ordered_all_reduce 'gradients/float32'", compile
 def test_a_step_has_its_phases_in_their_order():
     """The second step compiles nothing. At the end of the epoch the wait for data does not end."""
     eyes = Eyes()
-    assert trained(alone(eyes), eyes) == [*step(0, "allocate", compiles=True), *step(1), DATA]
+    assert trained(alone(eyes), eyes) == [*step(0, "allocate", *whole(COMPILE)), *step(1), DATA]
 
 
 def test_a_checkpoint_is_a_phase(tmp_path):
     eyes = Eyes()
     assert trained(alone(eyes), eyes, tmp_path)[-3:] == [DATA, *whole(CHECKPOINT)]
-
-
-def test_phases_are_the_same_on_several_instances():
-    """Between them there are collectives by which they compare what they are about to do."""
-    eyes = Eyes()
-
-    def program(communicator):
-        instance = Instance(communicator.rank, 2, 2, 2 * communicator.rank, 4, 0)
-        return trained(ConnectedStrategy(instance, communicator), eyes)
-
-    settings = collectives.Settings(progress=Instruments(eyes))
-    for seen in run_on_threads(2, program, settings):
-        assert seen[-len(step(1)) - 1 :] == [*step(1), DATA]
 
 
 def test_phases_of_one_instance_compile_in_none_of_the_others_threads():

@@ -1,5 +1,6 @@
 """Instances on threads are lost at exact points of a training; the others carry it on to the same bits.
 
+What is the same for all engines is in `engines/test_losing_an_instance.py`: one is lost, at any point of a step.
 What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival_jobs.py`.
 """
 
@@ -20,7 +21,6 @@ import optax
 import pytest
 from losing import Lost, OnMessage
 from surviving_instances import GUARD_S, hook, run_instances
-from tiers import first_of
 
 import strategies
 from collectives import PeerLostError, ThreadHub
@@ -34,8 +34,6 @@ TRAINING = Training(STEPS)
 WIDE = Training(STEPS, width=2200)  # gradients that do not travel with the comparison of the calls
 REPLICAS = {1: 8, 2: 8, 3: 6, 4: 8}  # by the number of instances
 SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [4, 4], (4, 1): [8]}
-PHASES = ("data", "forward", "all_reduce", "update", "checkpoint")
-KINDS = ("kill", "raise", "stop", "cut")  # `exit` is no other thing than `kill` here
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -67,21 +65,6 @@ def check(found, instances, lost=(), training=TRAINING):
         }
 
 
-def mechanism_for(number, *kinds):
-    """Shared memory cannot be cut."""
-    return "ring" if "cut" in kinds or number % 2 else "window"
-
-
-SINGLE = [
-    (kind, phase, 2 + number % 3, 0 if phase == "checkpoint" else number // 3 % (2 + number % 3))
-    for number, (kind, phase) in enumerate(itertools.product(KINDS, PHASES))
-]
-FEW = (1, 4, 6, 8, 10, 12, 15, 17)  # numbers of those of the default tier: each kind twice
-AGAIN = [
-    (kind, phase, 2 + number % 3, 0 if phase == "checkpoint" else number % (2 + number % 3))
-    for number, (kind, phase) in enumerate(itertools.product(KINDS, PHASES), start=1)
-]
-"""The same kinds and phases with other instances."""
 SEVERAL = {
     3: [["kill:instance=0,step=0", "raise:instance=2,step=2,phase=all_reduce"]],
     4: [
@@ -91,36 +74,6 @@ SEVERAL = {
         ["stop:instance=0,step=1,phase=update", "raise:instance=1,step=2", "stop:instance=3,step=3,phase=data"],
     ],
 }
-
-
-def test_every_kind_phase_and_number_of_instances_meets_every_other():
-    assert {(kind, phase) for kind, phase, _, _ in SINGLE} == set(itertools.product(KINDS, PHASES))
-    assert {(kind, instances) for kind, _, instances, _ in SINGLE} == set(itertools.product(KINDS, (2, 3, 4)))
-    assert {(phase, instances) for _, phase, instances, _ in SINGLE} == set(itertools.product(PHASES, (2, 3, 4)))
-    assert {case[2:] for case in SINGLE + AGAIN} == {(count, lost) for count in (2, 3, 4) for lost in range(count)}
-    assert not {case[:3] for case in SINGLE} & {case[:3] for case in AGAIN}
-    few = [SINGLE[number] for number in FEW]
-    assert [{case[axis] for case in few} for axis in range(3)] == [set(KINDS), set(PHASES), {2, 3, 4}]
-
-
-def lose_one(kind, phase, instances, lost, folder, mechanism):
-    training = Training(STEPS, folder=str(folder)) if phase == "checkpoint" else TRAINING
-    faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
-    check(trained(instances, faults, training, mechanism=mechanism), instances, [lost], training)
-
-
-@pytest.mark.parametrize(
-    ("kind", "phase", "instances", "lost"),
-    [pytest.param(*case, marks=() if number in FEW else pytest.mark.complete) for number, case in enumerate(SINGLE)],
-)
-def test_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_path):
-    lose_one(kind, phase, instances, lost, tmp_path, mechanism_for(instances, kind))
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize(("kind", "phase", "instances", "lost"), AGAIN)
-def test_whichever_is_lost_the_others_go_on_to_the_same_bits(kind, phase, instances, lost, tmp_path):
-    lose_one(kind, phase, instances, lost, tmp_path, mechanism_for(instances + 1, kind))
 
 
 @pytest.mark.parametrize(
@@ -137,22 +90,6 @@ def test_several_may_be_lost(instances, faults):
     check(found, instances, lost)
 
 
-@pytest.mark.parametrize("mechanism", first_of(["ring", "window"]))
-def test_without_a_loss_nothing_is_different(mechanism):
-    check(trained(3, mechanism=mechanism), 3)
-
-
-@pytest.mark.parametrize("lost", [0, 2])
-def test_before_the_first_step(lost):
-    check(trained(3, [f"kill:instance={lost},phase=broadcast"]), 3, [lost])
-
-
-def test_while_the_others_recover():
-    """The first thing that those who are left tell each other is how far they have come."""
-    faults = ["kill:instance=1,step=1", "kill:instance=2,step=1,phase=all_gather"]
-    check(trained(4, faults), 4, [1, 2])
-
-
 def test_while_the_others_connect_anew():
     fault = OnMessage(2, 1)
     faults = ["kill:instance=1,step=1", hook(2, "forward", 1, fault.begin)]
@@ -167,30 +104,23 @@ def test_when_all_fail_nobody_goes_on():
 # ---- those who are a step behind
 
 
-def lose_at_message(number, training=TRAINING):
-    """Instance 1 is lost instead of its message with this number in step 2: was it one, and did somebody catch up?"""
-    fault, caught_up = OnMessage(1, number), []
+def lose_at_message(number, training):
+    """Instance 1 is lost instead of its message with this number in step 2; whether it was one."""
+    fault = OnMessage(1, number)
     hooks = [hook(1, "forward", 2, fault.begin), hook(1, "forward", 3, fault.end)]
-    hooks += [hook(instance, "broadcast", 2, functools.partial(caught_up.append, instance)) for instance in (0, 2)]
     found = trained(3, hooks, training, mechanism="ring", hub=ThreadHub(3, fault))
     check(found, 3, [1] if fault.has_struck else [], training)
-    return fault.has_struck, bool(caught_up)
-
-
-def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
-    """What instance 1 contributes goes to instance 2 first, which can complete the step then, and instance 0 cannot."""
-    assert [lose_at_message(number) for number in range(3)] == [(True, False), (True, True), (False, False)]
+    return fault.has_struck
 
 
 def test_gradients_of_many_messages_may_end_at_any_of_them(seed):
-    was_lost, _ = lose_at_message(random.Random(seed).randrange(4), WIDE)
-    assert was_lost
+    assert lose_at_message(random.Random(seed).randrange(4), WIDE)
 
 
 @pytest.mark.complete
 def test_gradients_of_many_messages_may_end_at_every_of_them():
     number = 0
-    while lose_at_message(number, WIDE)[0]:
+    while lose_at_message(number, WIDE):
         number += 1
     assert number >= 4
 
@@ -238,30 +168,20 @@ def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
 
 
 class TestAFlippedBit:
-    FAULT = "flip-bit:instance=1,step=2"
     COMPARED = Training(STEPS, digest_every=2)
 
-    def test_is_healed_where_the_job_survives(self, caplog):
-        with caplog.at_level(logging.WARNING):
-            check(trained(4, [self.FAULT], self.COMPARED), 4)
-        assert "before step 2 instance 1 had other bits than the others, and got theirs" in caplog.text
-
-    def test_is_healed_after_a_loss_too_and_the_instance_keeps_its_name(self, caplog):
+    def test_is_healed_after_a_loss_and_the_instance_keeps_its_name(self, caplog):
         with caplog.at_level(logging.WARNING):
             found = trained(4, ["kill:instance=0,step=1", "flip-bit:instance=3,step=2"], self.COMPARED)
         check(found, 4, [0])
         assert "before step 2 instance 3 had other bits than the others, and got theirs" in caplog.text
 
-    def test_ends_a_job_that_does_not(self):
-        with pytest.raises(DivergenceError, match="before step 2 instance 1 had other bits than the other 2"):
-            trained(3, [self.FAULT], self.COMPARED, survives=False)
-
     def test_has_no_majority_among_two(self):
         with pytest.raises(DivergenceError, match="before step 2 the instances have different bits, and no majority"):
-            trained(2, [self.FAULT], self.COMPARED)
+            trained(2, ["flip-bit:instance=1,step=2"], self.COMPARED)
 
     def test_stays_where_nobody_looks(self):
-        found = trained(3, [self.FAULT])
+        found = trained(3, ["flip-bit:instance=1,step=2"])
         assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
 
 
@@ -388,17 +308,6 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
     assert "the queues of feeds belong to the replicas that an instance has had from the beginning: if" in caplog.text
-
-
-def test_sharded_state_is_lost_with_an_instance_and_the_job_says_so_at_its_beginning(caplog):
-    def function(strategy):
-        rows = np.ones((60, 3), np.float32)
-        batches = strategy.distribute_dataset(rows, batch_size=1).epoch(0)
-        three_steps(strategy, batches, replicated_optimizer_state_sharding=True, min_elements_for_sharding=1)
-
-    with caplog.at_level(logging.WARNING):
-        ends(function, "rank 1 is lost", error=PeerLostError)
-    assert "every instance has a part of the state that no other has (sharded optimizer state): if one" in caplog.text
 
 
 # ---- what the chief does

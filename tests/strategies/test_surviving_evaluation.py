@@ -24,89 +24,51 @@ LOST = 1
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
-def rows():
-    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    return {"x": x, "y": x[:, 0] * 2}
+X = np.arange(ROWS, dtype=np.float32)
 
 
-def loss_fn(variables, batch, key):
-    score = batch["x"] @ variables["w"]
-    loss = ((score - batch["y"]) ** 2).mean()
-    return strategies.Outcome(loss, {"score": score.mean()}, outputs=score)
+def padded(strategy, source=X):
+    return strategy.distribute_dataset(source, 2, shuffle=False, remainder="pad")
 
 
-def program(strategy, parts, begin=lambda: None, end=lambda: None):
-    """What an instance finds that does the parts and then a step; the one that may be lost calls `begin` first."""
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    training = strategy.distribute_dataset(rows(), 2)
-    testing = strategy.distribute_dataset(rows(), 2, shuffle=False, remainder="pad")
-    state = trainer.init({"w": np.float32([0.3, -1.7, 0.9])})
-    batches = training.epoch(0)
-    found = []
+def predict_on_first(strategy, begin=lambda: None, end=lambda: None):
+    """The predictions, which instance 0 alone gets, and then the loss of a step."""
+    trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
+    state = trainer.init(np.float32(2))
+    batches = strategy.distribute_dataset(X, 2).epoch(0)
     if strategy.replicas.first_index == LOST:
         begin()
-    for part in (*parts, "step"):
-        if part == "step" and strategy.replicas.first_index == LOST and len(found) == len(parts):
-            end()
-        if part == "step":
-            state, metrics = trainer.step(state, next(batches))
-            found.append(metrics["loss"])
-        elif part == "evaluate":
-            found.append(dict(trainer.evaluate(state, testing)))
-        elif part == "predict on 0":
-            batches_of_0 = list(trainer.predict(state, testing, to_all=False))
-            found.append(np.concatenate(batches_of_0).tobytes() if strategy.is_chief else batches_of_0)
-        else:
-            found.append(np.concatenate(list(trainer.predict(state, testing))).tobytes())
-    return found, strategy.num_instances
+    found = list(trainer.predict(state, padded(strategy), lambda w, batch, key: w * batch, to_all=False))
+    if strategy.replicas.first_index == LOST:
+        end()
+    _, metrics = trainer.step(state, next(batches))
+    return np.concatenate(found).tolist() if strategy.is_chief else set(found), metrics["loss"]
 
 
-@functools.cache
-def alone(parts):
-    [(found, _)] = run_instances(1, REPLICAS, functools.partial(program, parts=parts))
-    return found
-
-
-def expected(parts, instance):
-    """What an instance finds."""
-    nothing = [None] * -(-ROWS // (2 * REPLICAS))
-    has_part = [instance == 0 or part != "predict on 0" for part in (*parts, "step")]
-    return [value if has_it else nothing for value, has_it in zip(alone(parts), has_part, strict=True)]
-
-
-def lose_at_message(number, parts, instances=3):
+def lose_at_message(number):
     """Instance 1 is lost instead of its message with this number: was there one? The others find the same."""
     fault = OnMessage(LOST, number)
-    losing = functools.partial(program, parts=parts, begin=fault.begin, end=fault.end)
-    found = run_instances(instances, REPLICAS, losing, mechanism="ring", hub=ThreadHub(instances, fault))
-    assert [each is None for each in found] == [fault.has_struck and number == LOST for number in range(instances)]
-    left = instances - fault.has_struck
-    for instance, each in enumerate(found):
-        assert each is None or each == (expected(parts, instance), left)
+    losing = functools.partial(predict_on_first, begin=fault.begin, end=fault.end)
+    found = run_instances(3, REPLICAS, losing, mechanism="ring", hub=ThreadHub(3, fault))
+    [(predictions, loss)] = run_instances(1, REPLICAS, predict_on_first)
+    lost = [None] if fault.has_struck else [({None}, loss)]
+    assert found == [(predictions, loss), *lost, ({None}, loss)]
     return fault.has_struck
 
 
-@pytest.mark.parametrize(
-    ("parts", "numbers"), [(("evaluate",), (3, 4)), (("predict",), (5, 6)), (("predict on 0",), (5, 6))], ids=str
-)
-def test_the_others_find_the_same_though_some_are_a_batch_ahead(parts, numbers):
-    """Of the messages of a batch the first is missing, of which some have got what others have not, or the second."""
-    assert all(lose_at_message(number, parts) for number in numbers)
+def test_the_others_find_the_same_though_some_are_a_batch_ahead():
+    """Of the messages of a batch the first is missing, of which some have got what others have not, or the second.
+
+    What all instances get is in `engines/test_losing_an_instance.py`.
+    """
+    assert all(lose_at_message(number) for number in (5, 6))
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ("predict on 0",),
-        ("evaluate", "step", "predict"),
-    ],
-    ids=str,
-)
-def test_whichever_message_is_missing_the_others_find_the_same(parts):
+def test_whichever_message_is_missing_the_others_find_the_same():
     """Before, in and behind every batch, and where some are through already and make the next step."""
     number = 0
-    while lose_at_message(number, parts):
+    while lose_at_message(number):
         number += 1
     assert number >= 10
 
@@ -121,13 +83,6 @@ def predict(strategy, dataset):
         if strategy.replicas.first_index == LOST:
             raise Lost
     return found
-
-
-X = np.arange(ROWS, dtype=np.float32)
-
-
-def padded(strategy, source=X):
-    return strategy.distribute_dataset(source, 2, shuffle=False, remainder="pad")
 
 
 @pytest.mark.parametrize("instances", [2, 3])

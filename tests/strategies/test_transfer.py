@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from adding import added
 from test_ring_traffic import allowed, sent_by_each_rank
 
 import collectives
-import strategies
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.int8 import BLOCK, Int8Layout, Int8Reduction, encode
 from strategies.exchange.means import Bucket
@@ -257,43 +255,6 @@ def test_every_rank_sends_the_payloads_of_all_but_one_rank_once(ranks, local):
     assert max(sent) <= (ranks - 1) * allowed(local * layout.payload_size, 1)
     if ranks * local == 2:
         assert max(sent) <= 0.26 * 4 * elements
-
-
-# ---- training
-
-
-def loss_fn(variables, batch, key):
-    hidden = jnp.tanh(batch["x"] @ variables["w"] + variables["b"])
-    return ((hidden @ variables["v"] - batch["y"]) ** 2).mean()
-
-
-def train(strategy, dtype):
-    random = np.random.default_rng(0)
-    variables = {
-        "w": random.standard_normal((30, 70)).astype(np.float32),
-        "b": np.zeros(70, np.float32),
-        "v": random.standard_normal(70).astype(np.float32),
-    }
-    x = random.standard_normal((64, 30)).astype(np.float32)
-    dataset = strategy.distribute_dataset({"x": x, "y": np.sin(x).sum(axis=1)}, batch_size=4, seed=0)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.005), gradient_transfer_dtype=dtype)
-    state = trainer.init(variables)
-    losses = []
-    for epoch in range(3):
-        for batch in dataset.epoch(epoch):
-            state, metrics = trainer.step(state, batch)
-            losses.append(metrics["loss"])
-    return strategies.fingerprint(state.variables), losses
-
-
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.complete), "int8"])
-def test_variables_are_the_same_for_every_number_of_instances(dtype, on_instances):
-    exact, exact_losses = on_instances(1, 4, lambda strategy: train(strategy, None))[0]
-    results = {n: on_instances(n, 4, lambda strategy: train(strategy, dtype)) for n in (1, 2, 4)}
-    fingerprints = {fingerprint for of_instances in results.values() for fingerprint, _ in of_instances}
-    assert len(fingerprints) == 1
-    assert exact not in fingerprints
-    np.testing.assert_allclose(results[1][0][1], exact_losses, rtol=0.02)
 
 
 # ---- where leaves lie in flat buffers

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 
 import numpy as np
 import pytest
 import torch
 from idiom import Apply
-from losing import OnMessage
-from surviving_instances import run_instances
 from torch import nn
 from torch_modules import data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
-from collectives import ThreadHub
 from strategies import DisagreementError
 from strategies.replicas.devices import THREADS
 from strategies.torch.inference import InferenceReplicas
@@ -35,14 +31,12 @@ def outputs_of(module, batch):
     return {"logits": module(batch["x"]), "odd": batch["y"] % 2 == 1}
 
 
-def evaluated(strategy, module, begin=lambda: None):
-    """An evaluation and predictions after a step; the instance that may be lost calls `begin` before."""
+def evaluated(strategy, module):
+    """An evaluation and predictions after a step."""
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters(), 0.01))
     trainer.step(next(iter(strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0))))
     dataset = strategies.torch.distribute_dataset(strategy, rows(), 3, shuffle=False, remainder="pad")
-    if strategy.replicas.first_index == 1:
-        begin()
     found = trainer.evaluate(dataset)
     predicted = list(trainer.predict(dataset, outputs_of))
     trainer.close()
@@ -57,11 +51,6 @@ def module():
 @pytest.fixture(scope="module")
 def alone(module):
     return evaluated(strategies.IPUStrategy(REPLICAS), module)
-
-
-def check_same(found, expected):
-    assert found[:2] == expected[:2]
-    assert all(np.array_equal(found[2][name], expected[2][name]) for name in expected[2])
 
 
 def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
@@ -81,23 +70,6 @@ def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
     assert found["accuracy"] == pytest.approx(metrics["accuracy"].item(), abs=1e-7)
     np.testing.assert_allclose(predicted["logits"], own(rows()["x"]).detach(), atol=1e-5)
     assert np.array_equal(predicted["odd"], rows()["y"] % 2 == 1)
-
-
-@pytest.mark.parametrize("instances", [2, 4])
-def test_they_do_not_depend_on_the_instances(instances, module, alone, on_instances):
-    for found in on_instances(instances, REPLICAS, functools.partial(evaluated, module=module)):
-        check_same(found, alone)
-
-
-@pytest.mark.parametrize("number", [2, 7, 11])
-def test_the_others_go_on_where_an_instance_is_lost(number, module, alone):
-    """It is lost instead of its message with this number."""
-    fault = OnMessage(1, number)
-    function = functools.partial(evaluated, module=module, begin=fault.begin)
-    found = run_instances(2, REPLICAS, function, mechanism="ring", hub=ThreadHub(2, fault))
-    assert fault.has_struck
-    assert found[1] is None
-    check_same(found[0], alone)
 
 
 def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):

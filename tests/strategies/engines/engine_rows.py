@@ -1,0 +1,211 @@
+"""The engines that have to pass the tests of this folder, each with the same model, optimizer and data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy_engine import MOMENTUM, RATE, NumpyEngine, NumpyOptions, NumpyRows
+
+import strategies
+from strategies.core.engine import Engine
+from strategies.core.evaluation import Evaluator
+from strategies.core.step import StepLoop
+from strategies.data.every_row import every_row
+from strategies.step.step_record import NoRecorder
+from strategies.train_state import TrainState
+
+REPLICAS = 6
+STEPS = 5
+BATCH_SIZE = 2
+EVALUATED = 3
+"""The step before which a training is evaluated."""
+ROWS_OF_TEST = 31
+INPUTS, OUTPUTS = 7, 3  # neither of the weights nor of the biases do replicas have equal parts
+
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Training:
+    """A training that has begun.
+
+    Attributes:
+        loop: that of the engine.
+        state: the newest one.
+        evaluate: (state, data set) -> means over its rows.
+        predict: (state, data set) -> the outputs for its batches.
+    """
+
+    loop: StepLoop[Any, Any]
+    state: Any
+    evaluate: Callable[[Any, Any], Mapping[str, float]]
+    predict: Callable[[Any, Any], Iterable[np.ndarray]]
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.state, metrics = self.loop.make_step(self.state, batch)
+        return dict(metrics)
+
+    @property
+    def engine(self) -> Engine[Any, Any]:
+        return self.loop._engine
+
+    @property
+    def bits(self) -> dict[str, tuple[str, bytes]]:
+        """What has to be equal where states are equal to the last bit."""
+        return {name: (str(array.dtype), array.tobytes()) for name, array in self.engine.digest(self.state).items()}
+
+
+def nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """An engine.
+
+    Attributes:
+        name: of the framework.
+        training: begins a training of a strategy, given what is to be called before the loss is computed, and options
+            with the names that they have in `StepOptions`; a collective call.
+        transfers: the dtypes in which its gradients may travel.
+        library: which has to be installed.
+    """
+
+    name: str
+    training: Callable[..., AbstractContextManager[Training]]
+    transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
+    library: str = "numpy"
+
+    @property
+    def as_parameter(self) -> Any:
+        is_missing = importlib.util.find_spec(self.library) is None
+        marks = [pytest.mark.skip(reason=f"{self.library} is not installed")] if is_missing else []
+        return pytest.param(self, id=self.name, marks=marks)
+
+
+def variables() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(1)
+    shapes = {"b": OUTPUTS, "w": (INPUTS, OUTPUTS)}
+    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def rows(count: int = STEPS * BATCH_SIZE * REPLICAS) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(count, INPUTS)).astype(np.float32)
+    return {"x": x, "y": x[:, :OUTPUTS] + 0.1 * draw.normal(size=(count, OUTPUTS)).astype(np.float32)}
+
+
+@contextmanager
+def in_numpy(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Training]:
+    given = NumpyOptions(before_loss=before_loss, **options)
+    replicas, engine = strategy.replicas, NumpyEngine(strategy.replicas, given)
+    loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, NoRecorder())
+    evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part)
+    first = engine.restore(TrainState(variables(), None, 0))
+    yield Training(
+        loop,
+        loop.start(lambda: engine.share(first, 0), lambda: first),
+        lambda state, dataset: evaluator.evaluate(NumpyRows(False), state, dataset),
+        lambda state, dataset: evaluator.predict(NumpyRows(True), state, dataset, True),
+    )
+
+
+@contextmanager
+def in_jax(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Training]:
+    def outputs_of(variables, batch, key):
+        return batch["x"] @ variables["w"] + variables["b"]
+
+    def loss_fn(variables, batch, key):
+        before_loss()
+        return jnp.mean((outputs_of(variables, batch, key) - batch["y"]) ** 2)
+
+    optimizer = optax.sgd(RATE, momentum=MOMENTUM)
+    trainer = strategies.Trainer(strategy, loss_fn, optimizer, min_elements_for_sharding=1, **options)
+    state = trainer.init(variables())
+    yield Training(trainer._loop, state, trainer.evaluate, lambda *given: trainer.predict(*given, outputs_of))
+
+
+@contextmanager
+def in_torch(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> Iterator[Training]:
+    import torch
+
+    import strategies.torch
+
+    def loss_fn(module, batch):
+        before_loss()
+        return ((module(batch["x"]) - batch["y"]) ** 2).mean()
+
+    if before_loss is not nothing:
+        options["verify_steps"] = 0  # plain PyTorch is not to be called before the replicas are
+
+    class Counting(torch.nn.Linear):
+        """With a buffer, which is a part of the state."""
+
+        def __init__(self):
+            super().__init__(INPUTS, OUTPUTS)
+            self.register_buffer("rows", torch.tensor(0))
+            self.load_state_dict({name: torch.from_numpy(array) for name, array in first.items()})
+
+        def forward(self, x):
+            if self.training:
+                self.rows += len(x)
+            return super().forward(x)
+
+    first = {"bias": variables()["b"], "weight": variables()["w"].T.copy(), "rows": np.array(0)}
+    module = Counting()
+    optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, min_elements_for_sharding=1, **options)
+    with closing(trainer):
+        yield Training(
+            trainer._loop,
+            trainer._training,
+            lambda _, dataset: trainer.evaluate(dataset),
+            lambda _, dataset: trainer.predict(dataset, lambda own, batch: own(batch["x"])),
+        )
+
+
+ROWS = (
+    Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
+    Row("jax", in_jax),
+    Row("torch", in_torch, library="torch"),
+)
+EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
+
+
+def batches(strategy: strategies.Strategy) -> Iterator[Batch]:
+    return strategy.distribute_dataset(rows(), BATCH_SIZE, seed=1).epoch(0)
+
+
+def copied(batch: Batch) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in batch.items()}
+
+
+def evaluated(strategy: strategies.Strategy, training: Training) -> tuple[object, ...]:
+    """What is found, and predicted, of rows of which neither replicas nor batches have equally many."""
+    dataset = strategy.distribute_dataset(rows(ROWS_OF_TEST), BATCH_SIZE, shuffle=False, remainder="pad")
+    found = dict(training.evaluate(training.state, dataset))
+    return found, np.concatenate(list(training.predict(training.state, dataset))).tobytes()
+
+
+def train(strategy: strategies.Strategy, row: Row, evaluates: bool = False, **options: Any) -> tuple[Any, ...]:
+    """The metrics of every step, what is evaluated before one of them, and how many and which bits are there then."""
+    with row.training(strategy, **options) as training:
+        found: list[object] = []
+        for step, batch in enumerate(batches(strategy)):
+            if evaluates and step == EVALUATED:
+                found.append(evaluated(strategy, training))
+            found.append(training.step(batch))
+        return found, training.state.step, training.bits

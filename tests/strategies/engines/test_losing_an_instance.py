@@ -1,0 +1,183 @@
+"""Whenever an instance is lost in a step of whatever engine, the others end with the bits of all of them.
+
+An instance is lost at each event that instruments see of it, and instead of each of its messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from typing import final
+
+import pytest
+from engine_rows import EVALUATED, EVERY, REPLICAS, Row, batches, train
+from losing import Lost, thread_name
+from surviving_instances import run_instances
+
+from collectives import PeerLostError, ThreadHub
+from collectives.calls import Call
+from collectives.instruments import RECOVERY
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+LONG_BEFORE, BEFORE = -2, -1
+"""The numbers of steps before the first one: what instances do to meet, and to begin with the same state."""
+
+
+@final
+class Events:
+    """An instrument that counts the events of an instance in one step, and loses it at one of them.
+
+    Args:
+        instance: the one that it sees.
+        step: in which it counts, until the next one begins.
+        last: the number of the event at which the instance is lost; None to count all of them.
+        in_recovery: whether it counts only while the instance recovers from the loss of another one, in this step or
+            a later one.
+
+    Attributes:
+        seen: the names of the events.
+    """
+
+    def __init__(self, instance: int, step: int, last: int | None = None, in_recovery: bool = False) -> None:
+        self.instance, self._step, self._last = instance, step, last
+        self._at = LONG_BEFORE
+        self._in_recovery = in_recovery
+        self._recovers = False
+        self.seen: list[str] = []
+
+    def begin(self) -> None:
+        self._at = BEFORE
+
+    def step_begins(self, step: int) -> None:
+        self._at = step
+        self._note("step")
+
+    def phase_begins(self, phase: str) -> None:
+        self._recovers |= phase == RECOVERY
+        self._note(phase)
+
+    def phase_ends(self, phase: str) -> None:
+        self._note(f"end of {phase}")
+        self._recovers &= phase != RECOVERY
+
+    def operation_begins(self, number: int, call: Call) -> None:
+        self._note(call.title)
+
+    def data_moves(self, nbytes: int) -> None:
+        self._note("data move")
+
+    def before_send(self, source: int, to: int) -> None:
+        if source == self.instance:
+            self._note(f"message to {to}")
+
+    def _note(self, name: str) -> None:
+        is_due = self._recovers and self._at >= self._step if self._in_recovery else self._at == self._step
+        if is_due and threading.current_thread().name == thread_name(self.instance):
+            self.seen.append(name)
+            if len(self.seen) - 1 == self._last:
+                raise Lost
+
+
+def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
+    """What each instance finds, where such events happen."""
+    of_instances = {events.instance: events for events in all_events}
+
+    def function(strategy):
+        if strategy.replicas.first_index in of_instances:
+            of_instances[strategy.replicas.first_index].begin()
+        return train(strategy, row, evaluates)
+
+    def before_send(source: int, to: int) -> None:
+        if source in of_instances:
+            of_instances[source].before_send(source, to)
+
+    return run_instances(
+        count, REPLICAS, function, mechanism=mechanism, hub=ThreadHub(count, before_send), instruments=of_instances
+    )
+
+
+@functools.cache
+def undisturbed(row: Row, evaluates: bool):
+    [found] = run_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates))
+    return found
+
+
+def check(found, row, *lost, evaluates=False):
+    expected = undisturbed(row, evaluates)
+    assert found == [None if instance in lost else expected for instance in range(len(found))]
+
+
+CASES = [
+    (count, lost, step, mechanism)
+    for count, lost in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2))
+    for step in (BEFORE, 0, EVALUATED)
+    for mechanism in ("window", "ring")
+]
+FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("count", "lost", "step", "mechanism"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.complete) for case in CASES],
+)
+def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
+    """Before the step that is called EVALUATED a data set is evaluated and predicted; there an instance is lost too."""
+    options, of_all = {"evaluates": step == EVALUATED}, Events(lost, step)
+    check(trained(row, count, mechanism, of_all, **options), row, **options)
+    for number in range(len(of_all.seen)):
+        check(trained(row, count, mechanism, Events(lost, step, number), **options), row, lost, **options)
+
+
+WAYS = list(itertools.product(("raise", "stop", "cut"), ("data", "forward", "all_reduce", "update")))
+
+
+@EVERY
+@pytest.mark.parametrize(("kind", "phase"), WAYS)
+def test_in_whatever_way_it_is_lost(row, kind, phase):
+    number = WAYS.index((kind, phase))
+    count = 2 + number % 2
+    lost = number % count
+    faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
+    mechanism = "ring" if kind == "cut" else "window"
+    check(run_instances(count, REPLICAS, functools.partial(train, row=row), faults, mechanism=mechanism), row, lost)
+
+
+@EVERY
+@pytest.mark.parametrize("step", [0, pytest.param(2, marks=pytest.mark.complete)])
+def test_another_may_be_lost_while_one_takes_over_the_state_of_the_other(row, step):
+    """Of three instances one is lost instead of the message that one of the others needs to complete the step."""
+    first = Events(2, step)
+    check(trained(row, 3, "ring", first), row)
+    number = max(number for number, name in enumerate(first.seen) if "message" in name)
+    both = [Events(instance, step, in_recovery=True) for instance in (0, 1)]
+    check(trained(row, 3, "ring", Events(2, step, number), *both), row, 2)
+    assert any("broadcast" in name for name in both[0].seen), "nobody has been behind"
+    for instance, of_all in enumerate(both):
+        for later in range(len(of_all.seen)):
+            second = Events(instance, step, later, in_recovery=True)
+            check(trained(row, 3, "ring", Events(2, step, number), second), row, instance, 2)
+
+
+@EVERY
+def test_state_that_one_instance_alone_has_is_lost_with_it(row, caplog):
+    """The job says so at its beginning, and ends; the others have the state with which the step began."""
+    have_same = []
+
+    def function(strategy):
+        with row.training(strategy, replicated_optimizer_state_sharding=True) as training:
+            given = batches(strategy)
+            training.step(next(given))
+            before = training.bits
+            try:
+                training.step(next(given))
+            finally:
+                have_same.append(training.bits == before)
+
+    with caplog.at_level(logging.WARNING), pytest.raises(PeerLostError, match="rank 1 is lost"):
+        run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"])
+    assert have_same == [True] * 3
+    assert "a part of the state that no other has (sharded optimizer state): if one is lost the job" in caplog.text
