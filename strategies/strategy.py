@@ -19,7 +19,6 @@ from popdist.records import Progress
 from popdist.records.recording import note_question
 from popdist.switches import require_switches
 from strategies.argument_checks import Axis, positive
-from strategies.config.configured import IPUConfig
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
@@ -189,13 +188,13 @@ class Strategy(ABC):
         """Whether variables and optimizer state live in host memory."""
         return self._replicas.variables_on_host
 
-    def update_ipu_config(self, config: IPUConfig) -> IPUConfig:
+    def update_ipu_config(self, config: Tree) -> Tree:
         """Write into a configuration which of how many processes this is.
 
         Semantics: the original's method of that name, which its documentation says returns the configuration.
 
         Args:
-            config: is changed, and returned.
+            config: an `IPUConfig`; it is changed, and returned.
         """
         distribution = config.experimental.multi_replica_distribution
         distribution.process_count = self._replicas.num_instances

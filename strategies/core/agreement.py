@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from collectives import Communicator
+from strategies.core.members import Members
 from strategies.errors import DisagreementError
 
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
@@ -23,20 +23,8 @@ _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
 
 
-class NumberedMembers(Protocol):
-    """The instances of a job, each with the number by which poprun calls it."""
-
-    @property
-    def first_index(self) -> int:
-        """The number of this instance."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Connects the instances that are left."""
-
-
 def insist_on_agreement(
-    members: NumberedMembers, terms: Terms, name: str = "digests of options and programs", way_out: str = _ARGUMENTS
+    members: Members, terms: Terms, name: str = "digests of options and programs", way_out: str = _ARGUMENTS
 ) -> None:
     """Compare what decides the result with that of all other instances; a collective call.
 

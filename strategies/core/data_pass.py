@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from popdist.switches import require_switches
 from strategies.core.gathering import gather_arrays, gather_arrays_on_first
-from strategies.core.metrics import ObservedMembers
+from strategies.core.members import Members
 from strategies.core.rows import Begun, Told, ToldRows
-from strategies.core.survival import SurvivingMembers, meet, surviving
+from strategies.core.survival import meet, surviving
 from strategies.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 _ELSEWHERE: Told = [ToldRows((), lambda leaves: None, np.zeros(0, np.bool_))]
 """The results of a batch for an instance when only another one gets them."""
-
-
-class EvaluatingMembers(SurvivingMembers, ObservedMembers, Protocol):
-    """The instances of a job that evaluates and predicts."""
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas that this instance drives now."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class DataPass:
         to_all: whether all instances get the results, or instance 0 alone.
     """
 
-    def __init__(self, members: EvaluatingMembers, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
+    def __init__(self, members: Members, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
         require_switches(to_all=to_all)
         self._members = members
         self._passing = passing

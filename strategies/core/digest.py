@@ -8,28 +8,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from strategies.core.agreement import NumberedMembers
+from strategies.core.members import Members
 from strategies.errors import DivergenceError
 
 logger = logging.getLogger(__name__)
 
 Digest = tuple[int, int]
-
-
-class HealingMembers(NumberedMembers, Protocol):
-    """The instances of a job, which may go on with the state of most of them."""
-
-    @property
-    def instance_index(self) -> int:
-        """The rank of this instance."""
-
-    @property
-    def can_carry_on(self) -> bool:
-        """Whether the job goes on where an instance is lost."""
 
 
 def digest_of_arrays(arrays: Iterable[np.ndarray]) -> Digest:
@@ -56,7 +43,7 @@ def instances_that_differ(digests: Sequence[Digest]) -> list[int]:
     return [instance for instance, other in enumerate(digests) if other != digest]
 
 
-def majority_of(members: HealingMembers, arrays: Mapping[str, np.ndarray], step: int, heals: bool = True) -> int | None:
+def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, heals: bool = True) -> int | None:
     """Return the rank of an instance that holds the majority state, or None if all agree. Collective.
 
     Args:
@@ -89,7 +76,7 @@ def majority_of(members: HealingMembers, arrays: Mapping[str, np.ndarray], step:
     return source
 
 
-def insist_on_same_bits(members: HealingMembers, arrays: Mapping[str, np.ndarray], step: int) -> None:
+def insist_on_same_bits(members: Members, arrays: Mapping[str, np.ndarray], step: int) -> None:
     """Compare arrays that have to be the same everywhere, also in a job that could carry on; a collective call.
 
     Args:
@@ -103,7 +90,7 @@ def insist_on_same_bits(members: HealingMembers, arrays: Mapping[str, np.ndarray
     majority_of(members, arrays, step, heals=False)
 
 
-def _first_difference(members: HealingMembers, arrays: Mapping[str, np.ndarray]) -> str:
+def _first_difference(members: Members, arrays: Mapping[str, np.ndarray]) -> str:
     """Describe the first array that is not the same everywhere. A collective call, made only after a difference."""
     own = np.array([digest_of_arrays([array]) for array in arrays.values()], np.uint64)
     gathered = members.communicator.all_gather(own, name="digests of each array")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeAlias
 
 from collectives import Communicator
 from collectives.tree import combined
-from strategies.core.data_pass import DataPass, EvaluatingMembers, Passing
+from strategies.core.data_pass import DataPass, Passing
 from strategies.core.engine import Engine, Pending, State
+from strategies.core.members import Members
 from strategies.core.metrics import tell_evaluation
 from strategies.core.rows import EvaluationTask, Told, in_order
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
@@ -41,7 +42,7 @@ class Evaluator(Generic[State, Pending]):
 
     def __init__(
         self,
-        members: EvaluatingMembers,
+        members: Members,
         engine: Engine[State, Pending],
         every_row: EveryRowOf,
         own_part: str | None,

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from collectives import Communicator
 from popdist.instance import replica_block
+from strategies.core.members import Members
 
 OfReplicas: TypeAlias = Sequence[Sequence[np.ndarray]]
 """For each replica its arrays."""
 
 
-class GatheringMembers(Protocol):
-    """The instances of a job that gather what their replicas have."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Connects those that are left."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The replicas of all instances."""
-
-
-def gather_arrays(members: GatheringMembers, local: OfReplicas, name: str) -> list[list[np.ndarray]]:
+def gather_arrays(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]]:
     """Return the arrays of each replica of all instances, in their order; a collective call.
 
     Args:
@@ -38,13 +26,13 @@ def gather_arrays(members: GatheringMembers, local: OfReplicas, name: str) -> li
     return _unpacked(members, whole, local[0])
 
 
-def gather_arrays_on_first(members: GatheringMembers, local: OfReplicas, name: str) -> list[list[np.ndarray]] | None:
+def gather_arrays_on_first(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]] | None:
     """See `gather_arrays`, for instance 0 alone; None on the others."""
     whole = members.communicator.gather(_message(members, local), name=name)
     return None if whole is None else _unpacked(members, whole, local[0])
 
 
-def replicas_where(members: GatheringMembers, is_so: Iterable[bool], name: str) -> list[int]:
+def replicas_where(members: Members, is_so: Iterable[bool], name: str) -> list[int]:
     """Return the replicas of all instances of which something is so; a collective call.
 
     Args:
@@ -56,13 +44,13 @@ def replicas_where(members: GatheringMembers, is_so: Iterable[bool], name: str) 
     return [replica for replica, [one] in enumerate(gathered) if one]
 
 
-def _blocks(members: GatheringMembers) -> list[range]:
+def _blocks(members: Members) -> list[range]:
     """Return the replicas of each instance."""
     count = members.communicator.size
     return [replica_block(rank, count, members.num_replicas_in_sync) for rank in range(count)]
 
 
-def _message(members: GatheringMembers, local: OfReplicas) -> np.ndarray:
+def _message(members: Members, local: OfReplicas) -> np.ndarray:
     """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
     packed = [np.concatenate([_bytes_of(array) for array in arrays]) for arrays in local]
     message = np.zeros((max(map(len, _blocks(members))), packed[0].size), np.uint8)
@@ -74,7 +62,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _unpacked(members: GatheringMembers, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+def _unpacked(members: Members, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return the arrays of all replicas, from the messages of all instances."""
     rows = [whole[rank, row] for rank, block in enumerate(_blocks(members)) for row in range(len(block))]
     return [_arrays_in(row, like) for row in rows]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from collectives.instruments import Instruments, is_seen
+from collectives.instruments import is_seen
+from strategies.core.members import Members
 from strategies.loss_scaling import LossScale
 from strategies.sinks.sink import Reading
-from strategies.sinks.sinks import Sinks
 from strategies.typing import Leaf, Metric
 
 EVALUATION = "evaluation/"
@@ -20,22 +20,6 @@ EVALUATION = "evaluation/"
 
 UnreadArray: TypeAlias = Leaf
 """An array of NumPy, or one on a device, which may still be being computed; `np.asarray` waits for it."""
-
-
-class ObservedMembers(Protocol):
-    """The instances of a job, and who looks at them."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The replicas of all instances."""
-
-    @property
-    def instruments(self) -> Instruments:
-        """The instruments attached to this instance."""
-
-    @property
-    def sinks(self) -> Sequence[Sinks]:
-        """The places where metrics go."""
 
 
 class Metrics(Mapping[str, float]):
@@ -95,7 +79,7 @@ def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | Non
 
 
 def tell_end(
-    members: ObservedMembers,
+    members: Members,
     rows_of_all: Callable[[], int],
     local: int,
     metrics: Metrics,
@@ -129,7 +113,7 @@ def tell_end(
         instruments.step_ends(count * rows, float(metrics.means[0]) if metrics.names else float("nan"))
 
 
-def tell_evaluation(members: ObservedMembers, step: int, found: Mapping[str, Metric]) -> None:
+def tell_evaluation(members: Members, step: int, found: Mapping[str, Metric]) -> None:
     """Tell sinks of metrics what an evaluation has found.
 
     Args:

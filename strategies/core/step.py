@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Generic, Protocol
 import numpy as np
 
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
-from popdist.records import FaultInjector
 from strategies.core.agreement import broadcast_text
-from strategies.core.digest import HealingMembers, majority_of
+from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.metrics import Metrics, ObservedMembers, StepNotice, metrics_of, tell_end
+from strategies.core.members import Members
+from strategies.core.metrics import Metrics, StepNotice, metrics_of, tell_end
 from strategies.core.survival import (
     LOSSES,
-    SurvivingMembers,
     meet,
     repeated,
     together,
@@ -30,38 +28,6 @@ from strategies.typing import Batch, Gradients, Tree
 
 if TYPE_CHECKING:
     from strategies.train_state import TrainState
-
-
-class ReplicaPrograms(Protocol):
-    """The running programs of the local replicas, which may call back into Python: collectives and feeds."""
-
-    def begin(self) -> None:
-        """Drop what is left of programs that have failed half-way."""
-
-    def ending(self) -> AbstractContextManager[None]:
-        """End the programs when the block does; raise what a callback has raised where the framework hides it."""
-
-
-class StepMembers(SurvivingMembers, HealingMembers, ObservedMembers, Protocol):
-    """The instances of a job that makes steps."""
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas that this instance drives now."""
-
-    @property
-    def faults(self) -> FaultInjector:
-        """The faults that the user wants in this instance."""
-
-    @property
-    def reducer(self) -> ReplicaPrograms:
-        """The programs of the local replicas."""
-
-    def replicas_batch(self, batch: Batch) -> Batch:
-        """Return the batch of the same step for the replicas that this instance drives since it has carried on."""
-
-    def up_to_date(self, batch: Batch) -> Batch:
-        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
 
 
 class StepWatcher(Protocol):
@@ -124,7 +90,7 @@ class StepLoop(Generic[State, Pending]):
 
     def __init__(
         self,
-        members: StepMembers,
+        members: Members,
         engine: Engine[State, Pending],
         rules: StepRules[State],
         scaling: LossScaling | None,

@@ -6,13 +6,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives import BrokenError, Communicator, PeerLostError
+from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
+from strategies.core.members import Members
+
+if TYPE_CHECKING:
+    from strategies.data.datasets import DistributedDataset
 
 T = TypeVar("T")
 
@@ -20,32 +24,6 @@ LOSSES = (PeerLostError, BrokenError)
 """The errors that are raised where another instance is lost."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class InstanceProgress:
-    """The progress of an instance in the sequence of operations that all instances do together.
-
-    Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
-    it needs those who are behind.
-
-    Attributes:
-        done: how many things `surviving` has seen it do.
-        passes: how often it has gone through a data set without training.
-        batches: of the pass in which it is, those of which it knows what all replicas have told; 0 outside of a pass.
-        share: hands the result of what it has done last to those who have not done it, given the rank that has it, in a
-            collective call; None where they need nothing.
-    """
-
-    done: int = 0
-    passes: int = 0
-    batches: int = 0
-    share: Callable[[int], object] | None = None
-
-    def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """Note that one more operation is complete on all instances."""
-        self.done += 1
-        self.share = share
 
 
 @dataclass(frozen=True)
@@ -65,31 +43,8 @@ class SurvivorMeeting:
     batches: np.ndarray
 
 
-class SurvivingMembers(Protocol):
-    """The members of a job, such as a strategy, as `surviving` needs them."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of these instances, for messages."""
-
-    @property
-    def done_so_far(self) -> InstanceProgress:
-        """The progress of this instance."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Connects those that are left."""
-
-    @property
-    def can_carry_on(self) -> bool:
-        """Whether the job goes on where an instance is lost."""
-
-    def carry_on(self) -> None:
-        """Go on with those that are left; a collective call of theirs."""
-
-
 def surviving(
-    members: SurvivingMembers,
+    members: Members,
     attempt: Callable[[], T],
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
@@ -118,9 +73,7 @@ def surviving(
     return done
 
 
-def together(
-    members: SurvivingMembers, attempt: Callable[[], T], share: Callable[[T, int], T], local: Callable[[], T]
-) -> T:
+def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int], T], local: Callable[[], T]) -> T:
     """Return the result of a collective call on all instances, whichever of them are lost meanwhile.
 
     Args:
@@ -138,9 +91,7 @@ def together(
     return surviving(members, attempt, catch_up, share)
 
 
-def repeated(
-    members: SurvivingMembers, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]
-) -> T:
+def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
     """Do again, with the instances that are left, what has failed half-way.
 
     Args:
@@ -165,7 +116,7 @@ def repeated(
     raise loss
 
 
-def warn_of_loss(members: SurvivingMembers, reason: str | None) -> None:
+def warn_of_loss(members: Members, reason: str | None) -> None:
     """Say why the others could not go on without an instance, where the job was started to go on.
 
     Args:
@@ -178,7 +129,7 @@ def warn_of_loss(members: SurvivingMembers, reason: str | None) -> None:
         )
 
 
-def warn_where_none_goes_on(members: SurvivingMembers) -> None:
+def warn_where_none_goes_on(members: Members) -> None:
     """Say, on one instance, that the job ends with the first one that is lost though it was started to go on.
 
     Args:
@@ -193,15 +144,7 @@ def warn_where_none_goes_on(members: SurvivingMembers) -> None:
         )
 
 
-class ReadAgain(Protocol):
-    """The data set of a batch, as far as it matters here."""
-
-    @property
-    def is_random_access(self) -> bool:
-        """Whether any instance can read any row."""
-
-
-def lost_with_an_instance(has_feeds: bool, dataset: ReadAgain | None) -> str | None:
+def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -> str | None:
     """Return the reason why the other instances cannot replace one that is lost; None if they can.
 
     Args:
@@ -217,7 +160,7 @@ def lost_with_an_instance(has_feeds: bool, dataset: ReadAgain | None) -> str | N
     return None
 
 
-def meet(members: SurvivingMembers) -> SurvivorMeeting:
+def meet(members: Members) -> SurvivorMeeting:
     """Find out who has done what, and hand it to those who are late; a collective call.
 
     Those who are late take it, with the same call as `InstanceProgress.share` of the others, once this returns.

@@ -17,6 +17,7 @@ from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.iterators import DataIterator, in_lockstep, prefetched
 from strategies.data.layout import Layout, Position, Remainder
+from strategies.data.replication import Replication
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import (
     ArraySource,
@@ -28,7 +29,6 @@ from strategies.data.sources import (
     Steps,
 )
 from strategies.errors import StrategyError
-from strategies.programs.feed_program import Replication
 from strategies.typing import Batch, Data
 
 __all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]

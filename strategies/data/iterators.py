@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives import Communicator
+from strategies.data.replication import is_in_program
 from strategies.errors import FeedError, StrategyError
-from strategies.programs.feed_program import is_in_program
 from strategies.typing import Data, Element
 
 T = TypeVar("T")

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from strategies.data.iterators import DataIterator
+from strategies.data.replication import is_in_program
 from strategies.errors import FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.infeed import InfeedQueue
-from strategies.programs.feed_program import current_program, is_in_program
+from strategies.programs.feed_program import current_program
 from strategies.typing import Data, Element, Number, Tree
 
 _queues: weakref.WeakValueDictionary[int, InfeedQueue] = weakref.WeakValueDictionary()

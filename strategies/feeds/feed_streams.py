@@ -11,10 +11,10 @@ import jax
 
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
+from strategies.data.replication import Replication
 from strategies.errors import FeedError
 from strategies.feeds.feed_elements import check_declared
 from strategies.per_replica import PerReplica
-from strategies.programs.feed_program import Replication
 from strategies.replicas.dealing import replication_of
 from strategies.typing import Data, Element
 

@@ -15,11 +15,12 @@ from jax.typing import ArrayLike
 
 from strategies.argument_checks import integer
 from strategies.data.iterators import DataIterator, Prefetcher, reading_ahead
+from strategies.data.replication import Replication, is_in_program
 from strategies.defaults import current_defaults
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
 from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream
-from strategies.programs.feed_program import FeedProgram, Replication, current_program, is_in_program
+from strategies.programs.feed_program import FeedProgram, current_program
 from strategies.typing import Data, Element
 
 DELETE_TIMEOUT_S = 10.0

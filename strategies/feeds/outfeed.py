@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.data.replication import Replication, is_in_program
 from strategies.errors import FeedError
 from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
-from strategies.programs.feed_program import Put, Replication, current_program, is_in_program
+from strategies.programs.feed_program import Put, current_program
 from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.replicas.devices import is_key
 from strategies.replicas.variables import MirroredVariable

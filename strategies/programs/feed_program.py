@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.data.replication import TRACED, Replication
 from strategies.programs.host_calls import PIECE_BYTES, call_host
 from strategies.typing import Leaf
 
@@ -26,25 +26,6 @@ _COLLECTED_BYTES = PIECE_BYTES // CHUNK
 _TOKENS = 2**30
 
 Put = Callable[[int, list[np.ndarray]], None]
-_current: ContextVar[FeedProgram | None] = ContextVar("feed_program", default=None)
-
-
-@dataclass(frozen=True)
-class Replication:
-    """The replicas that run a program.
-
-    Attributes:
-        local: the global indices of those of this instance.
-        total: how many there are on all instances.
-    """
-
-    local: range
-    total: int
-
-    def __str__(self) -> str:
-        if len(self.local) == self.total:
-            return f"{self.total} replicas"
-        return f"replicas {self.local.start} to {self.local.stop - 1} of {self.total}"
 
 
 @dataclass(frozen=True)
@@ -209,18 +190,13 @@ def next_token(token: Leaf) -> np.int32:
 
 def current_program() -> FeedProgram:
     """Return the program that is being traced; one of a single replica where there is none of ours."""
-    return _current.get() or FeedProgram(
+    return TRACED.get() or FeedProgram(
         replica=np.int32(0),
         replication=Replication(range(1), 1),
         report=_raise,
         token=jnp.int32(0),
         is_ordered=True,
     )
-
-
-def is_in_program() -> bool:
-    """Return whether `strategy.run`, a loss function or a loop is being traced."""
-    return _current.get() is not None
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
@@ -234,7 +210,7 @@ def note_constant(is_same: Callable[[], bool]) -> None:
     Args:
         is_same: whether it is still the same; asked before the program runs again.
     """
-    program = _current.get()
+    program: FeedProgram | None = TRACED.get()
     if program is not None:
         program.constants.append(is_same)
 
@@ -242,11 +218,11 @@ def note_constant(is_same: Callable[[], bool]) -> None:
 @contextmanager
 def tracing(program: FeedProgram) -> Iterator[FeedProgram]:
     """Make `program` the one that is being traced."""
-    reset = _current.set(program)
+    reset = TRACED.set(program)
     try:
         yield program
     finally:
-        _current.reset(reset)
+        TRACED.reset(reset)
 
 
 def _raise(error: BaseException) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from strategies.data.replication import Replication
 from strategies.per_replica import PerReplica, Shared, dealt
-from strategies.programs.feed_program import Replication
 from strategies.replicas.devices import ReplicaDevices
 from strategies.train_state import is_trained
 from strategies.typing import Batch, Leaf, Tree

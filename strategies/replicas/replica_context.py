@@ -18,8 +18,9 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.instance import replica_block
+from strategies.data.replication import Replication
 from strategies.errors import DeviceError, EndOfDataError, FeedError
-from strategies.programs.feed_program import FeedProgram, Replication, tracing
+from strategies.programs.feed_program import FeedProgram, tracing
 from strategies.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
 from strategies.replicas.devices import ReplicaDevices
 from strategies.replicas.reduction_ops import check_dtype

@@ -19,7 +19,8 @@ from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
-from strategies.core.survival import InstanceProgress, together, warn_where_none_goes_on
+from strategies.core.members import InstanceProgress
+from strategies.core.survival import together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.data.replication import is_in_program
 from strategies.per_replica import PerReplica
-from strategies.programs.feed_program import is_in_program, note_constant
+from strategies.programs.feed_program import note_constant
 from strategies.replicas.dealing import mirrored
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Leaf, Tree

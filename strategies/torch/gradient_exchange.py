@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from strategies.core.gathering import GatheringMembers, replicas_where
+from strategies.core.gathering import replicas_where
+from strategies.core.members import Members
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.int8 import Int8Layout
@@ -197,7 +198,7 @@ def refuse_gradients_of_some(
     plan: TorchGradientPlan,
     shares: np.ndarray,
     seen: Callable[[int], Iterable[bool]],
-    members: GatheringMembers,
+    members: Members,
     active: float = 1.0,
     more: str = "",
 ) -> None:

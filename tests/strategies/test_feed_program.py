@@ -5,16 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.programs.feed_program import (
-    CHUNK,
-    FAILED,
-    FeedProgram,
-    Replication,
-    current_program,
-    is_in_program,
-    next_token,
-    tracing,
-)
+from strategies.data.replication import Replication, is_in_program
+from strategies.programs.feed_program import CHUNK, FAILED, FeedProgram, current_program, next_token, tracing
 from strategies.programs.host_calls import PIECE_BYTES
 
 ONE = Replication(range(1), 1)

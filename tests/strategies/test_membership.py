@@ -16,7 +16,8 @@ from collectives import (
     PeerLostError,
     ThreadHub,
 )
-from strategies.core.survival import InstanceProgress, meet, surviving
+from strategies.core.members import InstanceProgress
+from strategies.core.survival import meet, surviving
 
 REPLICAS = 6
 MOST_CALLS = 10

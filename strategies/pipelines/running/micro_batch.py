@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from strategies.programs.feed_program import is_in_program
+from strategies.data.replication import is_in_program
 from strategies.typing import Tree
 
 
