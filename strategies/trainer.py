@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Unpack
@@ -9,7 +10,7 @@ from typing import Unpack
 import numpy as np
 from optax import GradientTransformation
 
-from strategies.argument_checks import require_known_options
+from strategies.argument_checks import positive, require_known_options
 from strategies.core.evaluation import Evaluation, Evaluator
 from strategies.core.metrics import Metrics, StepNotice
 from strategies.core.rows import EvaluationTask, Told
@@ -25,10 +26,10 @@ from strategies.gradients.arguments import (
     check_variables,
 )
 from strategies.gradients.model_state import as_arrays, check_model_state
-from strategies.memory.of_step import MemoryPlanner, shapes_of
+from strategies.memory.of_step import MemoryPlanner
 from strategies.memory.plan import MemoryPlan
+from strategies.programs.program import shapes_of
 from strategies.replicas.replica_context import refuse_in_replica
-from strategies.step.executions import Executions
 from strategies.step.jax_engine import JaxEngine, flipped, rows_of
 from strategies.step.options import TrainerOptions, configured
 from strategies.step.preparation import StepPrograms
@@ -36,7 +37,6 @@ from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, LossFunction, Tree, Variables
-from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
@@ -97,10 +97,10 @@ class Trainer:
         if not isinstance(optimizer, StepOptimizer):
             check_optimizer(optimizer)
             traced.append(optimizer.update)
-        update, recorder = update_for(replicas, optimizer, options.of_update), recorder_for(replicas, options)
-        self._programs = StepPrograms(replicas, loss_fn, options, update, recorder.is_on, traced)
+        recorder = recorder_for(replicas, options)
+        self._programs = StepPrograms(replicas, loss_fn, optimizer, options, recorder.is_on, traced)
         self._loss_fn = loss_fn
-        self._engine = JaxEngine(replicas, self._programs, update, options, recorder.is_on)
+        self._engine = JaxEngine(replicas, self._programs, options, recorder.is_on)
         self._loop = StepLoop(
             replicas,
             self._engine,
@@ -108,7 +108,6 @@ class Trainer:
             options.scaling,
             recorder,
         )
-        self._executions = Executions(replicas, self._programs, update, self._loop, options.may_fuse)
         self._evaluator = Evaluator(replicas, self._engine, every_row, options.own_part)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
@@ -205,7 +204,9 @@ class Trainer:
     ) -> tuple[TrainState, Metrics]:
         """Make a step with every batch; `state` is used up. The same bits as of `step`.
 
-        Nothing waits for the device before metrics are read.
+        Nothing waits for the device before metrics are read. The only replica makes the steps of an execution without
+        returning to Python if that has the same bits; the first execution finds out, and the log says so. Several
+        replicas meet once in every step.
 
         Args:
             state: what `init`, `step` or `run` returned last.
@@ -221,7 +222,32 @@ class Trainer:
             ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
         """
         refuse_in_replica("trainer.run")
-        return self._executions.run(state, dataset, steps_per_execution, after_execution)
+        positive("steps_per_execution", steps_per_execution)
+        check_state(state)
+        if isinstance(dataset, DistributedDataset):
+            dataset.restore(dataset.position())  # the rest of the epoch, not all of it
+            dataset = dataset.epoch(dataset.position().epoch)
+        batches, metrics = iter(dataset), None
+        for batch in batches:
+            rest = itertools.islice(batches, steps_per_execution - 1)
+            state, metrics = self._execute(state, itertools.chain([batch], rest))
+            after_execution(state, metrics)
+        if metrics is None:
+            raise ValueError("there is no batch to make a step with")
+        return state, metrics
+
+    def _execute(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
+        """Make a step with each of the batches, in one program if that has the same bits."""
+        if self._engine.may_fuse:
+            batches = list(batches)
+            made = self._engine.at_once(state, batches)
+            if made is not None:
+                state, metrics, tails = made
+                self._loop.take_over(state, batches, metrics, tails)
+                return state, metrics
+        for batch in batches:
+            state, metrics = self._loop.make_step(state, batch)
+        return state, metrics
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Make one update; `state` is used up.

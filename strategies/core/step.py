@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
@@ -15,7 +15,7 @@ from strategies.core.agreement import broadcast_text
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.members import Members
-from strategies.core.metrics import Metrics, StepNotice, metrics_of, tell_end
+from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import (
     LOSSES,
     meet,
@@ -103,11 +103,6 @@ class StepLoop(Generic[State, Pending]):
         self._engine = engine
         self._rules = rules
         self._watcher = watcher
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether every step is recorded."""
-        return self._watcher.is_on
 
     # ---- one step
 
@@ -219,7 +214,15 @@ class StepLoop(Generic[State, Pending]):
             self.notice.agree(float(told[2]))
         return state
 
-    def take_over(self, metrics: Metrics) -> None:
-        """Note the metrics of the last of several steps that were made otherwise, by the only instance."""
+    def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
+        """Note that the only replica has made several steps otherwise.
+
+        Args:
+            state: after them.
+            batches: of the steps, of equal shapes.
+            metrics: of the last step.
+            tails: the metrics of each step.
+        """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)
+        tell_end(self._members, partial(self._rules.rows_of, batches[0]), 1, metrics, state.step, tails)

@@ -114,7 +114,8 @@ class TrainFunction:
         if self._parts is None:
             return
         assert self.trainer is not None
-        held = self.trainer.whole(TrainState([], self._parts, self._step)).optimizer_state
+        trained = [variable.value for variable in self._model.trainable_variables]
+        held = self.trainer.whole(TrainState(trained, self._parts, self._step)).optimizer_state
         variables = self._optimizer.variables
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
             if number >= self._optimizer.num_whole:  # Keras has the others

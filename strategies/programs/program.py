@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from strategies.programs.compilation import compile_in_turn
@@ -44,6 +45,16 @@ def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
 def jit(function: Function, **options: Any) -> jax.stages.Wrapped:
     """`jax.jit`, with `compiler_options`."""
     return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """Return the shapes and dtypes of a pytree of arrays and numbers."""
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return jax.tree.map(shape, tree)
 
 
 class DeviceProgram:

@@ -81,6 +81,36 @@ class PartOfArray:
         return placed
 
 
+@dataclass(frozen=True)
+class ShardedTree:
+    """The division of a tree of arrays, of which some are cut into shards.
+
+    Attributes:
+        replicas: connects the instances.
+        shards: the way in which arrays are cut.
+        shapes: the shapes and dtypes of all arrays, whole.
+        is_cut: whether an array is cut, for each of them.
+    """
+
+    replicas: Replicas
+    shards: Shards
+    shapes: Tree
+    is_cut: Tree
+
+    def take(self, tree: Tree, first: jax.Array) -> Tree:
+        """Return the parts of whole arrays that the instance whose first replica is `first` has; traceable."""
+        return jax.tree.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
+
+    def whole(self, tree: Tree) -> Tree:
+        """Return the tree with a `PartOfArray` wherever this instance has only a part."""
+        return jax.tree.map(
+            lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self.shards, self.replicas) if is_cut else leaf,
+            tree,
+            self.shapes,
+            self.is_cut,
+        )
+
+
 def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
     """Return a function that makes a `PartOfArray` of an array with as many rows for each local replica."""
     shards = shards_of(replicas, 1)

@@ -11,27 +11,25 @@ import numpy as np
 
 from strategies.comparing.digest import flip_bit, host_arrays
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.metrics import Metrics, UnreadArray, metrics_of
+from strategies.core.metrics import Metrics, UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Bucket, Means
 from strategies.exchange.shards import Shards
-from strategies.gradients.arguments import Trainable
-from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule
+from strategies.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.gradients.replica_program import with_loss
 from strategies.loss_scaling import LossScale
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import rows_of_replicas
 from strategies.step.evaluation_program import JaxRows
-from strategies.step.in_one_program import InOneProgram, StepProgram
+from strategies.step.fused_steps import FusedPrograms, Made
 from strategies.step.options import StepOptions
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Gradients, Tree
-from strategies.updates.update import VariableUpdate
 
 
 @dataclass
@@ -73,7 +71,6 @@ class JaxEngine(Engine[TrainState, JaxPending]):
     Args:
         replicas: where the replicas are.
         programs: of the steps.
-        update: of the variables.
         options: of the step.
         is_recorded: whether every step is recorded.
     """
@@ -82,28 +79,25 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         self,
         replicas: Replicas,
         programs: StepPrograms,
-        update: VariableUpdate,
         options: StepOptions,
         is_recorded: bool,
     ) -> None:
         self._replicas = replicas
         self._programs = programs
-        self._update = update
         self._options = options
         self._is_recorded = is_recorded
+        self._fused = FusedPrograms(programs, self._in_parts, options.seed, replicas.devices.executables)
         self._rows = JaxRows(replicas, options, is_recorded)
-        self._in_one = InOneProgram(update, options.seed, replicas.devices.executables)
 
     # ---- one step
 
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPending:
         """See `Engine`."""
-        step = self._programs.prepare(state, batch)
-        control = control_of(state, notice)
-        run = self._in_one_program(step, state, batch, control) if self._may_be_one else None
-        if run is None:
+        step, control = self._programs.prepare(state, batch), control_of(state, notice)
+        made = self._fused.made(step, state, [batch]) if self.may_fuse else None
+        if made is None:
             return self._begun(step, state, batch, control, notice)
-        after, tail = run(state, batch, control)
+        after, tail = made
         return JaxPending(step, state, control, notice, tail=tail, after=after)
 
     def _begun(
@@ -114,7 +108,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
 
     def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
         for bucket, contributions in step.gradients.collect():
-            self._update.wait()  # the last one may still be reading the results
+            step.update.wait()  # the last one may still be reading the results
             yield bucket, contributions
 
     def arrived(self, pending: JaxPending) -> Arrived:
@@ -133,7 +127,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         return Arrived(program.names, tail, notice, pending.is_finite, lambda: self._means(pending))
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
-        return pending.step.means, self._update.mean_shards
+        return pending.step.means, pending.step.update.mean_shards
 
     def update(self, pending: JaxPending, scale: LossScale | None) -> TrainState:
         """See `Engine`."""
@@ -143,7 +137,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         if not pending.is_finite:
             return replace(state, step=state.step + 1, loss_scale=scale)
         trainable = step.program.trainable
-        trained, optimizer_state = self._update.apply(
+        trained, optimizer_state = step.update.apply(
             trainable.pick(state.variables),
             state.optimizer_state,
             step.means,
@@ -179,7 +173,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         if not flags.any():
             return
         leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._replicas.num_replicas_in_sync)
-        path, _ = jax.tree_util.tree_leaves_with_path(self._trained(state))[leaf]
+        path, _ = jax.tree_util.tree_leaves_with_path(self._programs.trained(state.variables))[leaf]
         replicas = np.flatnonzero(flags.reshape(-1, self._replicas.num_replicas_in_sync).any(axis=0)).tolist()
         raise NonFiniteGradientError(
             f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "
@@ -187,32 +181,48 @@ class JaxEngine(Engine[TrainState, JaxPending]):
             "clip the gradients, or look at that replica's batch"
         )
 
-    # ---- a step of the only replica in one program
+    # ---- steps of the only replica in one program
 
     @property
-    def _may_be_one(self) -> bool:
-        """Whether there is one replica, and nobody looks at what happens in a step."""
+    def may_fuse(self) -> bool:
+        """Whether steps may be made in one program: there is one replica, and nobody looks at what happens in them."""
         is_looked_at = self._replicas.faults.is_armed or self._is_recorded
-        is_plain = self._options.may_fuse and not self._options.own_part
+        is_plain = self._options.may_fuse and not has_own(self._options.model_state_aggregation)
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
-    def _in_one_program(
-        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
-    ) -> StepProgram | None:
-        def in_parts(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            return self._in_parts(step, state, batch, control)
+    def at_once(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics, UnreadArray] | None:
+        """Make several steps in one program; None if they are to be made one by one.
 
-        return self._in_one.found(step, state, batch, control, in_parts)
+        Args:
+            state: used up, unless the result is None.
+            batches: of the only replica.
 
-    def _in_parts(
-        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray
-    ) -> tuple[TrainState, Metrics]:
-        """Make a step whose results are compared with those of one program."""
-        pending = self._begun(step, state, batch, control)
-        for bucket, contributions in pending.buckets:
-            pending.exchange.reduce(bucket, contributions)
-        arrived = self.arrived(pending)
-        return self.update(pending, state.loss_scale), metrics_of(arrived.names, arrived.tail, None)
+        Returns:
+            The state and the metrics after the last step, and the metrics of each step.
+        """
+        if len(batches) == 1:
+            return None
+        step, *others = [self._programs.prepare(state, batch) for batch in batches]
+        if any(other is not step for other in others):
+            return None
+        self._replicas.instruments.step_begins(state.step)
+        made = self._fused.made(step, state, batches)
+        if made is None:
+            return None
+        state, tails = made
+        return state, Metrics(step.program.names, tails[-1]), tails
+
+    def _in_parts(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made:
+        """Make steps whose results are compared with those of one program."""
+        tails = []
+        self._replicas.reducer.begin()
+        for batch in batches:
+            pending = self._begun(step, state, batch, control_of(state))
+            for bucket, contributions in pending.buckets:
+                pending.exchange.reduce(bucket, contributions)
+            tails.append(np.asarray(self.arrived(pending).tail))
+            state = self.update(pending, state.loss_scale)
+        return state, tails[0] if len(tails) == 1 else np.stack(tails)
 
     # ---- without training
 
@@ -230,7 +240,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(parts, root)
         return TrainState(
             variables,
-            state.optimizer_state if self._update.is_sharded else optimizer_state,
+            state.optimizer_state if self._options.shards_state else optimizer_state,
             int(step),
             scale,
             state.residuals,
@@ -246,7 +256,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         return replace(
             state,
             residuals=None,
-            optimizer_state=None if self._update.is_sharded else state.optimizer_state,
+            optimizer_state=None if self._options.shards_state else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
 
@@ -257,7 +267,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
     def restore(self, snapshot: TrainState) -> TrainState:
         """See `Engine`. The optimizer state of a snapshot that has none is the first one; so is its loss scale."""
         scaling, place = self._options.scaling, self._replicas.devices.place
-        trained = self._trained(snapshot)
+        trained = self._programs.trained(snapshot.variables)
         local = len(self._replicas.local_replicas)
         residuals = None
         if self._options.transfer.is_quantised:
@@ -268,7 +278,8 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         rule = self._options.rule_of(snapshot.model_state)
         of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), snapshot.model_state)
         given = snapshot.optimizer_state
-        optimizer_state = self._update.init(trained) if given is None else self._update.adopt(trained, given)
+        update = self._programs.update_of(snapshot.variables)
+        optimizer_state = update.init(trained) if given is None else update.adopt(given)
         return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
 
     def whole(self, state: TrainState) -> TrainState:
@@ -276,13 +287,10 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,
-            optimizer_state=self._update.whole(state.optimizer_state),
+            optimizer_state=self._programs.update_of(state.variables).whole(state.optimizer_state),
             residuals=jax.tree.map(of_all, state.residuals),
             model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
         )
-
-    def _trained(self, state: TrainState) -> Tree:
-        return Trainable.of(state.variables, self._options.trainable).pick(state.variables)
 
 
 def flipped(state: TrainState) -> TrainState:

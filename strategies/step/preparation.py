@@ -23,12 +23,15 @@ from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
+from strategies.programs.program import shapes_of
 from strategies.programs.recomputation import recomputing
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
-from strategies.typing import Batch, Function, Gradients, LossFunction, Tree
+from strategies.typing import Batch, Function, Gradients, LossFunction, Tree, Variables
+from strategies.updates.gathered_update import update_for
+from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
@@ -44,6 +47,7 @@ class PreparedStep:
         means: where the mean gradients are, as a pytree like the variables that are trained.
         state_means: where the means of leaves of the model state are.
         exchange: has them computed by all instances.
+        update: of the variables, by the means.
     """
 
     program: ReplicaProgram
@@ -51,6 +55,7 @@ class PreparedStep:
     means: Gradients
     state_means: Sequence[np.ndarray]
     exchange: Means
+    update: VariableUpdate
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class StepPrograms:
     Args:
         replicas: where the replicas are.
         loss_fn: see `Trainer`.
+        optimizer: likewise.
         options: of the step.
-        update: of the variables, which follows.
         is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
         others: functions of the user besides the loss function that a step traces.
     """
@@ -84,8 +89,8 @@ class StepPrograms:
         self,
         replicas: Replicas,
         loss_fn: LossFunction,
+        optimizer: AnyOptimizer,
         options: StepOptions,
-        update: VariableUpdate,
         is_recorded: bool,
         others: Sequence[Function] = (),
     ) -> None:
@@ -93,8 +98,9 @@ class StepPrograms:
         self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._reads: Reads | None = None  # what the loss function had when it was traced
+        self._optimizer = optimizer
         self._options = options
-        self._update = update
+        self._updates: dict[Any, VariableUpdate] = {}  # for the shapes of the variables that are trained
         self._is_recorded = is_recorded
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
         self._instances_at_first = replicas.num_instances
@@ -137,6 +143,22 @@ class StepPrograms:
 
     # ---- preparing
 
+    def trained(self, variables: Variables) -> Variables:
+        """Return the variables that are trained, or the shapes of these, with None in the places of the others."""
+        return Trainable.of(variables, self._options.trainable).pick(variables)
+
+    def update_of(self, variables: Variables) -> VariableUpdate:
+        """Return the update of such variables.
+
+        Args:
+            variables: with those that are not trained; shapes and dtypes are enough.
+        """
+        trained = self.trained(shapes_of(variables))
+        key = _key_of(trained)
+        if key not in self._updates:
+            self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
+        return self._updates[key]
+
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
         """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
@@ -158,7 +180,7 @@ class StepPrograms:
             reason = explain_recompilation(self._seen, batch)
             if reason is not None:
                 logger.info(reason)
-            self._seen.append(_shapes(batch))
+            self._seen.append(shapes_of(batch))
             reads = Reads(*self._functions)
             found = self._steps[key] = self._prepared(state, batch)
             reads.settle()
@@ -181,7 +203,7 @@ class StepPrograms:
     def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
         of_replica = self._devices.replica_shape
         return ReplicaShapes(
-            _shapes(state.variables),
+            shapes_of(state.variables),
             jax.tree.map(of_replica, batch),
             jax.tree.map(of_replica, state.residuals or []),
             self._options.shapes_of_replica(state.model_state),
@@ -208,7 +230,8 @@ class StepPrograms:
             means = quantised.views(exchange.of_payload)
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
-        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange)
+        update = self.update_of(shapes.variables)
+        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
 
     def _kept(self, key: Any) -> _Plan | None:
         """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
@@ -241,11 +264,11 @@ class StepPrograms:
 
     def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
         if self._options.pipeline is not None:
-            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program))
+            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
         return self._in_one_program(program, shapes, streams=False)
 
-    def _mean_shards(self, program: ReplicaProgram) -> Shards | None:
-        return None if program.quantised else self._update.mean_shards
+    def _mean_shards(self, program: ReplicaProgram, shapes: ReplicaShapes) -> Shards | None:
+        return None if program.quantised else self.update_of(shapes.variables).mean_shards
 
     def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
         own, shared = self._divided(shapes.model_state)
@@ -260,7 +283,7 @@ class StepPrograms:
             program.results,
             streams,
             program.tail_size,
-            self._mean_shards(program),
+            self._mean_shards(program, shapes),
             of_state,
             program.num_kept,
         )
@@ -303,8 +326,9 @@ class StepPrograms:
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-            update = self._update.equations(trained, state.optimizer_state, means, control_of(state))
-            programs = {"the loss function": plan.lines, "the update": lines_of(update)}
+            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control_of(state))
+            lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
+            programs = {"the loss function": plan.lines, "the update": lines}
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
             insist_on_agreement(self._replicas, terms)
@@ -331,10 +355,6 @@ def _key_of(tree: Tree) -> tuple[Tree, ...]:
     """Return a key that is the same for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from strategies.exchange.shards import Shards
-from strategies.programs.program import jit
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, shards_of, take
-from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.replicas.shards import PartOfArray, ShardedTree, shards_of
+from strategies.typing import Gradients, OptimizerState, Variables
 from strategies.updates.optimizers import AnyOptimizer
 from strategies.updates.sharded_update import AcrossElementsError, ShardedStateUpdate
 from strategies.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
@@ -35,46 +32,25 @@ class GatheredStateUpdate(VariableUpdate):
         replicas: see `VariableUpdate`.
         optimizer: see `VariableUpdate`; any.
         settings: see `VariableUpdate`; smaller arrays than its `min_elements` are whole on every instance.
+        variables: those that are trained; shapes and dtypes are enough.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+    def __init__(
+        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+    ) -> None:
         super().__init__(replicas, optimizer, settings)
         self._update = WholeStateUpdate(replicas, optimizer, replace(settings, offloads_state=False))
-        self._shards = shards_of(replicas, settings.min_elements)
-        self._first = np.int32(replicas.local_replicas.start)
-        self._cut = self._in_turn(jit(self._parts))
-        self._shapes: Tree = None  # of the whole optimizer state
+        shards, shapes = shards_of(replicas, settings.min_elements), jax.eval_shape(self._optimizer.init, variables)
+        is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
+        self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
+        self._take = self._state_shards.take
+        self._cut = self._compiled(self._take)
+        self._shapes = shapes
 
-    @property
-    def is_sharded(self) -> bool:
-        """See `VariableUpdate`: yes."""
-        return True
-
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`: it takes them whole."""
-        return None
-
-    def init(self, variables: Variables) -> OptimizerState:
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
-        return self.adopt(variables, self._update.init(variables))
-
-    def init_shapes(self, variables: Variables) -> OptimizerState:
-        """See `VariableUpdate`."""
-        self._shapes = self._update.init_shapes(variables)
-        return jax.eval_shape(self._parts, self._shapes, self._first)
-
-    def lowered(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> Mapping[str, jax.stages.Lowered]:
-        """See `VariableUpdate`: of a state that is put together."""
-        return self._update.lowered(variables, self._shapes, means, control)
-
-    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        state = self._update.adopt(variables, optimizer_state)
-        self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        return self.offloaded(self._cut(state, self._first))
+        # Behind a barrier: if XLA fused it with the cut, it could round otherwise.
+        return self._take(jax.lax.optimization_barrier(self._optimizer.init(variables)), first)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -88,31 +64,11 @@ class GatheredStateUpdate(VariableUpdate):
         """See `VariableUpdate`."""
         self._update.wait()
 
-    def equations(
+    def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> core.ClosedJaxpr:
-        """See `VariableUpdate`."""
-        return self._update.equations(variables, self._shapes, means, control)
-
-    def traced(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
-    ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """See `VariableUpdate`: where this instance drives all replicas."""
-        state = jax.tree.map(
-            lambda leaf, shape: self._shards.join(leaf, shape) if self._is_cut(shape) else leaf,
-            optimizer_state,
-            self._shapes,
-        )
-        variables, state, token = self._update.traced(variables, state, means, control)
-        return variables, self._parts(state, jnp.int32(0)), token
-
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return jax.tree.map(
-            lambda leaf, shape: PartOfArray(leaf, shape, self._shards, self._replicas) if self._is_cut(shape) else leaf,
-            optimizer_state,
-            self._shapes,
-        )
+    ) -> Mapping[str, jax.stages.Traced]:
+        """See `VariableUpdate`: of a state that is put together."""
+        return self._update.programs(variables, self._shapes, means, control)
 
     def _gathered(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return all of the state, on the device of the variables."""
@@ -123,84 +79,22 @@ class GatheredStateUpdate(VariableUpdate):
                 leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
         return jax.tree.unflatten(structure, leaves)
 
-    def _parts(self, state: OptimizerState, first: jax.Array) -> OptimizerState:
-        return jax.tree.map(lambda leaf: take(self._shards, leaf, first) if self._is_cut(leaf) else leaf, state)
 
-    def _is_cut(self, leaf: Leaf) -> bool:
-        return bool(jnp.issubdtype(leaf.dtype, np.number)) and self._shards.divides(leaf)
+def update_for(
+    replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+) -> VariableUpdate:
+    """Return the update of such variables: with whole optimizer state, or in parts as far as the optimizer allows it.
 
-
-@final
-class ShardedByAnyUpdate(VariableUpdate):
-    """Sharded optimizer state: `ShardedStateUpdate` where the optimizer allows it, `GatheredStateUpdate` otherwise."""
-
-    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
-        super().__init__(replicas, optimizer, settings)
-        self._chosen: VariableUpdate = ShardedStateUpdate(replicas, optimizer, settings)
-
-    @property
-    def is_sharded(self) -> bool:
-        """See `VariableUpdate`: yes."""
-        return True
-
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`."""
-        return self._chosen.mean_shards
-
-    def init(self, variables: Variables) -> OptimizerState:
-        """See `VariableUpdate`; chooses."""
-        return self._choosing(lambda update: update.init(variables))
-
-    def init_shapes(self, variables: Variables) -> OptimizerState:
-        """See `VariableUpdate`; chooses."""
-        return self._choosing(lambda update: update.init_shapes(variables))
-
-    def lowered(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> Mapping[str, jax.stages.Lowered]:
-        """See `VariableUpdate`."""
-        return self._chosen.lowered(variables, optimizer_state, means, control)
-
-    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`; chooses."""
-        return self._choosing(lambda update: update.adopt(variables, optimizer_state))
-
-    def _choosing(self, begin: Callable[[VariableUpdate], OptimizerState]) -> OptimizerState:
-        try:
-            return begin(self._chosen)
-        except AcrossElementsError as error:
-            logger.info("%s: its state is in parts between updates, and put together for each of them", error)
-            self._chosen = GatheredStateUpdate(self._replicas, self._optimizer, self._settings)
-            return begin(self._chosen)
-
-    def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> tuple[Variables, OptimizerState]:
-        """See `VariableUpdate`; a collective call."""
-        return self._chosen.apply(variables, optimizer_state, means, control)
-
-    def wait(self) -> None:
-        """See `VariableUpdate`."""
-        self._chosen.wait()
-
-    def equations(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> core.ClosedJaxpr:
-        """See `VariableUpdate`."""
-        return self._chosen.equations(variables, optimizer_state, means, control)
-
-    def traced(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
-    ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """See `VariableUpdate`: where this instance drives all replicas."""
-        return self._chosen.traced(variables, optimizer_state, means, control)
-
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return self._chosen.whole(optimizer_state)
-
-
-def update_for(replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> VariableUpdate:
-    """Return the update with whole or with sharded optimizer state, as the settings want it."""
-    return (ShardedByAnyUpdate if settings.shards_state else WholeStateUpdate)(replicas, optimizer, settings)
+    Args:
+        replicas: whose variables are updated. The part of the only replica is the whole state.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
+        settings: of the update.
+        variables: those that are trained; shapes and dtypes are enough.
+    """
+    if not settings.shards_state or replicas.num_replicas_in_sync == 1:
+        return WholeStateUpdate(replicas, optimizer, settings)
+    try:
+        return ShardedStateUpdate(replicas, optimizer, settings, variables)
+    except AcrossElementsError as error:
+        logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+        return GatheredStateUpdate(replicas, optimizer, settings, variables)

@@ -13,15 +13,15 @@ import optax
 from jax.extend import core
 
 from strategies.errors import StrategyError
-from strategies.exchange.shards import ShardedArrays, Shards
+from strategies.exchange.shards import ShardedArrays
 from strategies.gradients.leaving import flatten
 from strategies.gradients.replica_program import loss_of
 from strategies.programs.dataflow import first_across_elements, operations
 from strategies.programs.jaxpr import is_read
-from strategies.programs.program import jit
+from strategies.programs.program import jit, shapes_of
 from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, shards_of, take
+from strategies.replicas.shards import ShardedTree, shards_of, take
 from strategies.typing import Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
@@ -43,62 +43,32 @@ class ShardedStateUpdate(VariableUpdate):
         optimizer: computes every element of the state and the changes from the same elements of the gradients, state
             and variables; what it needs to know of all of them is in `Known`.
         settings: see `VariableUpdate`.
+        variables: those that are trained; shapes and dtypes are enough.
 
     Raises:
-        AcrossElementsError: from `init` if the optimizer looks across elements.
+        AcrossElementsError: if the optimizer looks across elements.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+    def __init__(
+        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+    ) -> None:
         super().__init__(replicas, optimizer, settings)
         self._shards = shards_of(replicas, settings.min_elements)
-        self._first = np.int32(replicas.local_replicas.start)
-        self._divide = self._compiled(self._divided, donate_argnums=(1,))
+        whole = shapes_of(variables)
+        of_whole = self._trace(whole)
+        self._refuse_across_elements(whole, of_whole)
+        needs_norm = is_read(of_whole.jaxpr, of_whole.jaxpr.invars[-1])
+        if replicas.communicator.scatters_reductions and not needs_norm:
+            self.mean_shards = self._shards
+        self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
+        self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
+        self._jitted = jit(self._divided, donate_argnums=(1,))
+        self._divide = self._in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
-        self._parts = ShardedArrays(self._shards, [], _PARTS)
-        self._shapes: Tree = None  # of the whole optimizer state
-        self._is_cut: Tree = None  # which of its arrays are
-        self._takes_parts = False  # of mean gradients
 
-    @property
-    def is_sharded(self) -> bool:
-        """See `VariableUpdate`: yes."""
-        return True
-
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`; whole where the optimizer needs the norm of all of them."""
-        return self._shards if self._takes_parts else None
-
-    def init(self, variables: Variables) -> OptimizerState:
-        """Return this instance's part of the optimizer state before the first step."""
-        self._look_at(variables)
-        return self._placed(self._compiled(self._begun), variables, self._first)
-
-    def _begun(self, variables: Variables, first: jax.Array) -> Tree:
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
+        """See `VariableUpdate`."""
         return self._optimizer.init(self._take(variables, first))
-
-    def init_shapes(self, variables: Variables) -> OptimizerState:
-        """See `VariableUpdate`: this instance's part."""
-        self._look_at(variables)
-        return jax.eval_shape(self._begun, variables, self._first)
-
-    def lowered(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> Mapping[str, jax.stages.Lowered]:
-        """See `VariableUpdate`: what computes this instance's parts."""
-        divide = jit(self._divided, donate_argnums=(1,))
-        return {"update of parts": divide.lower(variables, optimizer_state, means, control, self._first)}
-
-    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`: this instance's part."""
-        self._look_at(variables)
-
-        def cut(optimizer_state: OptimizerState, first: jax.Array) -> Tree:
-            return jax.tree.map(
-                lambda leaf, is_cut: take(self._shards, leaf, first) if is_cut else leaf, optimizer_state, self._is_cut
-            )
-
-        return self._placed(self._compiled(cut), optimizer_state, self._first)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -121,18 +91,12 @@ class ShardedStateUpdate(VariableUpdate):
         placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
 
-    def equations(
+    def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> core.ClosedJaxpr:
-        """See `VariableUpdate`."""
-        return self._of_whole
-
-    def traced(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
-    ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """See `VariableUpdate`: where this instance drives all replicas."""
-        shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, jnp.int32(0))
-        return jax.tree.map(self._shards.join, shards, variables), optimizer_state, jnp.zeros(())
+    ) -> Mapping[str, jax.stages.Traced]:
+        """See `VariableUpdate`: what computes this instance's parts."""
+        given = shapes_of((variables, optimizer_state, means))
+        return {"update of parts": self._jitted.trace(*given, control, self._first)}
 
     # ---- programs
 
@@ -158,7 +122,7 @@ class ShardedStateUpdate(VariableUpdate):
     ) -> tuple[Variables, OptimizerState]:
         """Return this instance's parts of the new variables, and of the optimizer state."""
         _, norm = self._gradients(variables, means, control)
-        if self._takes_parts:
+        if self.mean_shards is not None:
             norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
         # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
         gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
@@ -198,41 +162,33 @@ class ShardedStateUpdate(VariableUpdate):
             united.append(self._shards.join(gathered[:, start:stop], whole))
         return united, jnp.zeros(())
 
-    # ---- the whole state
+    # ---- whether it can be
 
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return jax.tree.map(
-            lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self._shards, self._replicas) if is_cut else leaf,
-            optimizer_state,
-            self._shapes,
-            self._is_cut,
-        )
+    def _refuse_across_elements(self, whole: Variables, of_whole: core.ClosedJaxpr) -> None:
+        """Raise an AcrossElementsError if the optimizer looks across elements.
 
-    def _look_at(self, variables: Variables) -> None:
-        """Find out which arrays of the optimizer state are cut.
-
-        Raises:
-            AcrossElementsError: if the optimizer looks across elements.
+        Args:
+            whole: the shapes of the variables.
+            of_whole: the equations of an update of these.
         """
         if self._optimizer.needs_whole:
             raise AcrossElementsError("the optimizer asks for whole arrays")
-        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
-        self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
-        others = jax.tree.map(self._other_shape, whole)
-        self._shapes = jax.eval_shape(self._optimizer.init, whole)
-        changed = jax.eval_shape(self._optimizer.init, others)
-        self._is_cut = jax.tree.map(lambda one, other: one.shape != other.shape, self._shapes, changed)
-        traced = self._trace(parts)
-        self._of_whole = self._trace(whole)  # the equations of an update that is not sharded
-        self._takes_parts = self._replicas.communicator.scatters_reductions and not _uses_last_argument(self._of_whole)
-        found = first_across_elements(traced) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
-        alike = [operations(one) for one in (self._of_whole, traced, self._trace(others))]
-        if found is None and not alike[0] == alike[1] == alike[2]:
+        of_parts, of_others = self._trace(parts), self._trace(self._others(whole))
+        found = first_across_elements(of_parts) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
+        if found is None and not operations(of_whole) == operations(of_parts) == operations(of_others):
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
             raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
+
+    def _shapes_of_state(self, whole: Variables) -> tuple[Tree, Tree]:
+        """Return the shapes of the whole optimizer state, and whether each of them follows from that of a variable."""
+        shapes, changed = (jax.eval_shape(self._optimizer.init, tree) for tree in (whole, self._others(whole)))
+        return shapes, jax.tree.map(lambda one, other: one.shape != other.shape, shapes, changed)
+
+    def _others(self, whole: Variables) -> Variables:
+        """Return the variables with other shapes for those that are cut: parts of some size."""
+        return jax.tree.map(self._other_shape, whole)
 
     def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the shape of a part of some size that is not that of the whole."""
@@ -252,8 +208,3 @@ class ShardedStateUpdate(VariableUpdate):
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
-
-
-def _uses_last_argument(traced: core.ClosedJaxpr) -> bool:
-    """Return whether anything depends on the last argument of these equations, the norm of an update's gradients."""
-    return is_read(traced.jaxpr, traced.jaxpr.invars[-1])

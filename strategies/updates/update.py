@@ -5,20 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
 
 from strategies.exchange.shards import Shards
 from strategies.gradients.accumulation import accumulator_dtypes
 from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
-from strategies.programs.program import jit
+from strategies.programs.program import jit, shapes_of
 from strategies.replicas.replicas import Replicas
+from strategies.replicas.shards import ShardedTree
 from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
@@ -53,37 +53,36 @@ class UpdateSettings:
 class VariableUpdate(ABC):
     """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
 
-    The step calls `init` once, and then `apply` for each step, with `wait` before the mean gradients are overwritten.
+    The step calls `init` or `adopt` once, and then `apply` for each step, with `wait` before the mean gradients are
+    overwritten.
 
     Args:
         replicas: whose variables are updated.
         optimizer: an optax gradient transformation, or a `StepOptimizer`.
         settings: see there.
+
+    Attributes:
+        mean_shards: the shards of mean gradients if `apply` takes this instance's part only; None if it takes them
+            whole.
     """
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+        self.mean_shards: Shards | None = None
+        self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
         self._replicas = replicas
         self._optimizer = as_optimizer(optimizer)
         self._settings = settings
+        self._first = np.int32(replicas.local_replicas.start)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
 
-    @property
     @abstractmethod
-    def is_sharded(self) -> bool:
-        """Whether instances have different parts of the optimizer state."""
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
+        """Return the optimizer state before the first step; traceable.
 
-    @property
-    @abstractmethod
-    def mean_shards(self) -> Shards | None:
-        """The shards of mean gradients if `apply` takes this instance's part only; None if it takes them whole."""
-
-    @abstractmethod
-    def init(self, variables: Variables) -> OptimizerState:
-        """Return the optimizer state before the first step."""
-
-    @abstractmethod
-    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
+        Args:
+            variables: whole.
+            first: the first replica of the instance whose part is returned, an int32 scalar.
+        """
 
     @abstractmethod
     def apply(
@@ -93,61 +92,41 @@ class VariableUpdate(ABC):
 
         Args:
             variables: whole.
-            optimizer_state: what `init` or `apply` returned last.
+            optimizer_state: what `init`, `adopt` or `apply` returned last.
             means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
                 until `wait` returns.
             control: see `control_words`; with the mean loss, see `with_loss`.
         """
 
     @abstractmethod
-    def init_shapes(self, variables: Variables) -> OptimizerState:
-        """Return the shapes and dtypes of what `init` returns.
-
-        Args:
-            variables: shapes and dtypes are enough.
-        """
-
-    @abstractmethod
-    def lowered(
+    def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> Mapping[str, jax.stages.Lowered]:
-        """Return the programs of `apply`, to be compiled, by what they compute.
+    ) -> Mapping[str, jax.stages.Traced]:
+        """Return the programs of `apply`, by what they compute; the same on every instance.
 
         Args:
-            variables: shapes and dtypes are enough here, and of the following two.
+            variables: see `apply`; shapes and dtypes are enough here, and of the following two.
             optimizer_state: see `apply`.
-            means: see `apply`.
+            means: see `apply`; they may also be whole.
             control: see `apply`.
         """
-
-    @abstractmethod
-    def equations(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> core.ClosedJaxpr:
-        """Return the computation of `apply`, or with sharded state the optimizer's: the same on every instance.
-
-        Args:
-            variables: see `apply`.
-            optimizer_state: see `apply`.
-            means: the shapes and dtypes of the mean gradients.
-            control: see `apply`.
-        """
-
-    @abstractmethod
-    def traced(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
-    ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """Return the update of whole variables where one instance drives all replicas; traceable.
-
-        Returns:
-            New variables, new optimizer state, and a token that is ready when they are.
-        """
-
-    @abstractmethod
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
 
     # ---- what all of them do alike
+
+    def init(self, variables: Variables) -> OptimizerState:
+        """Return this instance's optimizer state before the first step, where it lies."""
+        self._optimizer.check(*self._shapes_of(variables))
+        return self._placed(self._compiled(self.begun), variables, self._first)
+
+    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
+        if self._state_shards is None:
+            return self._placed(lambda: optimizer_state)
+        return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
+
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+        return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
 
     def wait(self) -> None:
         """Return when the mean gradients of the last update are not read any more."""
@@ -163,11 +142,11 @@ class VariableUpdate(ABC):
         with jax.default_device(device):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
-    def _compiled(self, function: Function, **options: Any) -> Function:
-        """Return a program that one instance of the host compiles, where executables are kept."""
-        return self._in_turn(jit(function, **options))
+    def _compiled(self, function: Function) -> Function:
+        return self._in_turn(jit(function))
 
     def _in_turn(self, program: jax.stages.Wrapped) -> Function:
+        """Return the same program, which one instance of the host compiles where executables are kept."""
         return compiled_in_turn(program, self._replicas.devices.executables)
 
     def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
@@ -175,8 +154,7 @@ class VariableUpdate(ABC):
         leaves, structure = jax.tree.flatten(variables)
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        return jax.tree.unflatten(structure, given), jax.tree.unflatten(structure, shapes)
+        return jax.tree.unflatten(structure, given), shapes_of(variables)
 
     def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
         """Return the mean gradients as the optimizer gets them, and their norm."""
@@ -228,34 +206,9 @@ class WholeStateUpdate(VariableUpdate):
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self._in_turn(self._jitted)
 
-    @property
-    def is_sharded(self) -> bool:
-        """See `VariableUpdate`: no."""
-        return False
-
-    @property
-    def mean_shards(self) -> Shards | None:
-        """See `VariableUpdate`: it takes them whole."""
-        return None
-
-    def init(self, variables: Variables) -> OptimizerState:
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
-        self._optimizer.check(*self._shapes_of(variables))
-        return self._placed(self._compiled(self._optimizer.init), variables)
-
-    def init_shapes(self, variables: Variables) -> OptimizerState:
-        """See `VariableUpdate`."""
-        return jax.eval_shape(self._optimizer.init, variables)
-
-    def lowered(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> Mapping[str, jax.stages.Lowered]:
-        """See `VariableUpdate`."""
-        return {"update": self._jitted.lower(variables, optimizer_state, means, control)}
-
-    def adopt(self, variables: Variables, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`: all of it."""
-        return self._placed(lambda: optimizer_state)
+        return self._optimizer.init(variables)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
@@ -266,24 +219,18 @@ class WholeStateUpdate(VariableUpdate):
         )
         return variables, self.offloaded(optimizer_state)
 
-    def equations(
+    def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
-    ) -> core.ClosedJaxpr:
+    ) -> Mapping[str, jax.stages.Traced]:
         """See `VariableUpdate`."""
-        traced = self._jitted.trace(variables, self.on_device(optimizer_state), means, control)
-        closed: core.ClosedJaxpr = traced.jaxpr
-        return closed
+        return {"update": self._jitted.trace(*shapes_of((variables, optimizer_state, means)), control)}
 
     def traced(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
     ) -> tuple[Variables, OptimizerState, jax.Array]:
-        """See `VariableUpdate`."""
+        """Return new variables, new optimizer state, and a token that is ready when they are; traceable."""
         gradients, norm = self._gradients(variables, means, control)
         arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
         known = Known(norm, loss_of(control))
         variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
-
-    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """See `VariableUpdate`: it is whole."""
-        return optimizer_state

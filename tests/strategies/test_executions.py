@@ -64,8 +64,8 @@ def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
     """Python sees a step only where it is compared with the program; later executions are one call each."""
     strategy = strategies.IPUStrategy(1)
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
-    single, calls = trainer._loop.make_step, []
-    monkeypatch.setattr(trainer._loop, "make_step", lambda *arguments: calls.append(1) or single(*arguments))
+    single, calls = trainer._engine._begun, []
+    monkeypatch.setattr(trainer._engine, "_begun", lambda *arguments: calls.append(1) or single(*arguments))
     state = trainer.init({"w": np.zeros(3, np.float32)})
     batches = [batch for epoch in range(4) for batch in dataset_of(strategy).epoch(epoch)]
     state, metrics = trainer.run(state, batches, 8)

@@ -11,7 +11,8 @@ from strategies.exchange.transfer import GradientTransfer
 from strategies.gradients.arguments import Trainable
 from strategies.gradients.model_state import ModelStateRule
 from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
-from strategies.step.executions import FusedSteps
+from strategies.step.fused_steps import FusedSteps
+from strategies.train_state import TrainState
 from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
@@ -50,8 +51,12 @@ class Steps:
         )
         self.fused = FusedSteps(self.program, self.update)
 
+    def state(self, variables):
+        return TrainState(variables, self.update.init(variables), FIRST_STEP)
+
     def together(self, variables):
-        return self.fused(variables, self.update.init(variables), BATCHES, FIRST_STEP)
+        state, tails = self.fused(self.state(variables), BATCHES)
+        return state.variables, state.optimizer_state, tails
 
     def one_by_one(self, variables):
         state, tails, run = self.update.init(variables), [], jax.jit(self.program)
@@ -105,9 +110,7 @@ def test_old_variables_and_state_are_used_up(alone):
 
     variables = {"w": jnp.ones(1000)}
     steps = Steps(alone, loss, variables=variables)
-    words = control_words(0, False, 1.0)
-    state = steps.update.init(variables)
-    compiled = steps.fused._run.lower(variables, state, tuple(BATCHES), np.int32(0), words).compile()
+    compiled = steps.fused._run.lower(*steps.fused._arguments(steps.state(variables), BATCHES)).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * 4000
 
 
@@ -117,7 +120,8 @@ class TestGradientsForComparison:
             return (batch["x"] @ variables["w"]).sum() ** 2 / 2
 
         variables, rows = start(), BATCHES[-1]["x"].sum(0)
-        [_, gradient] = Steps(alone, loss).fused.last_gradients(variables, BATCHES, FIRST_STEP)
+        steps = Steps(alone, loss)
+        [_, gradient] = steps.fused.last_gradients(steps.state(variables), BATCHES)
         assert gradient.tolist() == (rows @ [1, 2] * rows).tolist() == [8, -2]
         assert not variables["w"].is_deleted()
 
@@ -125,7 +129,8 @@ class TestGradientsForComparison:
         def loss(variables, batch, key):
             return variables["w"][0] * jax.random.uniform(key)
 
-        [_, gradient] = Steps(alone, loss).fused.last_gradients(start(), BATCHES, FIRST_STEP)
+        steps = Steps(alone, loss)
+        [_, gradient] = steps.fused.last_gradients(steps.state(start()), BATCHES)
         assert gradient.tolist() == [drawn(FIRST_STEP), 0]
 
 
@@ -143,6 +148,5 @@ def reducing(variables, batch, key):
 def test_programs_that_call_python_are_told_from_others_without_running(alone, loss, wanted):
     variables = start()
     steps = Steps(alone, loss)
-    state = steps.update.init(variables)
-    assert steps.fused.has_effects(variables, state, BATCHES) is wanted
+    assert steps.fused.has_effects(steps.state(variables), BATCHES) is wanted
     assert not variables["w"].is_deleted()

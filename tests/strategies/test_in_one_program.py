@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.step.in_one_program import WORTH_AFTER
+from strategies.step.fused_steps import WORTH_AFTER
 
 STEPS = WORTH_AFTER + 6
 IN_ONE, IN_PARTS = "in one program from step", "in parts"
@@ -66,14 +66,15 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
 @pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
 def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
     def tell_more(trainer):
-        made = trainer._engine._in_parts
+        programs = trainer._engine._fused
+        made = programs._in_parts
 
         def in_parts(*arguments):
-            state, metrics = made(*arguments)
-            metrics.means[name] = np.nextafter(metrics.means[name], np.float32(np.inf))
-            return state, metrics
+            state, tail = made(*arguments)
+            tail[name] = np.nextafter(tail[name], np.float32(np.inf))
+            return state, tail
 
-        monkeypatch.setattr(trainer._engine, "_in_parts", in_parts)
+        monkeypatch.setattr(programs, "_in_parts", in_parts)
 
     with caplog.at_level(logging.INFO, "strategies.step"):
         trained(change=tell_more)

@@ -195,12 +195,11 @@ def test_gradients_of_a_stage_leave_while_others_run():
         strategy, loss_fn, optax.sgd(0.1), pipeline=strategies.Pipelining([0, 1], "one_forward_one_backward")
     )
     state = trainer.init(START)
-    engine = trainer._programs
-    batch = np.ones((2, 3), np.float32)
-    step = engine.prepare(state, batch)
-    engine.begin(step, state, batch, control_of(state))
+    programs, batch = trainer._programs, np.ones((2, 3), np.float32)
+    gradients = programs.prepare(state, batch).gradients
+    gradients.dispatch(*programs.arguments(state, batch, control_of(state)))
     names = []
-    for bucket, _ in engine.collect(step):
+    for bucket, _ in gradients.collect():
         names.append(bucket.name)
         has_left.set()
     assert names == ["gradients/0", "gradients/1", "gradients/tail"]
