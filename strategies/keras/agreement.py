@@ -19,11 +19,10 @@ from strategies.keras.protocols import Array, ModelLike, State, Values
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Batch, Tree
 
-WAY_OUT = (
+_WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
     "strategies.keras.OnChief"
 )
-"""Way out, at the end of messages about a difference."""
 _FEW = 4  # elements of a variable that are shown
 _OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
 
@@ -55,15 +54,15 @@ def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[
     return bool(answer & 1), bool(answer & 2)
 
 
-def insist(replicas: Replicas, terms: Terms, name: str, way_out: str) -> None:
+def insist(replicas: Replicas, terms: Terms, name: str) -> None:
     """Compare terms with those of the other instances; a collective call, which has a name.
 
     Raises:
-        DisagreementError: on all instances, if they are not the same; `way_out` is the end of the message.
+        DisagreementError: on all instances, if they are not the same.
     """
 
     def asked() -> int:
-        insist_on_agreement(replicas, terms, name, way_out)
+        insist_on_agreement(replicas, terms, name, _WAY_OUT)
         return 1
 
     _agreed(replicas, asked, name)

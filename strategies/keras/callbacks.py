@@ -15,7 +15,6 @@ from keras.callbacks import CallbackList
 from strategies.core.metrics import EVALUATION
 from strategies.errors import StrategyError
 from strategies.keras.agreement import (
-    WAY_OUT,
     VariableWatch,
     bits_of,
     broadcast,
@@ -141,7 +140,7 @@ class Running:
         self.model.stop_training, is_same = compared(replicas, stops, digest, f"what callbacks have done {hook}")
         if not is_same:
             self.model.jax_state_sync()
-            insist(replicas, terms_of_model(self.model, hook), "variables of the model", WAY_OUT)
+            insist(replicas, terms_of_model(self.model, hook), "variables of the model")
 
     def agree_on_begin(self) -> None:
         """Begin everywhere with the epoch and the state with which the chief begins; a collective call."""

@@ -14,7 +14,6 @@ import numpy as np
 from keras.utils import unpack_x_y_sample_weight
 
 from strategies.keras.agreement import (
-    WAY_OUT,
     VariableWatch,
     insist,
     number_of_leader,
@@ -319,7 +318,7 @@ class ReplicatedModel:
         replicas = self.strategy.replicas
         if replicas.communicator.size > 1:
             terms = terms_of_call(self._model, called, described(callbacks), arguments)
-            insist(replicas, terms, f"the arguments of {called}", WAY_OUT)
+            insist(replicas, terms, f"the arguments of {called}")
 
     def _feed_of(
         self,

@@ -303,12 +303,12 @@ class Assignments:
         if all(stage is None for stage in stages):
             return None
         if not partly:
-            for node, stage in zip(self.nodes, stages, strict=True):
-                if stage is None:
-                    raise RuntimeError(
-                        f"All layers of a pipelined model must have an associated pipeline stage. However, "
-                        f"{node.operation.name!r} has not been assigned to one; call it in a PipelineStage too"
-                    )
+            if None in stages:
+                name = self.nodes[stages.index(None)].operation.name
+                raise RuntimeError(
+                    f"All layers of a pipelined model must have an associated pipeline stage. However, {name!r} has "
+                    "not been assigned to one; call it in a PipelineStage too"
+                )
             self.check(stages)
         return stages
 

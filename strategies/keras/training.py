@@ -206,8 +206,7 @@ class TrainFunction:
         if state.loss_scale is not None:
             self._skipped = state.loss_scale.skipped
         others, of_metrics = state.model_state[VARIABLES], state.model_state[METRICS]
-        logs = dict(self._results(of_metrics))
-        logs |= metrics
+        logs = {**self._results(of_metrics), **metrics}
         inner = state.optimizer_state
         if self.trainer is not None and self.trainer.is_sharded:
             self._parts, inner = inner, inner[: self._optimizer.num_whole]
@@ -250,15 +249,12 @@ class TrainFunction:
                 "set_pipelining_options: stages work on several micro-batches at once"
             )
         mapping: Sequence[int] | None = (self._options.pipelining or {}).get("device_mapping")
-        if self._staged is not None:
-            stages = self._staged.count
-        elif mapping is not None:
-            stages = len(mapping)
-        else:
+        if self._staged is None and mapping is None:
             raise ValueError(
                 "the model marks its stages itself, and nobody knows how many there are; give device_mapping to "
                 "set_pipelining_options, a device for each stage"
             )
+        stages = len(mapping or ()) if self._staged is None else self._staged.count
         return self._options.pipeline(stages, self._strategy.replicas.grid.ipus_per_replica)
 
     def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
