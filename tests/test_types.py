@@ -25,7 +25,7 @@ ANY = {
     "strategies/data": 5,
     "strategies/exchange": 3,
     "strategies/gradients": 7,
-    "strategies/keras": 15,
+    "strategies/keras": 14,
     "strategies/pipelines": 1,
     "strategies/programs": 37,
     "strategies/replicas": 6,

@@ -8,8 +8,7 @@ of them, block by block, where nothing is trained.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -127,70 +126,57 @@ class _Dealer:
         return Masked((np.arange(first, first + rows, dtype=np.int32), values), np.ones(rows, bool))
 
 
-class _Batches(DataSource, ABC):
-    """The common part of sources of batches."""
-
-    length: int | None = None
-
-    def __init__(self, count: int | None, layout: Layout) -> None:
-        self._layout = layout
-        self.steps = None if count is None else layout.steps(count * layout.batch_size)
-
-    @abstractmethod
-    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
-        """Yield what local replicas take in step `start`, `start + 1`, ...; None where it is not enough."""
-
-    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
-        for batch in self._of_steps(epoch, start, _Dealer(self._layout)):
-            if batch is None:
-                return
-            yield batch
-
-
 @final
-class _Numbered(_Batches):
+class _Numbered(DataSource):
     """See `NumberedBatches`. The last one may have fewer rows than the others."""
 
     is_random_access = True
+    length: int | None = None
 
     def __init__(self, given: NumberedBatches, layout: Layout, seed: int, shuffle: bool) -> None:
-        super().__init__(given.count, layout)
+        self.steps: int = layout.steps(given.count * layout.batch_size)
+        self._layout = layout
         self._given = given
         self._seed = seed
         self._shuffle = shuffle
         self._last_rows = rows_of(given.read(given.count - 1))
 
-    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        dealer = _Dealer(self._layout, start * self._layout.global_batch_size)
         order, per_step = epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step
-        dealer.first_row = start * self._layout.global_batch_size
-        for step in range(start, self.steps or 0):
+        for step in range(start, self.steps):
             numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]
             has_last = self._given.count - 1 in numbers and self._last_rows != self._layout.batch_size
             if len(numbers) == per_step and not has_last:
                 yield dealer.of_even([self._given.read(numbers[place]) for place in dealer.own])
-            else:
-                yield dealer.dealt([self._given.read(number) for number in numbers])
+            elif (batch := dealer.dealt([self._given.read(number) for number in numbers])) is not None:
+                yield batch
 
 
 @final
-class _Stream(_Batches):
+class _Stream(DataSource):
     """See `StreamOfBatches`."""
 
+    length: int | None = None
+
     def __init__(self, given: StreamOfBatches, layout: Layout) -> None:
-        super().__init__(given.count, layout)
+        self.steps = None if given.count is None else layout.steps(given.count * layout.batch_size)
+        self._layout = layout
         self._given = given
 
-    def _of_steps(self, epoch: int, start: int, dealer: _Dealer) -> Iterator[Batch | None]:
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        dealer = _Dealer(self._layout)
         batches = iter(self._given.begin())
         for step in itertools.count():
             taken = list(itertools.islice(batches, dealer.per_step))
             if not taken:
                 return
-            if step >= start:
-                yield dealer.dealt(taken)
-            else:
+            if step < start:
                 dealer.first_row += sum(map(rows_of, taken))
+            elif (batch := dealer.dealt(taken)) is not None:
+                yield batch
+            else:
+                return
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

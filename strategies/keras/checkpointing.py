@@ -39,7 +39,7 @@ from strategies.checkpoints.sealed_folders import (
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.keras.patches import back_up_with, begin_with_epoch
-from strategies.keras.protocols import BackupAndRestore, Callbacks
+from strategies.keras.protocols import Callbacks
 from strategies.keras.state import random_states, set_random_states
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
@@ -157,7 +157,7 @@ class SavedFit:
         self._opened.after_step(state)
 
 
-def with_whole_backups(callback: BackupAndRestore) -> BackupAndRestore:
+def with_whole_backups(callback: keras.callbacks.BackupAndRestore) -> keras.callbacks.BackupAndRestore:
     """Return a callback of Keras's, which decides when to save, and now saves whole backups.
 
     Args:
@@ -190,7 +190,7 @@ class _WholeBackups:
         callback: says which model is saved where.
     """
 
-    def __init__(self, callback: BackupAndRestore) -> None:
+    def __init__(self, callback: keras.callbacks.BackupAndRestore) -> None:
         self._callback = callback
         self._folder = Path(callback.backup_dir)
 

@@ -19,7 +19,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from strategies.keras.protocols import BackupAndRestore, ModelLike, NodeLike
+from strategies.keras.protocols import ModelLike, NodeLike
 
 __all__ = [
     "ArrayDataAdapter",
@@ -116,6 +116,8 @@ def call_in_one_thread(callbacks: keras.callbacks.CallbackList) -> None:
     callbacks._async_train = False
 
 
-def back_up_with(callback: BackupAndRestore, save: Callable[[], None], load: Callable[[], None]) -> None:
+def back_up_with(
+    callback: keras.callbacks.BackupAndRestore, save: Callable[[], None], load: Callable[[], None]
+) -> None:
     """Have a `BackupAndRestore` save and load otherwise: its files have no other owner."""
-    callback._save_model, callback._load_model = save, load
+    vars(callback).update(_save_model=save, _load_model=load)

@@ -29,9 +29,6 @@ ModelClass: TypeAlias = Any
 Callbacks: TypeAlias = Any
 """Callbacks as users give them: one, a nested list of them, a `CallbackList`, or None."""
 
-BackupAndRestore: TypeAlias = Any
-"""The callback of Keras."""
-
 
 class NodeLike(Protocol):
     """A call of a layer, or of a model, in the graph of a functional model."""

@@ -302,14 +302,12 @@ class Assignments:
         stages = tuple(map(_stages.get, self.nodes))
         if all(stage is None for stage in stages):
             return None
-        if not partly:
-            if None in stages:
-                name = self.nodes[stages.index(None)].operation.name
-                raise RuntimeError(
-                    f"All layers of a pipelined model must have an associated pipeline stage. However, {name!r} has "
-                    "not been assigned to one; call it in a PipelineStage too"
-                )
-            self.check(stages)
+        if None in stages and not partly:
+            name = self.nodes[stages.index(None)].operation.name
+            raise RuntimeError(
+                f"All layers of a pipelined model must have an associated pipeline stage. However, {name!r} has not "
+                "been assigned to one; call it in a PipelineStage too"
+            )
         return stages
 
     def forget(self) -> None:

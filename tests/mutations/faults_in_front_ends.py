@@ -435,8 +435,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="rows of an epoch that is gone on with have the numbers of its first step",
         path="strategies/keras/batches.py",
-        old="dealer.first_row = start * self._layout.global_batch_size",
-        new="dealer.first_row = 0",
+        old="_Dealer(self._layout, start * self._layout.global_batch_size)",
+        new="_Dealer(self._layout)",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with",
     ),
     Fault(
