@@ -113,8 +113,6 @@ def _check_connection(config: IPUConfig) -> None:
 
 @dataclass
 class _Process:
-    """The configuration of this process."""
-
     config: IPUConfig | None = None
 
 
