@@ -45,7 +45,8 @@ class Modes:
                     "a training model is called for the first time with its module in evaluation mode, so dropout is "
                     "off and statistics stay; call model.train() before, unless that is meant"
                 )
-        others = {each: each.training for each in self._module.modules() if each.training is not self._of(each)}
+        now = {each: each.training for each in self._module.modules()}
+        others = {each: mode for each, mode in now.items() if mode is not self._taken.get(each, mode)}
         if others and not self._has_told and self._module not in others:
             self._has_told = True
             logger.warning(
@@ -54,16 +55,12 @@ class Modes:
                 type(next(iter(others))).__name__,
             )
         for each in others:
-            each.training = self._of(each)
+            each.training = self._taken[each]
         try:
             yield
         finally:
             for each, mode in others.items():
                 each.training = mode
-
-    def _of(self, module: torch.nn.Module) -> bool:
-        mode: bool = self._taken.get(module, module.training)
-        return mode
 
 
 class WrittenBuffers:
