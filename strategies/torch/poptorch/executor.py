@@ -212,15 +212,10 @@ class PoplarExecutor:
     def _infer(self, batch: Batch) -> list[list[Tree]]:
         rounds = self._rounds_of(batch)
         if self._inference is None:
-            replicas = self.options.strategy.replicas
+            autocasts = self.options.Precision.autocasts
+            call = heeded_by(lambda *called: outputs_and_losses(*called)[0], autocasts)
             self._inference = InferenceReplicas(
-                replicas.local_replicas,
-                replicas.num_replicas_in_sync,
-                ReplicaMemory(self.model),
-                heeded_by(lambda *called: outputs_and_losses(*called)[0], self.options.Precision.autocasts),
-                self.options.seed,
-                replicas.instruments,
-                self._pipeline(),
+                self.options.strategy.replicas, ReplicaMemory(self.model), call, self.options.seed, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
