@@ -114,8 +114,7 @@ class PoplarExecutor:
         self._calls = 0  # of an inference
         self._counters = Counters()
         self._modes = Modes(model)
-        replicas = options.strategy.replicas
-        self._states = WrittenBuffers(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
+        self._states = WrittenBuffers(model, options.strategy.replicas)
         if training:
             optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = optimizer is not None and shards_state(options, optimizer)

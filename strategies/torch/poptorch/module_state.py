@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from strategies.errors import StrategyError
+from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import slots_of
 from strategies.torch.poptorch.enums import CommGroupType, VariableRetrievalMode
 from strategies.torch.replica_groups import ReplicaGroups, group_replicas
@@ -70,13 +71,12 @@ class WrittenBuffers:
 
     Args:
         module: of which they are.
-        count: of local replicas.
-        is_single: whether there is one replica on all instances.
+        replicas: on which it runs.
     """
 
-    def __init__(self, module: torch.nn.Module, count: int, is_single: bool) -> None:
-        self._module, self._is_single = module, is_single
-        self._own: list[dict[int, torch.Tensor]] = [{} for _ in range(count)]
+    def __init__(self, module: torch.nn.Module, replicas: Replicas) -> None:
+        self._module, self._is_single = module, replicas.num_replicas_in_sync == 1
+        self._own: list[dict[int, torch.Tensor]] = [{} for _ in replicas.local_replicas]
 
     @property
     def masters(self) -> Sequence[Sequence[torch.Tensor]] | None:
