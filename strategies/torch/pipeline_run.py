@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import AbandonedError
+from strategies.pipelines.running.driver import raise_first
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
 from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
@@ -95,10 +95,7 @@ class PipelineRun:
             return
         drive = MicroBatches(self._timetable, self._followers)
         walks = [self._walk(number, drive) for number in range(self._count)]
-        begun = [self._threads.submit(_walk, walk, work) for walk in walks]
-        errors = [error for future in begun if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
-            raise error
+        raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
         self.spans = drive.spans
 
     def _walk(self, number: int, turns: MicroBatches | None) -> Walk:

@@ -20,7 +20,7 @@ from strategies.pipelines.functions.optimizer_function import OptimizerFunctionO
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
 from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.pipelining import Pipelining
-from strategies.pipelines.running.micro_batch import counting, knowing
+from strategies.pipelines.running.micro_batch import MicroBatch, get_current_iteration_counter, tracing
 from strategies.pipelines.timetable import Timed
 from strategies.pipelines.trace import Trace
 from strategies.programs.captures import Reads
@@ -187,7 +187,7 @@ class Pipeline:
 
     def _loss(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None
-        with knowing(key, model_state) as known:
+        with tracing(MicroBatch(get_current_iteration_counter(), key, model_state)) as known:
             outputs = listed(self._functions.outputs(variables, [leaf[0] for leaf in batch[1:]]))
             loss = self._functions.in_last_stage(self._learning.of, *outputs).loss
         return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
@@ -205,11 +205,8 @@ class Pipeline:
             key: Key,
             model_state: Tree,
         ) -> Tree:
-            with (
-                replica_context(replicas.new_context(index, "shapes")),
-                counting(number),
-                knowing(None if self._learning is None else key, model_state),
-            ):
+            micro_batch = MicroBatch(number, None if self._learning is None else key, model_state)
+            with replica_context(replicas.new_context(index, "shapes")), tracing(micro_batch):
                 outputs = self._functions.described(variables, leaves)
                 if self._learning is None:
                     return jax.tree.map(jnp.asarray, (outputs, None))
@@ -260,7 +257,7 @@ class Pipeline:
 
     def _outputs_without_learning(self, given: tuple[Variables, Tree], leaves: Sequence[jax.Array]) -> Tree:
         variables, model_state = given
-        with knowing(None, model_state):
+        with tracing(MicroBatch(get_current_iteration_counter(), model_state=model_state)):
             return self._functions.outputs(variables, leaves)
 
     def _watch(self, replicas: Mapping[int, Sequence[Timed]]) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from strategies.pipelines.timetable import StageAction, Timed, Timetable
+from strategies.replicas.devices import ReplicaDevices
 
 Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
@@ -19,6 +21,24 @@ _ALL: AbstractContextManager[object] = nullcontext()
 
 class AbandonedError(Exception):
     """Another device of the replica has failed; the error of that one is what the user has to see."""
+
+
+def begin_devices(
+    columns: Sequence[ReplicaDevices], follow: Callable[[int, int], None], failed: Callable[[BaseException], None]
+) -> list[Future[None]]:
+    """Have each device of all local replicas do what it has to do, in a thread.
+
+    Args:
+        columns: for each device of a replica those of all local replicas.
+        follow: called with a device, and the position of a replica.
+        failed: called with what the first device to fail has raised, and not with `AbandonedError`.
+    """
+
+    def fail(error: BaseException) -> None:
+        if not isinstance(error, AbandonedError):
+            failed(error)
+
+    return [future for device, column in enumerate(columns) for future in column.begin(partial(follow, device), fail)]
 
 
 def raise_first(begun: Sequence[Future[None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,11 +19,11 @@ from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Allocate, Bucket
 from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
 from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
-from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
+from strategies.pipelines.running.driver import Drive, begin_devices, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
-from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.replicas.devices import DeviceGrid, borrow, is_key
 from strategies.typing import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
@@ -36,13 +37,11 @@ Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 class PipelinePlan(ReplicaPlan):
     """See `ReplicaPlan`."""
 
-    def __init__(
-        self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
-    ) -> None:
+    def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None, take: Take | None) -> None:
         self.stages = stages
+        self.watch = watch
+        self.take = take
         self._closed = closed
-        self._watch = watch
-        self._take = take
 
     @property
     def leaving(self) -> Leaving:
@@ -56,15 +55,21 @@ class PipelinePlan(ReplicaPlan):
     @property
     def sum_bytes(self) -> int:
         """See `ReplicaPlan`."""
-        return self.stages.sum_bytes
+        sums = [each for stage in self.stages.stages for each in stage.sum_shapes]
+        return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
 
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """See `ReplicaPlan`."""
-        return self.stages.kept([column.device_of(0) for column in grid.columns])
+        """See `ReplicaPlan`; as `ReplicaStages.kept_bytes` counts it."""
+        plan = self.stages
+        nbytes = [0] * plan.timetable.num_stages
+        for number, (stage, _) in enumerate(plan.staged.homes):
+            device = grid.columns[plan.device_of(number)].device_of(0)
+            nbytes[stage] += plan.stages[number].kept_bytes(device, plan.keeping.runs_again(number))
+        return [Kept(stage, plan.timetable.stash(stage), of_stage) for stage, of_stage in enumerate(nbytes)]
 
     def equations(self) -> core.ClosedJaxpr:
         """See `ReplicaPlan`: what is computed of a micro-batch."""
@@ -74,7 +79,7 @@ class PipelinePlan(ReplicaPlan):
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> StageGradients:
         """See `ReplicaPlan`."""
-        return StageGradients(self.stages, grid, allocate, failed, self._watch, self._take)
+        return StageGradients(self, grid, allocate, failed)
 
 
 @final
@@ -82,23 +87,15 @@ class StageGradients(ReplicaGradients):
     """See `ReplicaGradients`."""
 
     def __init__(
-        self,
-        plan: StagePlan,
-        grid: DeviceGrid,
-        allocate: Allocate,
-        failed: Callable[[BaseException], None],
-        watch: Watch | None = None,
-        take: Take | None = None,
+        self, plan: PipelinePlan, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> None:
-        self.plan = plan
+        self._plan = plan
         self._grid = grid
-        self._watch = watch
-        self._take = take
         self._failed = failed
         self._memory = MeansMemory(plan.leaving, allocate)
-        self.buckets = plan.buckets_in(self._memory)
-        at_once = _at_once(plan, grid)
-        self._runs = [_ReplicaStep(plan, grid, position, at_once) for position in range(len(grid.replicas))]
+        self.buckets = plan.buckets(self._memory)
+        stages, at_once = plan.stages, _at_once(plan.stages, grid)
+        self._runs = [_ReplicaStep(stages, grid, position, at_once) for position in range(len(grid.replicas))]
         self._begun: list[Future[None]] = []
 
     @property
@@ -118,16 +115,8 @@ class StageGradients(ReplicaGradients):
         begin_s = time.perf_counter()
         for run, arguments in zip(self._runs, of_replicas, strict=True):
             run.prepare(flat, arguments, others, begin_s)
-        columns = self._grid.columns[: len(self.plan.timetable.devices)]
-        self._begun = [future for device, column in enumerate(columns) for future in self._begin(device, column)]
-
-    def _begin(self, device: int, column: ReplicaDevices) -> list[Future[None]]:
-        """Have a device of all local replicas do what it has to do."""
-        return column.begin(lambda position: self._runs[position].follow(device), self._fail)
-
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, AbandonedError):
-            self._failed(error)
+        columns = self._grid.columns[: len(self._plan.stages.timetable.devices)]
+        self._begun = begin_devices(columns, lambda device, position: self._runs[position].follow(device), self._failed)
 
     def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
         """See `ReplicaGradients`."""
@@ -154,10 +143,10 @@ class StageGradients(ReplicaGradients):
         begun, self._begun = self._begun, []
         raise_first(begun)
         runs = dict(zip(self._grid.replicas, self._runs, strict=True))
-        if self._watch is not None:
-            self._watch({replica: run.drive.spans for replica, run in runs.items()})
-        if self._take is not None:
-            self._take({replica: run.outputs for replica, run in runs.items()})
+        if self._plan.watch is not None:
+            self._plan.watch({replica: run.drive.spans for replica, run in runs.items()})
+        if self._plan.take is not None:
+            self._plan.take({replica: run.outputs for replica, run in runs.items()})
 
     def kept(self) -> list[list[jax.Array]]:
         """See `ReplicaGradients`."""
@@ -166,7 +155,7 @@ class StageGradients(ReplicaGradients):
     def leaves(self) -> list[list[np.ndarray]]:
         """See `ReplicaGradients`."""
         found: list[dict[int, np.ndarray]] = [{} for _ in self._runs]
-        parts = [bucket.parts for bucket in self.plan.buckets] + [self.plan.state_parts]
+        parts = [bucket.parts for bucket in self._plan.stages.buckets] + [self._plan.stages.state_parts]
         for own, (bucket, contributions) in zip(parts, self.collect(), strict=True):
             for leaves, buffers in zip(found, zip(*contributions, strict=True), strict=True):
                 views = bucket.layout.views(buffers)
@@ -226,10 +215,10 @@ class _ReplicaStep:
             begin_s: when the step begins.
         """
         plan = self._plan
-        plan.compile(self._devices)
         for finished in self.finished:
             finished.clear()
         if self.is_broken:  # no buffers yet, or what is left of donated ones
+            plan.executables(self._devices)  # compiled here, before several threads ask for them
             self._replica = ReplicaStages(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
