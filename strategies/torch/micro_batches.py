@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from strategies.pipelines.running.driver import AbandonedError
-from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, in_order
 
 
 @dataclass
@@ -43,17 +43,15 @@ class MicroBatches:
     @property
     def spans(self) -> Sequence[Timed]:
         """The actions of all devices with their times, in the order of their beginnings. Updates come last."""
-        in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
+        spans = in_order(self._spans)
         if not self.timetable.training:
-            return in_order
-        end_s = max(span.end_s for span in in_order)
-        places = enumerate(self.timetable.mapping)
-        updates = [
+            return spans
+        end_s = max(span.end_s for span in spans)
+        return spans + [
             Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
-            for stage, devices in places
+            for stage, devices in enumerate(self.timetable.mapping)
             for device in devices
         ]
-        return [*in_order, *updates]
 
     def wait(self, action: StageAction) -> None:
         """Return when it is an action's turn.

@@ -110,8 +110,8 @@ class Arguments:
             if len(devices) > 1:
                 raise ValueError(
                     f"stages {sorted({stage for stage, _ in homes})} use variable {jax.tree_util.keystr(path)}, and "
-                    f"are on devices {sorted(devices)}; stages that share a variable must be on one device: map them to "
-                    "the same one"
+                    f"are on devices {sorted(devices)}; stages that share a variable must be on one device: map them "
+                    "to the same one"
                 )
         for place, name in zip(self.places[5], self.program.rule.names, strict=True):
             if place not in staged.carried:

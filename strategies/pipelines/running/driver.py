@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-from strategies.pipelines.timetable import StageAction, Timed, Timetable
+from strategies.pipelines.timetable import StageAction, Timed, Timetable, in_order
 from strategies.replicas.devices import ReplicaDevices
 
 Perform = Callable[[int, StageAction], None]
@@ -142,8 +143,7 @@ class Drive:
     @property
     def spans(self) -> Sequence[Timed]:
         """When each device did what, once all have ended, in the order of the begins."""
-        every = [span for spans in self._spans for span in spans]
-        return sorted(every, key=lambda span: (span.begin_s, span.device, span.end_s))
+        return in_order(chain.from_iterable(self._spans))
 
     def follow(self, device: int) -> None:
         """Do all that a device has to do.
