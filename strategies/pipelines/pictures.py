@@ -178,7 +178,6 @@ class _Scale:
 
 
 def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
-    """Return round times above the columns at which they are."""
     per_unit = scale.per_time * unit.size
     step = round_step(BETWEEN_TICKS / per_unit)
     line = ""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -16,8 +16,6 @@ from strategies.replicas.devices import ReplicaDevices
 
 Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""
-
-_ALL: AbstractContextManager[object] = nullcontext()
 
 
 class AbandonedError(Exception):
@@ -112,10 +110,11 @@ def _elsewhere(timetable: Timetable, device: int, action: StageAction) -> list[t
     ]
 
 
+@dataclass
 class Drive:
     """One replica's devices while a course is followed once; each device calls `follow` in a thread of its own.
 
-    Args:
+    Attributes:
         course: of the timetable.
         perform: does the actions; called by all devices at once.
         begin_s: when the pipeline began, on the clock.
@@ -123,22 +122,16 @@ class Drive:
         at_once: entered for each action; lets in as many as may be carried out at once.
     """
 
-    def __init__(
-        self,
-        course: Course,
-        perform: Perform,
-        begin_s: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-        at_once: AbstractContextManager[object] = _ALL,
-    ) -> None:
-        self._course = course
-        self._perform = perform
-        self._begin_s = begin_s
-        self._clock = clock
-        self._at_once = at_once
-        self._signals = [threading.Event() for _ in range(course.signals)]
+    course: Course
+    perform: Perform
+    begin_s: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
+    at_once: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def __post_init__(self) -> None:
+        self._signals = [threading.Event() for _ in range(self.course.signals)]
         self._has_failed = False
-        self._spans: list[list[Timed]] = [[] for _ in course.devices]
+        self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
 
     @property
     def spans(self) -> Sequence[Timed]:
@@ -154,15 +147,15 @@ class Drive:
         """
         spans = self._spans[device]
         try:
-            for turn in self._course.devices[device]:
+            for turn in self.course.devices[device]:
                 for number in turn.needs:
                     self._signals[number].wait()
                 if self._has_failed:
                     raise AbandonedError(f"device {device} gives up before the {turn.action}: another one has failed")
-                with self._at_once:
-                    begin_s = self._clock()
-                    self._perform(device, turn.action)
-                    spans.append(Timed(device, turn.action, begin_s - self._begin_s, self._clock() - self._begin_s))
+                with self.at_once:
+                    begin_s = self.clock()
+                    self.perform(device, turn.action)
+                    spans.append(Timed(device, turn.action, begin_s - self.begin_s, self.clock() - self.begin_s))
                 if turn.gives is not None:
                     self._signals[turn.gives].set()
         except BaseException:

@@ -239,7 +239,6 @@ class ReplicaStages:
             return self._handed.pop(key)
 
     def _here(self, values: list[StageArray], device: jax.Device) -> list[StageArray]:
-        """Values of other devices on this one."""
         if not self._moves:
             return values
         return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
