@@ -11,7 +11,7 @@ gradients of parameters (`strategies.torch.split_backward`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,10 +20,10 @@ from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import raise_first
+from strategies.pipelines.running.driver import Course, raise_first
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
+from strategies.torch.micro_batches import MicroBatches, weights_behind
 from strategies.torch.split_backward import SplitBackward, node_of, nodes_from, parameter_of
 from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
 
@@ -61,7 +61,6 @@ class PipelineRun:
         self._count = count
         self._stages = MetStages(pipeline.placing())
         self._timetable: Timetable | None = None
-        self._followers: Mapping[StageAction, Sequence[StageAction]] = {}
         self._trains = training
         self._instruments, self._replica = instruments or Instruments(), replica
         self._module = module
@@ -89,9 +88,9 @@ class PipelineRun:
                     _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
-                self._followers = followers_in(self._timetable)
+                self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
             return
-        drive = MicroBatches(self._timetable, self._followers)
+        drive = MicroBatches(self._timetable, self._course)
         walks = [self._walk(number, drive) for number in range(self._count)]
         raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
         self.spans = drive.spans

@@ -89,8 +89,13 @@ class Inference:
         """
         begin_s, grid = time.perf_counter(), self._replicas.grid  # which grows when instances are lost
         runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
-        columns, fail = grid.columns[: len(self._timetable.devices)], self._replicas.reducer.fail
-        raise_first(begin_devices(columns, lambda device, position: runs[position][1].follow(device), fail))
+
+        def follow(device: int, position: int) -> None:
+            run, drive = runs[position]
+            drive.follow(device, run.perform)
+
+        columns = grid.columns[: len(self._timetable.devices)]
+        raise_first(begin_devices(columns, follow, self._replicas.reducer.fail))
         of_replicas = dict(zip(grid.replicas, runs, strict=True))
         self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
@@ -111,4 +116,4 @@ class Inference:
         lasting = dict(enumerate(jax.tree.leaves(variables)))
         lasting[number + 1] = np.int32(grid.replicas[position])
         run.prepare(StepArguments(lasting, each, {}))
-        return run, Drive(self._course, run.perform, begin_s)
+        return run, Drive(self._course, begin_s)

@@ -228,7 +228,7 @@ class _ReplicaStep:
         rows = [borrow(leaf) if self._is_cpu else leaf for leaf in jax.tree.leaves(batch)]
         self._replica.prepare(plan.arguments.given(variables, rows, self._index, self._control, state))
         self._flags: dict[int, jax.Array] = {}
-        self.drive = Drive(plan.course, self._perform, begin_s, at_once=self._at_once)
+        self.drive = Drive(plan.course, begin_s)
 
     def _zeros(self, segment: int | None, layout: FlatLayout) -> tuple[jax.Array, ...]:
         device = self._devices[0 if segment is None else self._plan.device_of(segment)]
@@ -244,7 +244,7 @@ class _ReplicaStep:
     def follow(self, device: int) -> None:
         """Do what a device has to do, in this thread."""
         try:
-            self.drive.follow(device)
+            self.drive.follow(device, self._perform, self._at_once)
         except BaseException:
             self.is_broken = True
             for finished in self.finished:
