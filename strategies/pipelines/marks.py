@@ -204,19 +204,10 @@ def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
 def _homes_of_penalties(
     graph: Graph, homes: Mapping[int, Place], weights: Collection[int], last: Place
 ) -> dict[int, Place]:
-    """Return where numbers are made that depend on weights alone and that only later stages add to the loss.
+    """Return where penalties are made: numbers of weights alone that only later stages add to the loss.
 
-    Otherwise the stage that adds them would read the weights too, which are on the device of another one: what Keras's
-    regularizers say is added up behind the last stage.
-
-    Args:
-        graph: of the loss function.
-        homes: where its equations are, but for those that depend on no stage.
-        weights: the numbers of its arguments that are weights.
-        last: where results are needed that no stage makes.
-
-    Returns:
-        The places of such equations, and of those that depend on them.
+    The equations that depend on a penalty come with it. Keras adds the penalties of its regularizers up behind the
+    last stage, which would have to read the weights of all stages.
     """
     needed = _needed(graph, homes, last)
     behind: dict[Variable, Place] = {  # the latest stage that is the first one to use a weight behind a value

@@ -214,11 +214,7 @@ def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> lis
 def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[ActionKind]) -> list[list[StageAction]]:
     """Return the actions of each stage: as many forward passes as there are stages from it on, then all in turn.
 
-    Args:
-        num_stages: of the pipeline.
-        num_micro_batches: of an update.
-        backward: the parts of a backward pass, none where nothing is learned. With a second one stage k is behind by k
-            micro-batches.
+    `backward` has the parts of a backward pass. With a second part, stage k is behind by k micro-batches.
     """
     sequences = []
     for stage in range(num_stages):

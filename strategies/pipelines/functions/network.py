@@ -220,11 +220,7 @@ class Pipeline:
         return closed, outputs
 
     def _take_constants(self, learning: Learning, outputs: Sequence[Tree], shapes: Sequence[Tree]) -> None:
-        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant.
-
-        Raises:
-            ValueError: if it was made of what stages compute.
-        """
+        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant."""
         if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(outputs)):
             known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
             self._output = learning.of(*known)

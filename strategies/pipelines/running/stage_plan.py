@@ -96,11 +96,6 @@ class StagePlan:
         self._found: dict[tuple[int, jax.Device], jax.stages.Compiled] = {}
 
     def _refuse_shared_weights(self) -> None:
-        """Refuse weights whose gradient is that of several segments, which add it up for all micro-batches.
-
-        Raises:
-            ValueError: there is one, and gradients are mapped.
-        """
         for leaf, place in enumerate(self.staged.weights):
             if len(self.staged.readers(place)) > 1:
                 raise ValueError(
