@@ -229,13 +229,10 @@ class Pipelining:
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
         out = MicroBatchOutputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
-        stages = StagePlan(executables, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
+        offloads = (self.offload_activations, self.offload_gradient_accumulation_buffers)
+        keeping = StashPolicy(self.recomputes, *offloads, blocks)
+        stages = StagePlan(executables, program, arguments, staged, timetable, shards, keeping, out)
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
-
-    def _keeping(self, blocks: frozenset[int]) -> StashPolicy:
-        return StashPolicy(
-            self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks
-        )
 
     def widths(self, timetable: Timetable) -> list[int]:
         """Return the number of functions of each stage."""

@@ -55,7 +55,6 @@ class Inference:
         self._replicas = replicas
         self._timetable = timetable
         leaves, structure = jax.tree.flatten(variables)
-        self._count = len(leaves)
 
         def traced(*flat: jax.Array) -> Tree:
             *values, number, index = flat
@@ -111,9 +110,10 @@ class Inference:
         devices = [column.device_of(position) for column in grid.columns]
         run = ReplicaStages(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
-        each: dict[int, Sequence[StageArray]] = dict(enumerate(zip(*elements, strict=True), self._count))
+        leaves = jax.tree.leaves(variables)
+        each: dict[int, Sequence[StageArray]] = dict(enumerate(zip(*elements, strict=True), len(leaves)))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
-        lasting = dict(enumerate(jax.tree.leaves(variables)))
+        lasting = dict(enumerate(leaves))
         lasting[number + 1] = np.int32(grid.replicas[position])
         run.prepare(StepArguments(lasting, each, {}))
         return run, Drive(self._course, begin_s)

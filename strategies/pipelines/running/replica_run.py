@@ -176,7 +176,7 @@ class ReplicaStages:
         if self._keeping.offloads:
             kept.values, kept.residuals = back_on((kept.values, kept.residuals), device)
         if kept.residuals is None:
-            _, kept.residuals = programs.forward(device, kept.values)
+            kept.residuals = programs.forward(device, kept.values)[1]
         cotangents = [
             self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
         ]
