@@ -105,11 +105,11 @@ class FusedPrograms:
         if fused.has_effects(state, batches):
             return "the loss function calls back into Python, as feeds do"
         probe, others = probe_of(state, batches, self._seed)
-        if len(batches) == 1:
+        # The gradients themselves too, which a learning rate of zero hides.
+        wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
+        is_same = are_same(wanted, fused.last_gradients(probe, others))
+        if is_same and len(batches) == 1:
             is_same = _have_same_bits(self._in_parts(step, _copy(probe), others), fused(_copy(probe), others))
-        else:  # their gradients, which a learning rate of zero would hide
-            wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
-            is_same = are_same(wanted, fused.last_gradients(probe, others))
         return "" if is_same else _OTHER_BITS
 
 
@@ -125,7 +125,7 @@ class FusedSteps:
     def __init__(self, program: ReplicaProgram, update: WholeStateUpdate, executables: Path | None = None) -> None:
         self._program = program
         self._update = update
-        self._jitted = jit(self._steps, donate_argnums=(0, 2))
+        self._jitted = jit(self._steps, donate_argnums=(0, 1))
         self._run = compiled_in_turn(self._jitted, executables)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
@@ -148,28 +148,22 @@ class FusedSteps:
         trainable = self._program.trainable
         trained, frozen = trainable.pick(state.variables), trainable.frozen(state.variables)
         optimizer_state = self._update.on_device(state.optimizer_state)
-        return trained, frozen, optimizer_state, state.model_state, tuple(batches), np.int32(0), control_of(state)
+        return trained, optimizer_state, state.model_state, frozen, tuple(batches), np.int32(0), control_of(state)
 
-    def _steps(
-        self,
-        trained: Variables,
-        frozen: Variables,
-        optimizer_state: OptimizerState,
-        model_state: Tree,
-        batches: Sequence[Batch],
-        index: jax.Array,
-        control: jax.Array,
-    ) -> tuple[Variables, OptimizerState, Tree, jax.Array]:
+    def _steps(self, *arguments: Tree) -> tuple[Tree, ...]:
+        """Return the trained variables, optimizer state and model state after all steps, and the tails; traceable."""
+        *begin, frozen, batches, index, control = arguments
+
         def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
-            trained, optimizer_state, model_state, control = carried
-            *new, tail = self._step(trained, optimizer_state, model_state, frozen, batch, index, control)
-            return (*jax.lax.optimization_barrier(tuple(new)), control.at[STEP].add(1)), tail
+            *before, control = carried
+            *after, results = self._step(*before, frozen, batch, index, control)
+            return (*jax.lax.optimization_barrier(tuple(after)), control.at[STEP].add(1)), results[0]
 
         if len(batches) == 1:
-            return self._step(trained, optimizer_state, model_state, frozen, batches[0], index, control)
-        begin = trained, optimizer_state, model_state, control
-        (trained, optimizer_state, model_state, _), tails = jax.lax.scan(step, begin, _stacked(batches))
-        return trained, optimizer_state, model_state, tails
+            *after, results = self._step(*begin, frozen, batches[0], index, control)
+            return (*after, results[0])
+        (*after, _), tails = jax.lax.scan(step, (*begin, control), _stacked(batches))
+        return (*after, tails)
 
     def _step(
         self,
@@ -180,21 +174,20 @@ class FusedSteps:
         batch: Batch,
         index: jax.Array,
         control: jax.Array,
-    ) -> tuple[Variables, OptimizerState, Tree, jax.Array]:
+    ) -> tuple[Variables, OptimizerState, Tree, Sequence[jax.Array]]:
+        """Return new variables, optimizer state and model state, and the results of `ReplicaProgram`; traceable."""
         program, rule = self._program, self._program.rule
-        variables = jax.tree.map(
-            lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda leaf: leaf is None
-        )
+        variables = program.trainable.put(frozen, trained)
         results = program(variables, batch, index, control, [], [], rule.begun(model_state))
         # What the parts compute in programs of their own must not be fused here either.
-        tail, *results = jax.lax.optimization_barrier(tuple(results))
+        tail, *others = results = jax.lax.optimization_barrier(tuple(results))
         count, end = program.num_gradients, len(program.results)
-        means = jax.tree.unflatten(jax.tree.structure(trained), results[:count])
-        kept = program.unpack_kept(results[end:])[1]
-        new = {**self._arrived(model_state, results[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
+        means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
+        kept = program.unpack_kept(others[end:])[1]
+        new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
         words = with_loss(control, tail)
         trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
-        return trained, optimizer_state, rule.put(model_state, new), tail
+        return trained, optimizer_state, rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
         """Return the new leaves of a model state that other replicas would have a part in."""
@@ -204,10 +197,16 @@ class FusedSteps:
 
     # ---- for comparison
 
-    def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Return the tail and the gradients for the last of the batches, computed in a loop. The state stays."""
+    def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> Sequence[jax.Array]:
+        """Return the results of `ReplicaProgram` for the last batch: of one batch in a step, of several in a loop.
+
+        The state stays.
+        """
+        if len(batches) == 1:
+            *before, _, index, control = self._arguments(state, batches)
+            return _numbers(jit(self._step)(*before, batches[0], index, control)[-1])
         found = jit(self._gradients_in_loop)(state.variables, tuple(batches), np.int32(0), control_of(state))
-        return [np.asarray(leaf) for leaf in found]
+        return list(found)
 
     def _gradients_in_loop(
         self, variables: Variables, batches: Sequence[Batch], index: jax.Array, control: jax.Array
@@ -226,12 +225,13 @@ def _stacked(batches: Sequence[Batch]) -> Tree:
 
 
 def _have_same_bits(one: Made, other: Made) -> bool:
-    return are_same(*[(*_arrays(state), tails) for state, tails in (one, other)])
+    trees = [(state.variables, state.optimizer_state, state.model_state, tails) for state, tails in (one, other)]
+    return are_same(*map(_numbers, trees))
 
 
-def _arrays(state: TrainState) -> list[Tree]:
-    leaves = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state))
-    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+def _numbers(tree: Tree) -> list[jax.Array]:
+    """Return the leaves of a tree, and of random keys their numbers."""
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
 
 
 def _copy(state: TrainState) -> TrainState:
