@@ -18,7 +18,7 @@ from strategies.gradients.arguments import check_state, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.programs.captures import Reads
 from strategies.replicas.dealing import replication_of
-from strategies.replicas.devices import borrow
+from strategies.replicas.devices import borrow, results_of
 from strategies.replicas.gathering import told_rows
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
@@ -161,15 +161,7 @@ class EvaluationProgram:
             computed = [compute(0)]
             return lambda: self._told(computed, masks)
         futures = devices.begin(lambda position: jax.block_until_ready(compute(position)), replicas.reducer.fail)
-
-        def wait_for_all() -> Told:
-            errors = [future.exception() for future in futures]
-            for error in errors:
-                if error is not None:
-                    raise error
-            return self._told([future.result() for future in futures], masks)
-
-        return wait_for_all
+        return lambda: self._told(results_of(futures), masks)
 
     def _told(self, computed: Sequence[Tree], masks: Sequence[np.ndarray]) -> Told:
         hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]

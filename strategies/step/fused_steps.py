@@ -29,7 +29,7 @@ from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
 from strategies.train_state import TrainState
-from strategies.typing import Batch, OptimizerState, Tree, Variables
+from strategies.typing import Batch, Tree, Variables
 from strategies.updates.update import WholeStateUpdate
 
 logger = logging.getLogger("strategies.step")
@@ -125,12 +125,12 @@ class FusedSteps:
     def __init__(self, program: ReplicaProgram, update: WholeStateUpdate, executables: Path | None = None) -> None:
         self._program = program
         self._update = update
-        self._jitted = jit(self._steps, donate_argnums=(0, 1))
+        self._jitted = jit(self._steps, donate_argnums=(0,))
         self._run = compiled_in_turn(self._jitted, executables)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
         """Make one step with each of the batches, which have equal shapes. The state is used up."""
-        trained, optimizer_state, model_state, tails = self._run(*self._arguments(state, batches))
+        (trained, optimizer_state), model_state, tails = self._run(*self._arguments(state, batches))
         after = replace(
             state,
             variables=self._program.trainable.put(state.variables, trained),
@@ -147,36 +147,37 @@ class FusedSteps:
     def _arguments(self, state: TrainState, batches: Sequence[Batch]) -> tuple[Tree, ...]:
         trainable = self._program.trainable
         trained, frozen = trainable.pick(state.variables), trainable.frozen(state.variables)
-        optimizer_state = self._update.on_device(state.optimizer_state)
-        return trained, optimizer_state, state.model_state, frozen, tuple(batches), np.int32(0), control_of(state)
+        learned = trained, self._update.on_device(state.optimizer_state)
+        return learned, state.model_state, frozen, tuple(batches), np.int32(0), control_of(state)
 
-    def _steps(self, *arguments: Tree) -> tuple[Tree, ...]:
-        """Return the trained variables, optimizer state and model state after all steps, and the tails; traceable."""
-        *begin, frozen, batches, index, control = arguments
+    def _steps(
+        self,
+        learned: Tree,
+        model_state: Tree,
+        frozen: Variables,
+        batches: Sequence[Batch],
+        index: jax.Array,
+        control: jax.Array,
+    ) -> tuple[Tree, Tree, jax.Array]:
+        """Return trained variables with the optimizer state, the model state, and the tails; traceable."""
 
         def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
-            *before, control = carried
-            *after, results = self._step(*before, frozen, batch, index, control)
+            learned, model_state, control = carried
+            *after, results = self._step(learned, model_state, frozen, batch, index, control)
             return (*jax.lax.optimization_barrier(tuple(after)), control.at[STEP].add(1)), results[0]
 
         if len(batches) == 1:
-            *after, results = self._step(*begin, frozen, batches[0], index, control)
-            return (*after, results[0])
-        (*after, _), tails = jax.lax.scan(step, (*begin, control), _stacked(batches))
-        return (*after, tails)
+            learned, model_state, results = self._step(learned, model_state, frozen, batches[0], index, control)
+            return learned, model_state, results[0]
+        (learned, model_state, _), tails = jax.lax.scan(step, (learned, model_state, control), _stacked(batches))
+        return learned, model_state, tails
 
     def _step(
-        self,
-        trained: Variables,
-        optimizer_state: OptimizerState,
-        model_state: Tree,
-        frozen: Variables,
-        batch: Batch,
-        index: jax.Array,
-        control: jax.Array,
-    ) -> tuple[Variables, OptimizerState, Tree, Sequence[jax.Array]]:
-        """Return new variables, optimizer state and model state, and the results of `ReplicaProgram`; traceable."""
+        self, learned: Tree, model_state: Tree, frozen: Variables, batch: Batch, index: jax.Array, control: jax.Array
+    ) -> tuple[Tree, Tree, Sequence[jax.Array]]:
+        """Return what `_steps` does for one batch, with all results of `ReplicaProgram`; traceable."""
         program, rule = self._program, self._program.rule
+        trained, optimizer_state = learned
         variables = program.trainable.put(frozen, trained)
         results = program(variables, batch, index, control, [], [], rule.begun(model_state))
         # What the parts compute in programs of their own must not be fused here either.
@@ -185,9 +186,8 @@ class FusedSteps:
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
         kept = program.unpack_kept(others[end:])[1]
         new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
-        words = with_loss(control, tail)
-        trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
-        return trained, optimizer_state, rule.put(model_state, new), results
+        *learned, _ = self._update.traced(trained, optimizer_state, means, with_loss(control, tail))
+        return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
         """Return the new leaves of a model state that other replicas would have a part in."""

@@ -275,18 +275,8 @@ class StepPrograms:
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
-        of_state = len(program.results) - program.num_gradients
-        return JaxGradientPlan(
-            self._devices,
-            program,
-            arguments,
-            program.results,
-            streams,
-            program.tail_size,
-            self._mean_shards(program, shapes),
-            of_state,
-            program.num_kept,
-        )
+        shards = self._mean_shards(program, shapes)
+        return JaxGradientPlan(self._devices, program, arguments, streams, shards)
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
         """Return the plan, with gradients that are streamed if they may be; a collective call then."""
