@@ -30,8 +30,8 @@ from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, Gradients, LossFunction, Tree, Variables
-from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer
+from strategies.updates.sharded_update import update_for
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -25,7 +26,9 @@ from strategies.replicas.shards import ShardedTree, shards_of, take
 from strategies.typing import Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
 from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
-from strategies.updates.update import UpdateSettings, VariableUpdate
+from strategies.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
+
+logger = logging.getLogger(__name__)
 
 _PARTS = "parts of variables"
 
@@ -188,13 +191,11 @@ class ShardedStateUpdate(VariableUpdate):
 
     def _others(self, whole: Variables) -> Variables:
         """Return the variables with other shapes for those that are cut: parts of some size."""
-        return jax.tree.map(self._other_shape, whole)
 
-    def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Return the shape of a part of some size that is not that of the whole."""
-        if not self._shards.divides(leaf):
-            return leaf
-        return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+        def other(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+
+        return jax.tree.map(lambda leaf: other(leaf) if self._shards.divides(leaf) else leaf, whole)
 
     def _trace(self, tree: Tree) -> core.ClosedJaxpr:
         """Return the equations of an update of a tree of such shapes."""
@@ -208,3 +209,23 @@ class ShardedStateUpdate(VariableUpdate):
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
+
+
+def update_for(
+    replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+) -> VariableUpdate:
+    """Return the update of such variables: with whole optimizer state, or in parts as far as the optimizer allows it.
+
+    Args:
+        replicas: whose variables are updated. The part of the only replica is the whole state.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
+        settings: of the update.
+        variables: those that are trained; shapes and dtypes are enough.
+    """
+    if not settings.shards_state or replicas.num_replicas_in_sync == 1:
+        return WholeStateUpdate(replicas, optimizer, settings)
+    try:
+        return ShardedStateUpdate(replicas, optimizer, settings, variables)
+    except AcrossElementsError as error:
+        logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+        return WholeStateUpdate(replicas, optimizer, settings, variables)
