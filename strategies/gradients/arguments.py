@@ -90,11 +90,9 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
 def _takes(function: Function, arguments: Sequence[str]) -> bool:
     """Return whether a function can be called with so many arguments."""
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(*arguments)
     except ValueError:  # one that is not written in Python does not tell
         return True
-    try:
-        signature.bind(*arguments)
     except TypeError:
         return False
     return True
@@ -199,13 +197,9 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_array(leaf: Leaf) -> bool:
-    if isinstance(leaf, str | type):
-        return False
-    return isinstance(leaf, _NUMBERS) or _has_dtype(leaf)
-
-
-def _has_dtype(leaf: Leaf) -> bool:
-    if not hasattr(leaf, "shape"):
+    if isinstance(leaf, _NUMBERS):
+        return True
+    if isinstance(leaf, str | type) or not hasattr(leaf, "shape"):
         return False
     try:
         jnp.result_type(leaf)

@@ -53,12 +53,13 @@ class Known:
 
 
 class StepOptimizer(ABC):
-    """Makes new variables of mean gradients; traceable, and without a state of its own."""
+    """Makes new variables of mean gradients; traceable, and without a state of its own.
 
-    @property
-    def needs_whole(self) -> bool:
-        """Whether it has to get whole arrays, also where the state is sharded."""
-        return False
+    Attributes:
+        needs_whole: whether it has to get whole arrays, also where the state is sharded.
+    """
+
+    needs_whole: bool = False
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
@@ -105,13 +106,8 @@ class OptaxOptimizer(StepOptimizer):
 
     def __init__(self, transformation: optax.GradientTransformation, needs_whole: bool = False) -> None:
         self._transformation = transformation
-        self._needs_whole = needs_whole
+        self.needs_whole = needs_whole
         self._names: Sequence[str] | None = None  # of the extra arguments that it gets
-
-    @property
-    def needs_whole(self) -> bool:
-        """See `StepOptimizer`."""
-        return self._needs_whole
 
     def init(self, variables: Variables) -> OptimizerState:
         """See `StepOptimizer`."""
