@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias
 
 import jax
@@ -24,7 +23,6 @@ from strategies.comparing.exactness import are_same, probe_of
 from strategies.core.metrics import UnreadArray
 from strategies.gradients.model_state import ALIKE, FIRST, MEAN, SUM
 from strategies.gradients.replica_program import STEP, ReplicaProgram, with_loss
-from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
@@ -52,14 +50,12 @@ class FusedPrograms:
         programs: of steps in parts.
         in_parts: makes steps in parts; their state is used up.
         seed: of random values that are compared.
-        executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int, executables: Path | None) -> None:
+    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int) -> None:
         self._programs = programs
         self._in_parts = in_parts
         self._seed = seed
-        self._executables = executables
         self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
         self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
 
@@ -85,7 +81,7 @@ class FusedPrograms:
 
     def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
         assert isinstance(step.update, WholeStateUpdate)
-        fused = FusedSteps(step.program, step.update, self._executables)
+        fused = FusedSteps(step.program, step.update)
         made, reason = None, self._why_not(fused, step, state, batches)
         if not reason:
             found = fused(_copy(state), batches)  # before the state is used up: it may raise
@@ -119,14 +115,13 @@ class FusedSteps:
     Args:
         program: of the replica.
         update: of the variables.
-        executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, program: ReplicaProgram, update: WholeStateUpdate, executables: Path | None = None) -> None:
+    def __init__(self, program: ReplicaProgram, update: WholeStateUpdate) -> None:
         self._program = program
         self._update = update
         self._jitted = jit(self._steps, donate_argnums=(0,))
-        self._run = compiled_in_turn(self._jitted, executables)
+        self._run = update.in_turn(self._jitted)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
         """Make one step with each of the batches, which have equal shapes. The state is used up."""

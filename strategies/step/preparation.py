@@ -23,7 +23,7 @@ from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
-from strategies.programs.program import shapes_of
+from strategies.programs.program import key_of, shapes_of
 from strategies.programs.recomputation import recomputing
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.replicas import Replicas
@@ -154,7 +154,7 @@ class StepPrograms:
             variables: with those that are not trained; shapes and dtypes are enough.
         """
         trained = self.trained(shapes_of(variables))
-        key = _key_of(trained)
+        key = key_of(trained)
         if key not in self._updates:
             self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
         return self._updates[key]
@@ -168,7 +168,7 @@ class StepPrograms:
         self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
-            key = _key_of((state.variables, state.model_state, batch))
+            key = key_of((state.variables, state.model_state, batch))
         except AttributeError as error:
             leaves = jax.tree.leaves((state.variables, state.model_state, batch))
             others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
@@ -212,7 +212,7 @@ class StepPrograms:
     def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
         check_takes_state(self._loss_fn, state.model_state is not None)
-        key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
+        key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         kept = self._kept(key)
         plan = kept or self._plan(shapes)
         self._agree(state, batch, shapes, plan)
@@ -339,12 +339,6 @@ class StepPrograms:
             count,
             replicas,
         )
-
-
-def _key_of(tree: Tree) -> tuple[Tree, ...]:
-    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:

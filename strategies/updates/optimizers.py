@@ -31,11 +31,7 @@ class Arithmetic:
     rounded: Callable[[Function], Function] = with_rounded_products
 
 
-def _as_it_is(function: Function) -> Function:
-    return function
-
-
-AS_WRITTEN = Arithmetic(rounded=_as_it_is)
+AS_WRITTEN = Arithmetic(rounded=lambda function: function)
 """The arithmetic for traces that are only looked at."""
 
 
@@ -256,8 +252,3 @@ def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
 
 
 AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGradientOptimizer
-
-
-def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
-    """Return an optimizer of either kind."""
-    return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

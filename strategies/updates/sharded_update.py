@@ -66,7 +66,7 @@ class ShardedStateUpdate(VariableUpdate):
         self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
         self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
         self._jitted = jit(self._divided, donate_argnums=(1,))
-        self._divide = self._in_turn(self._jitted)
+        self._divide = self.in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
 
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:

@@ -21,7 +21,7 @@ from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import PartOfArray, ShardedTree, shards_of
 from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
-from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
+from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, OptaxOptimizer, StepOptimizer
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -70,7 +70,7 @@ class VariableUpdate(ABC):
         self.mean_shards: Shards | None = None
         self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
         self._replicas = replicas
-        self._optimizer = as_optimizer(optimizer)
+        self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
         self._settings = settings
         self._first = np.int32(replicas.local_replicas.start)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
@@ -143,9 +143,9 @@ class VariableUpdate(ABC):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
     def _compiled(self, function: Function) -> Function:
-        return self._in_turn(jit(function))
+        return self.in_turn(jit(function))
 
-    def _in_turn(self, program: jax.stages.Wrapped) -> Function:
+    def in_turn(self, program: jax.stages.Wrapped) -> Function:
         """Return the same program, which one instance of the host compiles where executables are kept."""
         return compiled_in_turn(program, self._replicas.devices.executables)
 
@@ -216,7 +216,7 @@ class WholeStateUpdate(VariableUpdate):
     ) -> None:
         super().__init__(replicas, optimizer, settings)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
-        self._program = self._in_turn(self._jitted)
+        self._program = self.in_turn(self._jitted)
         if variables is not None:
             shards = shards_of(replicas, settings.min_elements)
             shapes = jax.eval_shape(self._optimizer.init, variables)
