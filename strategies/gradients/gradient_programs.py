@@ -129,7 +129,6 @@ class JaxGradientPlan(ReplicaPlan):
         return [found[number] for number in range(len(self.segments))]
 
     def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the buffers of a segment."""
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
     def _of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -267,7 +266,6 @@ class _ReplicaGradientRun(ReplicaRun):
 
 
 def _uncut(program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> ProgramSegment:
-    """Return the whole program as one segment."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:

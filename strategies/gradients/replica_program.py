@@ -292,7 +292,6 @@ class ReplicaProgram:
         return jnp.concatenate(tail)
 
     def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
-        """That of a replica and a step."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
 
     @contextmanager

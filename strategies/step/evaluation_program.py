@@ -194,5 +194,4 @@ class EvaluationProgram:
 
 
 def _first(rows: int, tree: Tree) -> Tree:
-    """Return the first rows of what a replica gets."""
     return jax.tree.map(lambda leaf: leaf if len(leaf) == rows else borrow(leaf)[:rows], tree)

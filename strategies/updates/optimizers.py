@@ -191,11 +191,7 @@ def _optax_function(error: BaseException | None) -> str:
 
 
 def _require_shapes(changes: Gradients, variables: Variables) -> None:
-    """Refuse changes that adding would broadcast.
-
-    Raises:
-        ValueError: they have other shapes than the variables.
-    """
+    """Refuse changes of other shapes than the variables, which adding would broadcast."""
     pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
     for change, variable in pairs:
         if change is not None and variable is not None and change.shape != variable.shape:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from strategies.exchange.shards import Shards
 from strategies.gradients.accumulation import accumulator_dtypes
@@ -168,10 +167,11 @@ class VariableUpdate(ABC):
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
-    def _add(self, variables: Variables, changes: Gradients, control: jax.Array) -> Variables:
+    def _adding(self, bits_of: Callable[[int, jax.Array], jax.Array]) -> Arithmetic:
+        """Return the arithmetic of an update, with random bits for stochastic rounding: see `add_stochastically`."""
         if not self._settings.rounds_stochastically:
-            return optax.apply_updates(variables, changes)
-        return add_stochastically(variables, changes, lambda number, leaf: self._bits(number, leaf.shape, control))
+            return Arithmetic()
+        return Arithmetic(lambda variables, changes: add_stochastically(variables, changes, bits_of))
 
     def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
         """Random bits for a variable: of the step, the same on every instance."""
@@ -264,7 +264,7 @@ class WholeStateUpdate(VariableUpdate):
     ) -> tuple[Variables, OptimizerState, jax.Array]:
         """Return new variables, new optimizer state, and a token that is ready when they are; traceable."""
         gradients, norm = self._gradients(variables, means, control)
-        arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
+        arithmetic = self._adding(lambda number, leaf: self._bits(number, leaf.shape, control))
         known = Known(norm, loss_of(control))
         variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())
