@@ -170,9 +170,9 @@ class ReplicaPlan(ABC):
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """Return the compiled programs of a replica, by what they compute; compiled when they are asked for first."""
 
-    @abstractmethod
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
         """Return the memory that each stage needs between the passes of a micro-batch; empty without a pipeline."""
+        return ()
 
     @abstractmethod
     def equations(self) -> core.ClosedJaxpr:

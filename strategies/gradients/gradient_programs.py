@@ -13,7 +13,7 @@ from jax.extend import core
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.shards import Shards
-from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan, ReplicaRun
+from strategies.gradients.computation import ReplicaGradients, ReplicaPlan, ReplicaRun
 from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.programs.buckets import cut_in_buckets
@@ -87,10 +87,6 @@ class JaxGradientPlan(ReplicaPlan):
         return {
             "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
         }
-
-    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """See `ReplicaPlan`: none."""
-        return ()
 
     def _cut(self, program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.

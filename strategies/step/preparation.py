@@ -196,7 +196,6 @@ class StepPrograms:
             state: shapes and dtypes are enough.
             batch: likewise.
         """
-        check_takes_state(self._loss_fn, state.model_state is not None)
         plan = self._plan(self._shapes_of(state, batch))
         return plan.program, plan.gradients
 
@@ -211,7 +210,6 @@ class StepPrograms:
 
     def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
-        check_takes_state(self._loss_fn, state.model_state is not None)
         key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         kept = self._kept(key)
         plan = kept or self._plan(shapes)
@@ -246,6 +244,7 @@ class StepPrograms:
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
         """Return a replica's computation for arguments of such shapes."""
+        check_takes_state(self._loss_fn, shapes.model_state is not None)
         options = self._options
         program = ReplicaProgram(
             self._replicas,
