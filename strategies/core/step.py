@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 class StepWatcher(Protocol):
     """The interface of objects to which a step is reported while it is made."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is recorded: steps are then made one by one."""
-
     def reduced(self, snapshot: TrainState, batch: Batch, gradients: Gradients, shards: Tree) -> None:
         """Record the mean gradients of a step, before the variables are updated.
 
@@ -80,7 +76,7 @@ class StepLoop(Generic[State, Pending]):
         engine: computes.
         rules: see there.
         scaling: of losses; None without.
-        watcher: is told of every step.
+        watcher: is told of every step; None if nothing is recorded.
 
     Attributes:
         notice: travels with the gradients of every step.
@@ -94,7 +90,7 @@ class StepLoop(Generic[State, Pending]):
         engine: Engine[State, Pending],
         rules: StepRules[State],
         scaling: LossScaling | None,
-        watcher: StepWatcher,
+        watcher: StepWatcher | None,
     ) -> None:
         self.notice = StepNotice()
         self.metrics: Metrics | None = None
@@ -119,12 +115,12 @@ class StepLoop(Generic[State, Pending]):
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
             scale = self.scaling.after(scale, arrived.is_finite)
-        if watcher.is_on:
+        if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         with instruments.during[UPDATE]:
             state = self._engine.update(pending, scale)
         metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
-        if watcher.is_on:
+        if watcher is not None:
             watcher.updated(self._engine.snapshot(state), metrics)
         return state, metrics
 
