@@ -36,7 +36,6 @@ class MpiJob(Membership):
         return popdist.can_carry_on()
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
         return popdist.carry_on(), popdist.communicator()
 
 

@@ -89,7 +89,6 @@ class _OfDataset(EveryRow):
         self._begin = dataset.position()
 
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """See `EveryRow`."""
         self.leave(start)
         for batch in self.dataset.epoch(self._begin.epoch):
             if isinstance(batch, Masked):
@@ -99,7 +98,6 @@ class _OfDataset(EveryRow):
                 yield Masked(batch, np.ones(rows, bool))
 
     def leave(self, done: int) -> None:
-        """See `EveryRow`."""
         self.dataset.restore(replace(self._begin, step=self._begin.step + done))
 
 

@@ -78,7 +78,6 @@ class ArraySource(DataSource):
         self.steps: int = layout.steps(self.length)
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
         order = epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle)
         for step in range(start, self.steps):
             positions = self._layout.positions(step, self.length)
@@ -189,7 +188,6 @@ class RandomAccessSource(DataSource):
         self.steps: int = steps.per_epoch
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
         for step in range(start, self.steps):
             yield self._steps.read(epoch * self.steps + step)
 

@@ -74,7 +74,6 @@ class ElementStream(FeedStream):
         self.is_once = isinstance(elements, Iterator)
 
     def open(self) -> Iterator[Element]:
-        """See `FeedStream`."""
         return iter(self._elements)
 
     def element(self, first: Element) -> Element:
@@ -97,7 +96,6 @@ class ElementStream(FeedStream):
         return first
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         if self._mode is None and len(replication.local) < replication.total:
             raise FeedError(
                 f"the program runs on {replication}, and an infeed's iterable may have the elements of all replicas or "
@@ -105,7 +103,6 @@ class ElementStream(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         is_own = self._mode is InfeedMode.INSTANCE
         count = len(replication.local) if is_own else replication.total
         places = range(count) if is_own else replication.local
@@ -126,15 +123,12 @@ class OwnElementStreams(FeedStream):
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
     def open(self) -> Iterator[Sequence[Element]]:
-        """See `FeedStream`."""
         return zip(*self._streams, strict=False)
 
     def element(self, first: Sequence[Element]) -> Element:
-        """See `FeedStream`."""
         return first[0]
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         replicas = self._streams.replicas
         if len(self._streams) != len(replication.local) or replicas not in (None, replication.local):
             whose = f"{len(self._streams)} replicas" if replicas is None else f"the replicas {list(replicas)}"
@@ -144,7 +138,6 @@ class OwnElementStreams(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         return _numbered(opened)
 
 
@@ -158,15 +151,12 @@ class Batches(FeedStream):
         self._dataset = dataset
 
     def open(self) -> Iterator[Sequence[Element]]:
-        """See `FeedStream`."""
         return self._dataset.parts()
 
     def element(self, first: Sequence[Element]) -> Element:
-        """See `FeedStream`."""
         return first[0]
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         if replication != self._dataset.replication:
             raise FeedError(
                 f"the data set of the infeed was distributed to {self._dataset.replication}, and this program "
@@ -174,7 +164,6 @@ class Batches(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         return _numbered(opened)
 
 

@@ -69,7 +69,6 @@ class AllRounds(Rounds):
 
     @property
     def is_waiting(self) -> bool:
-        """See `Rounds`."""
         return any(self._waiting)
 
     def __len__(self) -> int:
@@ -82,7 +81,6 @@ class AllRounds(Rounds):
         return [values.popleft()[1] for values in self._waiting]
 
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
-        """See `Rounds`."""
         number = len(self._waiting[place])
         if number >= self._agreed:
             return
@@ -95,7 +93,6 @@ class AllRounds(Rounds):
         self._waiting[place].append((iteration, value))
 
     def end(self) -> None:
-        """See `Rounds`."""
         counts = [len(values) for values in self._waiting]
         most, least = counts.index(max(counts)), counts.index(min(counts))
         rest = list(self._waiting[most])[min(counts) :]
@@ -120,7 +117,6 @@ class LastRound(Rounds):
 
     @property
     def is_waiting(self) -> bool:
-        """See `Rounds`."""
         return False
 
     @property
@@ -129,7 +125,6 @@ class LastRound(Rounds):
         return self._whole
 
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
-        """See `Rounds`."""
         newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
         self._newest[place].append(newest)
         found = [one for values in self._newest for one in values if one.moment == newest.moment]
@@ -140,7 +135,6 @@ class LastRound(Rounds):
                     values.popleft()
 
     def end(self) -> None:
-        """See `Rounds`."""
         newest = [values[-1] for values in self._newest]
         self._newest = [deque([_NONE], KEPT) for _ in self._replicas]
         moments = [one.moment for one in newest]

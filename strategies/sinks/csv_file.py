@@ -42,7 +42,6 @@ class CsvFile(Sink):
         self._is_begun = False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         assert self._file is not None
         if not self._is_begun:
             self._file.begin(rows[0], self._said, heading=1)
@@ -55,7 +54,6 @@ class CsvFile(Sink):
         self._file.append("".join(map(self._line_of, rows)).encode())
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -38,7 +38,6 @@ class MlflowRun(Sink):
         self._client: Any = None
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._uri or None)
@@ -48,7 +47,6 @@ class MlflowRun(Sink):
             self._run_id = self._shared_run(experiment) or self._new_run(experiment)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         from mlflow.entities import Metric
 
         metrics = (
@@ -60,7 +58,6 @@ class MlflowRun(Sink):
             self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._client is not None:
             client, self._client = self._client, None
             client.set_terminated(self._run_id, _ENDED)

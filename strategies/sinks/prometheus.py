@@ -72,7 +72,6 @@ class Prometheus(Sink):
         return str(host), port
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         registry = CollectorRegistry()
@@ -92,7 +91,6 @@ class Prometheus(Sink):
         self._state = state
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._server is not None and self._thread is not None:
             server, self._server = self._server, None
             server.shutdown()

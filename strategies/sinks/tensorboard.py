@@ -34,7 +34,6 @@ class TensorBoard(Sink):
         self._is_begun = False
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -47,7 +46,6 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         if not self._is_begun:
@@ -60,7 +58,6 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
