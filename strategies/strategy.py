@@ -430,11 +430,7 @@ class Strategy(ABC):
         return keras_room().KerasState(objects, self._replicas) if objects else NOTHING_HELD
 
     def _for_one_replica(
-        self,
-        function: Function,
-        names: tuple[str, ...],
-        state: HeldState,
-        constants: list[Callable[[], bool]],
+        self, function: Function, names: tuple[str, ...], state: HeldState, constants: list[Callable[[], bool]]
     ) -> Function:
         def one_replica(index: jax.Array, held: Sequence[Tree], *values: Tree) -> Tree:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))

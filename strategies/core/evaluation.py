@@ -41,11 +41,7 @@ class Evaluator(Generic[State, Pending]):
     """
 
     def __init__(
-        self,
-        members: Members,
-        engine: Engine[State, Pending],
-        every_row: EveryRowOf,
-        own_part: str | None,
+        self, members: Members, engine: Engine[State, Pending], every_row: EveryRowOf, own_part: str | None
     ) -> None:
         self._members = members
         self._engine = engine

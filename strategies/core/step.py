@@ -16,13 +16,7 @@ from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
-from strategies.core.survival import (
-    LOSSES,
-    meet,
-    repeated,
-    together,
-    warn_of_loss,
-)
+from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 

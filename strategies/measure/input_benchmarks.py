@@ -55,13 +55,7 @@ class EpochRate:
 
     def to_dict(self) -> dict[str, float]:
         """The figures by the original's names, in single precision as there."""
-        names = (
-            "elements_processed",
-            "total_bytes_processed",
-            "time_elapsed",
-            "elements_per_second",
-            "bandwidth",
-        )
+        names = ("elements_processed", "total_bytes_processed", "time_elapsed", "elements_per_second", "bandwidth")
         return {name: float(np.float32(getattr(self, name))) for name in names}
 
 

@@ -185,11 +185,7 @@ class CrossReplicaReducer:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        devices: ReplicaDevices,
-        total_replicas: int,
-        is_identity: bool = False,
+        self, communicator: Communicator, devices: ReplicaDevices, total_replicas: int, is_identity: bool = False
     ) -> None:
         self.total_replicas = total_replicas
         self.last_error: BaseException | None = None

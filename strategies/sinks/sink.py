@@ -31,12 +31,7 @@ class Row:
     __slots__ = ("_read", "_values", "is_training", "samples", "step", "time_s")
 
     def __init__(
-        self,
-        step: int,
-        read: Reading,
-        time_s: float | None = None,
-        samples: int = 0,
-        is_training: bool = False,
+        self, step: int, read: Reading, time_s: float | None = None, samples: int = 0, is_training: bool = False
     ) -> None:
         self.step = step
         self.time_s = time.time() if time_s is None else time_s
