@@ -85,21 +85,15 @@ class HasDefaults(Protocol):
         """The defaults for what is made for this strategy."""
 
 
-@dataclass
-class _InForce:
-    """The defaults of this process, for strategies that are given none."""
-
-    defaults: Defaults = Defaults()
-
-
-_process = _InForce()
+_in_force = Defaults()
 
 _strategy: ContextVar[HasDefaults | None] = ContextVar("defaults", default=None)
 
 
 def put_in_force(defaults: Defaults) -> None:
     """Make these the defaults of strategies that are given none, and of what is made without a strategy."""
-    _process.defaults = defaults
+    global _in_force
+    _in_force = defaults
 
 
 def in_force() -> Defaults:
@@ -107,7 +101,7 @@ def in_force() -> Defaults:
 
     Two places read them: a strategy that is given no defaults, and `current_defaults` outside of a strategy's scope.
     """
-    return _process.defaults
+    return _in_force
 
 
 def current_defaults() -> Defaults:

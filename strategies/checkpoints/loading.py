@@ -44,7 +44,8 @@ def load_variables(
         ValueError: if both `step` and `best` are given.
     """
     checkpoint = find_checkpoint(path, step=step, best=best)
-    return _variables(checkpoint, like)
+    found = _named(checkpoint, VARIABLES)
+    return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, best: Best | None = None) -> Path:
@@ -95,11 +96,6 @@ def load_part(checkpoint: Path, part: str) -> Tree:
     """
     found = _named(checkpoint, part)
     return _nested(checkpoint, found) if found else {}
-
-
-def _variables(checkpoint: Path, like: Variables) -> Variables:
-    found = _named(checkpoint, VARIABLES)
-    return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
 
 
 def _named(checkpoint: Path, part: str) -> dict[str, np.ndarray]:

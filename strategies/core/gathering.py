@@ -27,7 +27,7 @@ def gather_arrays(members: Members, local: OfReplicas, name: str) -> list[list[n
 
 
 def gather_arrays_on_first(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]] | None:
-    """See `gather_arrays`, for instance 0 alone; None on the others."""
+    """Return what `gather_arrays` returns, on instance 0 alone; None on the others. Collective."""
     whole = members.communicator.gather(_message(members, local), name=name)
     return None if whole is None else _unpacked(members, whole, local[0])
 
@@ -40,28 +40,19 @@ def _blocks(members: Members) -> list[range]:
 
 def _message(members: Members, local: OfReplicas) -> np.ndarray:
     """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
-    packed = [np.concatenate([_bytes_of(array) for array in arrays]) for arrays in local]
+    packed = [
+        np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]) for arrays in local
+    ]
     message = np.zeros((max(map(len, _blocks(members))), packed[0].size), np.uint8)
     message[: len(packed)] = packed
     return message
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 def _unpacked(members: Members, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return the arrays of all replicas, from the messages of all instances."""
+    ends = np.cumsum([array.nbytes for array in like])[:-1]
     rows = [whole[rank, row] for rank, block in enumerate(_blocks(members)) for row in range(len(block))]
-    return [_arrays_in(row, like) for row in rows]
-
-
-def _arrays_in(data: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    found = []
-    begin = 0
-    for one in like:
-        array = np.empty(one.shape, one.dtype)
-        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
-        begin += array.nbytes
-        found.append(array)
-    return found
+    return [
+        [part.copy().view(array.dtype).reshape(array.shape) for part, array in zip(parts, like, strict=True)]
+        for parts in (np.split(row, ends) for row in rows)
+    ]

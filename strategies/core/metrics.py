@@ -17,7 +17,6 @@ from strategies.typing import Leaf, Metric
 EVALUATION = "evaluation/"
 """In front of the names of what evaluations find, in sinks."""
 
-
 UnreadArray: TypeAlias = Leaf
 """An array of NumPy, or one on a device, which may still be being computed; `np.asarray` waits for it."""
 
@@ -105,7 +104,7 @@ def tell_end(
     for each in sinks:
         samples = rows // local * members.num_replicas_in_sync
         for number in range(count):
-            read = reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
+            read = _reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
             each.tell(step - count + 1 + number, read, samples)
     if counts:
         instruments.steps_made(count, count * rows, metrics.loss_at_hand)
@@ -125,8 +124,8 @@ def tell_evaluation(members: Members, step: int, found: Mapping[str, Metric]) ->
         sinks.log_scalars({f"{EVALUATION}{name}": value for name, value in found.items()}, step)
 
 
-def reading(metrics: Metrics) -> Reading:
-    """Has metrics read later, and keeps no more than they need."""
+def _reading(metrics: Metrics) -> Reading:
+    """Return a function that reads metrics later; it keeps no more than they need."""
     names, means = metrics.names, metrics.means
     if isinstance(means, np.ndarray):
         means = means[: len(names)].copy()

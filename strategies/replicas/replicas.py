@@ -60,7 +60,8 @@ class Replicas:
         devices: its first column, where all runs that is not in a pipeline.
         reducer: carries out what replicas compute together.
         dealing: deals batches out among the local replicas.
-        programs: that `Strategy.run` has compiled for these devices.
+        programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
+            which tell whether what it took for constant is unchanged.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
@@ -78,7 +79,8 @@ class Replicas:
         self.done_so_far = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
-        self.faults = _injector_among(self.instruments)
+        attached = self.instruments.attached
+        self.faults = next((each for each in attached if isinstance(each, FaultInjector)), FaultInjector())
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
@@ -103,9 +105,7 @@ class Replicas:
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[
-            Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]
-        ] = {}  # last: are constants so?
+        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
 
     # ---- who is there
@@ -325,8 +325,3 @@ def as_jax_would(leaf: Leaf) -> np.ndarray:
     """Convert a leaf as `jnp.asarray` does, but on the host: that one compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def _injector_among(instruments: Instruments) -> FaultInjector:
-    found = [each for each in instruments.attached if isinstance(each, FaultInjector)]
-    return found[0] if found else FaultInjector()
