@@ -74,15 +74,15 @@ def plain_values(extra: Any) -> dict[str, Any]:
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; it is a dictionary with strings as keys")
+    plain = {}
     for name, value in extra.items():
         try:
-            json.dumps(value, default=_plain)
+            plain[name] = json.loads(json.dumps(value, default=_plain))
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"extra[{name!r}] cannot be saved ({error}); use numbers, strings, lists and dictionaries, and keep "
                 "arrays in the state"
             ) from error
-    plain: dict[str, Any] = json.loads(json.dumps(dict(extra), default=_plain))
     return plain
 
 

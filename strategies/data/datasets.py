@@ -20,13 +20,15 @@ from strategies.data.layout import Layout, Position, Remainder
 from strategies.data.replication import Replication
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import (
-    ArraySource,
     DataSource,
     InputContext,
     Masked,
     RandomAccessSource,
     SourceFactory,
     Steps,
+    common_length,
+    read_elements,
+    take_rows,
 )
 from strategies.errors import StrategyError
 from strategies.typing import Batch, Data
@@ -302,7 +304,8 @@ class DistributedDataset:
         while source is not self._source:  # it is another one since the replicas were redistributed
             source = self._source
             start = self._consumed[1]
-            batches = prefetched(self._placed(epoch, start), self._prefetch)
+            placed = (self._moved(batch) for batch in source.batches(epoch, start))
+            batches = prefetched(placed, self._prefetch)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last, self._is_last_outdated = (epoch, step), batch, False
@@ -334,10 +337,6 @@ class DistributedDataset:
         """A batch of which no element counts, for instances that have come to their end before others."""
         return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
 
-    def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        for batch in self._source.batches(epoch, start):
-            yield self._moved(batch)
-
     def _moved(self, batch: Batch) -> Batch:
         """The batch on the devices."""
         return self._place(converted(self._transfer_dtype, batch))
@@ -350,11 +349,9 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
         TypeError: when it is none, or can only be gone through once.
         ValueError: when it cannot be dealt out as `layout` says.
     """
+    source = as_grain_source(source) or source
     if isinstance(source, SourceFactory):
         return source.open(layout, seed=seed, shuffle=shuffle)
-    random_access = as_grain_source(source)
-    if random_access is not None:
-        return random_access.open(layout, seed=seed, shuffle=shuffle)
     if layout.remainder == "short" and not _is_random_access(source):
         raise ValueError("remainder is 'short', which is for arrays and random access; use 'drop' or 'pad'")
     if callable(getattr(source, "shard", None)):
@@ -364,9 +361,11 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
     if isinstance(source, Mapping) and jax.tree_util.all_leaves([source]):
         source = dict(source)  # a mapping that JAX does not know to be one
     if _is_pytree_of_arrays(source):
-        return ArraySource(source, layout, seed=seed, shuffle=shuffle)
+        arrays = jax.tree.map(np.asarray, source)
+        steps = Steps(arrays, common_length(arrays), layout, seed=seed, shuffle=shuffle, read=take_rows)
+        return RandomAccessSource(steps)
     if _is_random_access(source):
-        return RandomAccessSource(Steps(source, layout, seed=seed, shuffle=shuffle))
+        return RandomAccessSource(Steps(source, len(source), layout, seed=seed, shuffle=shuffle, read=read_elements))
     return from_iterable(source, layout)
 
 

@@ -154,11 +154,8 @@ class ReplicaDevices:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
         cut = [self._cut(leaf) for leaf in leaves]
-        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in self._positions]
-
-    @property
-    def _positions(self) -> range:
-        return range(len(self.replicas))
+        positions = range(len(self.replicas))
+        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in positions]
 
     def _cut(self, leaf: Leaf) -> Sequence[Tree]:
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
@@ -168,7 +165,7 @@ class ReplicaDevices:
             leaf = np.asarray(leaf)
         rows = leaf.shape[0] // len(self.replicas)
         host = borrow(leaf)
-        return [host[position * rows : (position + 1) * rows] for position in self._positions]
+        return [host[position * rows : (position + 1) * rows] for position in range(len(self.replicas))]
 
     def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """Return the shape of what one replica takes of a leaf that has all local replicas along its first axis.
