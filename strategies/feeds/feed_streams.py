@@ -120,6 +120,8 @@ class OwnElementStreams(FeedStream):
 
     def __init__(self, streams: PerReplica) -> None:
         self._streams = streams
+        for stream in streams:
+            _iterable(stream)
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
     def open(self) -> Iterator[Sequence[Element]]:
@@ -181,9 +183,7 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
             raise ValueError(
                 f"a {type(dataset).__name__} has the elements of each local replica, and mode is {mode}; leave it out"
             )
-        return (
-            Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(_of_iterables(dataset))
-        )
+        return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(dataset)
     if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
         return ElementStream(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
     return ElementStream(_iterable(dataset), mode)
@@ -192,12 +192,6 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
 def _numbered(rounds: Iterator[Sequence[Element]]) -> Iterator[Round]:
     for number, elements in enumerate(rounds):
         yield [(number, element) for element in elements]
-
-
-def _of_iterables(streams: PerReplica) -> PerReplica:
-    for stream in streams:
-        _iterable(stream)
-    return streams
 
 
 def _iterable(dataset: Data) -> Iterable[Element]:

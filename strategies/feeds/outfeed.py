@@ -109,7 +109,8 @@ class OutfeedQueue:
         if id(self) in program.outfeeds:
             raise ValueError("An outfeed can only be enqueued once in a program; enqueue a tuple or a dictionary")
         program.outfeeds.add(id(self))
-        leaves, structure = jax.tree.flatten(jax.tree.map(_value_of, tensors, is_leaf=_is_variable))
+        with_values = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, MirroredVariable) else leaf, tensors)
+        leaves, structure = jax.tree.flatten(with_values)
         values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in refuse_float64(leaves, "outfeed")]
         if not values:
             raise ValueError("an outfeed got no array to enqueue; give it one, or a pytree with some")
@@ -200,24 +201,18 @@ class OutfeedQueue:
             FeedError: in mode LAST, if nothing was enqueued.
         """
         with self._lock:
-            if self._layout is None:
-                return self._nothing()
-            return self._take_last(self._layout) if self.mode is OutfeedMode.LAST else self._take_all(self._layout)
+            if self.mode is OutfeedMode.ALL:
+                return self._nothing() if self._layout is None else self._take_all(self._layout)
+            if self._layout is None or self._last.whole is None:
+                raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
+            return _joined(self._layout, self._last.whole)
 
     def _nothing(self) -> list[Tree]:
-        if self.mode is OutfeedMode.LAST:
-            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
         if threading.get_ident() != self._owner:
             return []
         raise ValueError(
             "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
         )
-
-    def _take_last(self, layout: _Layout) -> Tree:
-        values = self._last.whole
-        if values is None:
-            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
-        return _joined(layout, values)
 
     def _take_all(self, layout: _Layout) -> Tree:
         count, local = len(self._all), len(layout.replication.local)
@@ -282,11 +277,3 @@ def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
 def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Tree:
     leaves = [leaf[()] for leaf in _leaves(values)]  # scalars instead of arrays without dimensions
     return jax.tree.unflatten(layout.structure, leaves)
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, MirroredVariable)
-
-
-def _value_of(leaf: Tree) -> Tree:
-    return leaf.value if _is_variable(leaf) else leaf

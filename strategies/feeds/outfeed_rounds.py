@@ -108,28 +108,27 @@ class AllRounds(Rounds):
 
 
 class LastRound(Rounds):
-    """The last round only."""
+    """The last round only.
+
+    Attributes:
+        whole: the last one that was complete; None if none was.
+    """
 
     def __init__(self, replicas: range) -> None:
         super().__init__(replicas)
-        self._whole: list[Value] | None = None
+        self.whole: list[Value] | None = None
         self._newest = [deque([_NONE], KEPT) for _ in replicas]
 
     @property
     def is_waiting(self) -> bool:
         return False
 
-    @property
-    def whole(self) -> list[Value] | None:
-        """The last one that was complete; None if none was."""
-        return self._whole
-
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
         self._newest[place].append(newest)
         found = [one for values in self._newest for one in values if one.moment == newest.moment]
         if len(found) == len(self._newest):
-            self._whole = [one.value for one in found]
+            self.whole = [one.value for one in found]
             for values in self._newest:
                 while values[0].moment != newest.moment:
                     values.popleft()

@@ -150,8 +150,8 @@ def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, wa
             elapsed = time.perf_counter() - begin
             if len(taken) < per_epoch:
                 raise ValueError(
-                    f"the data set ended after {epoch * per_epoch + len(taken)} of {epochs * per_epoch} elements; repeat "
-                    "it, or ask for fewer epochs or elements"
+                    f"the data set ended after {epoch * per_epoch + len(taken)} of {epochs * per_epoch} elements; "
+                    "repeat it, or ask for fewer epochs or elements"
                 )
             yield EpochRate(per_epoch, sum(nbytes for nbytes, _ in taken), elapsed, sum(rows for _, rows in taken))
 
