@@ -11,16 +11,16 @@ from popdist.instance import replica_block
 from strategies.core.members import Members
 
 OfReplicas: TypeAlias = Sequence[Sequence[np.ndarray]]
-"""For each replica its arrays."""
+"""The arrays of each replica."""
 
 
 def gather_arrays(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]]:
-    """Return the arrays of each replica of all instances, in their order; a collective call.
+    """Return the arrays of every replica of all instances, in the order of the replicas. Collective.
 
     Args:
         members: the instances.
-        local: the arrays of each local replica; all replicas have as many, of the same shapes and dtypes.
-        name: of the call.
+        local: the arrays of each local replica; all replicas have equally many, of the same shapes and dtypes.
+        name: the name of the call, for messages.
     """
     whole = members.communicator.all_gather(_message(members, local), name=name)
     return _unpacked(members, whole, local[0])
