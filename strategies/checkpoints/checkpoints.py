@@ -374,9 +374,7 @@ class Checkpoints:
 
     # ---- restoring
 
-    def _read(
-        self, arrays: Mapping[str, Leaf], other_replicas: bool = False
-    ) -> tuple[SavedTraining | None, dict[str, Any]]:
+    def _read(self, arrays: Mapping[str, Leaf], other_replicas: bool) -> tuple[SavedTraining | None, dict[str, Any]]:
         """Return what instance 0 has read, on all instances; the others keep their own arrays for now."""
         found, fault = None, ""
         if self._folder is not None:

@@ -74,7 +74,7 @@ class ContinuedFile:
         while left:
             left = left[os.write(self._file, left) :]
 
-    def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> None:
+    def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> bool:
         """Take out what comes again, from the line on where the first row belongs; the first call of it does.
 
         Where that is all of a file which this job has not begun, the file is kept under another name.
@@ -83,16 +83,19 @@ class ContinuedFile:
             first: the first row that is about to be written.
             said_by: reads a line.
             heading: how many lines in front are of no step.
+
+        Returns:
+            Whether the file may have changed.
         """
         if self._is_begun or not self.is_regular:
-            return
+            return False
         self._is_begun = True
         position, is_all = self._place_of(first, said_by, heading)
         if is_all and not self._goes_on:
             self._set_aside()
-            return
-        if position < os.fstat(self._file).st_size:
+        elif position < os.fstat(self._file).st_size:
             os.ftruncate(self._file, position)
+        return True
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Have these lines instead, or what there was if that is impossible."""

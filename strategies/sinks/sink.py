@@ -45,14 +45,10 @@ class Row:
         """The numbers by their names; waits until they are computed."""
         read = self._read
         if read is not None:
-            self._values = {_free(name): number for name, number in read().items()}
+            found = read().items()
+            self._values = {f"metric/{name}" if name in _OURS else name: number for name, number in found}
             self._read = None  # what they were read from may be large
         return self._values
-
-
-def _free(name: str) -> str:
-    """Return a name that is none of those that every row has."""
-    return f"metric/{name}" if name in _OURS else name
 
 
 class Sink(ABC):
