@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +30,18 @@ def gather_arrays_on_first(members: Members, local: OfReplicas, name: str) -> li
     """Return what `gather_arrays` returns, on instance 0 alone; None on the others. Collective."""
     whole = members.communicator.gather(_message(members, local), name=name)
     return None if whole is None else _unpacked(members, whole, local[0])
+
+
+def replicas_where(members: Members, is_so: Iterable[bool], name: str) -> list[int]:
+    """Return the replicas of all instances of which something is so; a collective call.
+
+    Args:
+        members: the instances.
+        is_so: for each local replica, in their order.
+        name: of the call.
+    """
+    gathered = gather_arrays(members, [[np.array(one)] for one in is_so], name)
+    return [replica for replica, [one] in enumerate(gathered) if one]
 
 
 def _blocks(members: Members) -> list[range]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,14 @@ from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
+
+
+def refuse_to_come_twice(name: str) -> NoReturn:
+    """Refuse the gradient of a parameter that was taken in this step already."""
+    raise StrategyError(
+        f"the gradient of {name} has come twice in one backward pass, as of parameters in several reentrant "
+        "checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
+    )
 
 
 class Contribution:
@@ -31,7 +39,7 @@ class Contribution:
     def __init__(self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None) -> None:
         self._plan = plan
         self._rows = dict(rows or {})
-        self._homes = [_home(plan, number) for number in range(len(plan.parameters))] if not plan.quantised else []
+        self._places = () if plan.quantised else plan.places
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
         self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
@@ -82,13 +90,17 @@ class Contribution:
 
     def _borrows(self, number: int, gradient: torch.Tensor) -> bool:
         """Whether a gradient can be exchanged from where it is; then it will be."""
-        home = self._homes[number]
-        if not home.is_of_one or gradient.numel() != home.size:
+        place = self._places[number]
+        if not place.is_of_one or gradient.numel() != place.size:
             return False
-        if gradient.device != HOST or gradient.dtype != home.dtype or not gradient.is_contiguous():
+        if (
+            gradient.device != HOST
+            or not gradient.is_contiguous()
+            or (array := as_array(gradient)).dtype != place.dtype
+        ):
             return False
-        self._arrays[home.bucket][home.buffer] = as_array(gradient).reshape(-1)
-        self._borrowed.append((home.bucket, home.buffer))
+        self._arrays[place.bucket][place.buffer] = array.reshape(-1)
+        self._borrowed.append((place.bucket, place.buffer))
         self._views.pop(number, None)
         return True
 
@@ -116,8 +128,16 @@ class Contribution:
         payload = self._memory(0, len(self._plan.layouts[0].buffers) - 1)
         return encode(quantised, found, residuals, payload, NUMPY)[1]
 
-    def set_tail(self, values: Sequence[float]) -> None:
-        """Put what travels behind the last bucket into its place."""
+    def set_tail(
+        self,
+        metrics: Sequence[float],
+        notice: bool,
+        settings: int,
+        has_gradient: Iterable[bool],
+        has_changed: Iterable[float],
+    ) -> None:
+        """Put what travels behind the last bucket into its place; see `Tail`."""
+        values = [*metrics, notice, settings, settings**2, *has_gradient, *has_changed]
         last = len(self._plan.layouts) - 1
         memory = self._memory(last, 0)
         memory[memory.size - len(values) :] = values
@@ -132,7 +152,7 @@ class Contribution:
         if quantised is not None:
             scales = self._memory(0, len(self._plan.layouts[0].buffers) - 1)[quantised.result_size :].view(np.uint8)
             return bool((scales[quantised.starts[number] : quantised.starts[number + 1]] != NOT_FINITE).all())
-        place = self._plan.places[number]
+        place = self._places[number]
         array = self._plan.layouts[place.bucket].view(place.leaf, self.arrays(place.bucket))
         return bool(torch.isfinite(as_tensor(array)).all())
 
@@ -154,34 +174,9 @@ class Contribution:
 
     def _room(self, number: int) -> torch.Tensor:
         """Return the place of a gradient as a tensor, in the dtype in which the gradient travels."""
-        home = self._homes[number]
-        if home.is_of_one:
-            self._arrays[home.bucket][home.buffer] = None  # not what autograd has made once
+        place = self._places[number]
+        if place.is_of_one:
+            self._arrays[place.bucket][place.buffer] = None  # not what autograd has made once
         shape = self._plan.parameters[number].shape
-        flat = self._memory(home.bucket, home.buffer)[home.start : home.start + math.prod(shape)]
+        flat = self._memory(place.bucket, place.buffer)[place.start : place.start + math.prod(shape)]
         return as_tensor(flat.reshape(shape))
-
-
-@dataclass(frozen=True)
-class _Home:
-    """The place of a gradient in the buffers that travel.
-
-    Attributes:
-        is_of_one: whether it has the buffer alone.
-    """
-
-    bucket: int
-    buffer: int
-    start: int
-    is_of_one: bool
-    size: int
-    dtype: torch.dtype
-
-
-def _home(plan: TorchGradientPlan, number: int) -> _Home:
-    place = plan.places[number]
-    layout = plan.layouts[place.bucket]
-    (_, start), where = layout.places[place.leaf], layout.buffer_of(place.leaf)
-    buffer = layout.buffers[where]
-    dtype = as_tensor(np.empty(0, buffer.dtype)).dtype
-    return _Home(place.bucket, where, start, buffer.is_of_one, buffer.size, dtype)

@@ -166,20 +166,13 @@ class TorchRows:
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
         """Return the local replicas for a task; after a loss there are others."""
-        replicas, local = self._replicas, self._replicas.local_replicas
+        local = self._replicas.local_replicas
         if self._inference is None or self._task is not task or self._of != local:
             self.close()
             self._task, self._of = task, local
             state.buffers.follow()
-            self._inference = InferenceReplicas(
-                local,
-                replicas.num_replicas_in_sync,
-                state.memory_of_replicas,
-                task,
-                self._seed,
-                replicas.instruments,
-                own=state.buffers.written,
-            )
+            memory, own = state.memory_of_replicas, state.buffers.written
+            self._inference = InferenceReplicas(self._replicas, memory, task, self._seed, own=own)
         return self._inference
 
     def close(self) -> None:

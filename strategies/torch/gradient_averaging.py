@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
@@ -20,16 +19,22 @@ from strategies.errors import StrategyError
 from strategies.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
-from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_exchange import GradientExchange, Parameter, Tail, TorchGradientPlan
+from strategies.torch.contribution import Contribution, refuse_to_come_twice
+from strategies.torch.gradient_exchange import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    refuse_gradients_of_some,
+)
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
-from strategies.torch.tensors import as_array, dtype_of, have_same_bits
-from strategies.torch.training import receive_into, refuse_modules
+from strategies.torch.tensors import as_array, have_same_bits
+from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
@@ -54,7 +59,7 @@ class GradientAveraging:
         self.loop = loop
         self._module, self._replicas, self._options = module, replicas, options
         self.is_alone = replicas.num_replicas_in_sync == 1
-        self._streams = replicas.streams_gradients if options.stream_gradients is None else options.stream_gradients
+        self._streams = options.streams_over(replicas)
         self.seat = seat_in_loop(module, replicas, self._streams)
         self._passes = passes_over(replicas.communicator)
         self._watch = ModuleWatch(module)
@@ -70,7 +75,9 @@ class GradientAveraging:
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
         self._exchange: GradientExchange | None = None
-        self._look_at_buffers({}, frozenset())
+        own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
+        self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
+        self._keep_masters({})
         self.writes = ForwardWatch(module, self._buffers.declared)
         self._add_hooks()
         if not self.is_alone:
@@ -86,10 +93,9 @@ class GradientAveraging:
 
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of an instance; a collective call."""
-        broadcast = self._replicas.communicator.broadcast
-        for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
-            receive_into(tensor, partial(broadcast, root=root, name=name))
-        self._masters = {slot.name: slot.tensor.detach().clone() for slot in self._buffers.buffer_slots}
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        take_over(named, received_tensors(named, self._replicas.communicator, root))
+        self._keep_masters({})
         self._writes_before = self._watch.writes
 
     def join_once(self) -> bool:
@@ -102,12 +108,11 @@ class GradientAveraging:
         refuse_modules(self._module)
         self._watch.look()
         self._add_hooks()
-        kept = {slot.name for slot in self._buffers.slots}
-        moving = frozenset(self._buffers.slots[number].name for number in self._buffers.moving)
-        self._look_at_buffers(self._masters, moving)
+        known = {slot.name for slot in self._buffers.slots}
+        self._buffers.follow()
+        self._keep_masters(self._masters)
         slots = enumerate(self._buffers.slots)
-        added = {number for number, slot in slots if slot.name not in kept and not slot.is_parameter}
-        self._buffers.moving |= added
+        self._buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
         new = [one for _, one in self._trained if id(one) not in self._numbers]
         self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
         self._make_plan()
@@ -138,7 +143,7 @@ class GradientAveraging:
         }
         self._is_behind = False
         self._writes_before = self._watch.writes
-        parameters = tuple(Parameter(name, tuple(one.shape), dtype_of(one)) for name, one in self._named)
+        parameters = tuple(Parameter.of(*one) for one in self._named)
         tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
         plan = TorchGradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
@@ -149,13 +154,10 @@ class GradientAveraging:
     def _plan(self) -> TorchGradientPlan | None:
         return None if self._exchange is None else self._exchange.plan
 
-    def _look_at_buffers(self, masters: Mapping[str, torch.Tensor], moving: frozenset[str]) -> None:
-        replicas, aggregation = self._replicas, self._options.model_state_aggregation
-        count, own = replicas.num_replicas_in_sync, replicas.local_replicas.start
-        self._buffers = ModelBuffers(self._module, aggregation, count, own)
-        slots, buffers = self._buffers.slots, self._buffers.buffer_slots
-        self._masters = {slot.name: masters.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
-        self._buffers.moving = frozenset(number for number, slot in enumerate(slots) if slot.name in moving)
+    def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
+        """Keep the bits of buffers to tell which have changed: those that are known, and of others what they have."""
+        buffers = [slot for slot in self._buffers.slots if not slot.is_parameter]
+        self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
 
@@ -214,10 +216,7 @@ class GradientAveraging:
             return
         number = self._numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            raise StrategyError(
-                f"the gradient of {self._named[number][0]} has come twice in one backward pass, as of parameters in "
-                "several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
-            )
+            refuse_to_come_twice(self._named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
             self._take(model_pass, number, parameter.grad)
@@ -328,11 +327,10 @@ class GradientAveraging:
     def _exchange_last(self, model_pass: ModelPass, is_active: bool) -> Tail:
         assert self._exchange is not None
         gradients = self._gradients(model_pass)
-        changes = [float(self._has_changed(number, slot)) for number, slot in enumerate(self._buffers.slots)]
-        flags = [float(gradient is not None) for gradient in gradients]
+        changes = [self._has_changed(number, slot) for number, slot in enumerate(self._buffers.slots)]
+        flags = [gradient is not None for gradient in gradients]
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
-        known = float(is_active), float(self._is_behind), 0.0, float(word), float(word**2)
-        self._contribution.set_tail([*known, *flags, *changes])
+        self._contribution.set_tail([is_active, self._is_behind], False, word, flags, changes)
         self.reduce(len(self._exchange.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail
@@ -345,34 +343,26 @@ class GradientAveraging:
 
     def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
         assert self._exchange is not None
-        self._refuse_gradients_of_some(tail, gradients)
+        active = float(tail.metrics[0])
+        refuse_gradients_of_some(
+            self._exchange.plan,
+            tail.has_gradient,
+            lambda number: [gradients[number] is not None],
+            self._replicas,
+            active,
+            ", and freeze it on all of them or on none",
+        )
         self._exchange.give(gradients)
-        if changed := np.flatnonzero(tail.has_changed).tolist():
-            values = self._buffers.agreed(changed, [self._buffers.slots], self._replicas)
-            self._buffers.keep(values)
-            for slot in map(self._buffers.slots.__getitem__, values):
-                if not slot.is_parameter:
-                    self._masters[slot.name] = slot.tensor.detach().clone()
+        values = self._buffers.agreed(tail.has_changed, [self._buffers.slots], self._replicas)
+        self._buffers.keep(values)
+        for slot in map(self._buffers.slots.__getitem__, values):
+            if not slot.is_parameter:
+                self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
-        all_are_there = tail.metrics[0] == 1
-        if all_are_there and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
+        if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
-
-    def _refuse_gradients_of_some(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
-        active = float(tail.metrics[0])
-        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < active))
-        if not some.size:
-            return
-        number = int(some[0])
-        own = np.array(gradients[number] is None)
-        lacking = self._replicas.communicator.all_gather(own, name="who lacks a gradient")
-        name, replicas = self._named[number][0], np.flatnonzero(lacking).tolist()
-        raise StrategyError(
-            f"{name} has no gradient on the replicas {replicas}, and one on the others; let the loss of every replica "
-            "depend on it, if only by 0 * parameter.sum(), and freeze it on all of them or on none"
-        )
 
     # ---- gradients that are not accumulated
 

@@ -6,7 +6,7 @@ The plan says how gradients travel: in which buckets, and where each lies there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from strategies.core.gathering import replicas_where
+from strategies.core.members import Members
+from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.tensors import as_tensor
+from strategies.torch.tensors import as_tensor, dtype_of
 
 BUCKET_BYTES = 4 << 20
 """Gradients that are streamed leave as so many bytes are ready."""
@@ -37,6 +40,11 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Parameter:
+        """Return the description of a parameter."""
+        return cls(name, tuple(tensor.shape), dtype_of(tensor))
+
     @property
     def nbytes(self) -> int:
         """Bytes of its gradient."""
@@ -45,14 +53,22 @@ class Parameter:
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """The place of a gradient in a plan.
+    """The place of a gradient in the buffers that travel.
 
     Attributes:
         leaf: its number in the bucket's layout.
+        start: the element of the buffer at which it begins.
+        is_of_one: whether it has the buffer alone.
+        size: elements of the buffer.
     """
 
     bucket: int
     leaf: int
+    buffer: int
+    start: int
+    is_of_one: bool
+    size: int
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -117,13 +133,14 @@ class TorchGradientPlan:
 
     @cached_property
     def places(self) -> tuple[GradientPlace, ...]:
-        """The place of each parameter's gradient."""
-        of_number = {
-            number: GradientPlace(bucket, leaf)
-            for bucket, numbers in enumerate(self.members)
-            for leaf, number in enumerate(numbers)
-        }
-        return tuple(of_number[number] for number in range(len(self.parameters)))
+        """The place of each parameter's gradient; not of those that are quantised."""
+        found = {}
+        for bucket, (numbers, layout) in enumerate(zip(self.members, self.layouts, strict=True)):
+            for leaf, number in enumerate(numbers):
+                where, start = layout.buffer_of(leaf), layout.places[leaf][1]
+                buffer = layout.buffers[where]
+                found[number] = GradientPlace(bucket, leaf, where, start, buffer.is_of_one, buffer.size, buffer.dtype)
+        return tuple(found[number] for number in range(len(self.parameters)))
 
     def buckets(self, allocate: Allocate) -> list[Bucket]:
         """Return memory for the means of each bucket; a collective call where `allocate` is one."""
@@ -175,6 +192,33 @@ class Tail:
     def size(metrics: int, parameters: int, buffers: int) -> int:
         """Return the number of values in a tail."""
         return metrics + 3 + parameters + buffers
+
+
+def refuse_gradients_of_some(
+    plan: TorchGradientPlan,
+    shares: np.ndarray,
+    seen: Callable[[int], Iterable[bool]],
+    members: Members,
+    active: float = 1.0,
+    more: str = "",
+) -> None:
+    """Refuse gradients that only some of the replicas have; a collective call where there are any.
+
+    Args:
+        plan: of the gradients.
+        shares: see `Tail.has_gradient`.
+        seen: given the number of a parameter, returns for each local replica whether it has the gradient.
+        members: the instances.
+        active: the share of the replicas that make the step.
+        more: the end of the message.
+    """
+    some = np.flatnonzero((shares > 0) & (shares < active)).tolist()
+    if some:
+        lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
+        raise StrategyError(
+            f"{plan.parameters[some[0]].name} has no gradient on the replicas {lacking}, and one on the others; let "
+            f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}"
+        )
 
 
 class GradientExchange:

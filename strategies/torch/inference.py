@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.jit import optimized_execution
 
-from collectives.instruments import Instruments
 from strategies.pipelines.timetable import Timed
 from strategies.replicas.devices import THREADS
+from strategies.replicas.replicas import Replicas
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits
@@ -27,43 +27,40 @@ class InferenceReplicas:
     """Computes what a module says, in evaluation mode and without gradients, on copies that share its parameters.
 
     Args:
+        replicas: where the replicas are.
         memory: of the module of which they are copies, and theirs.
         call: (module, batch) -> outputs.
-        instruments: are told when replicas compute, of a pipeline when its stages do.
         pipeline: how the blocks of the module run as stages; None: one after another.
         own: the names of the frozen parameters of which each replica has its own.
     """
 
     def __init__(
         self,
-        replicas: range,
-        of_all: int,
+        replicas: Replicas,
         memory: ReplicaMemory,
         call: Callable[[torch.nn.Module, Batch], Tree],
         seed: int,
-        instruments: Instruments,
         pipeline: TorchPipeline | None = None,
         own: frozenset[str] = frozenset(),
     ) -> None:
         keep_freed_memory()
-        self._replicas = replicas
+        local, of_all = replicas.local_replicas, replicas.num_replicas_in_sync
+        self._replicas = local
         self._memory = memory
         self._call = call
         self._seed = seed
-        self._instruments = instruments
+        self._instruments = replicas.instruments
         self._pipeline = pipeline
-        self._copies = [ReplicaModule(memory, replica, of_all, own) for replica in replicas]
+        self._copies = [ReplicaModule(memory, replica, of_all, own) for replica in local]
         self._seats = [
-            Seat(replica, of_all, one.module, None) for replica, one in zip(replicas, self._copies, strict=True)
+            Seat(replica, of_all, one.module, None) for replica, one in zip(local, self._copies, strict=True)
         ]
         self._bits = WrittenBits(memory.parameters)
         self._writes = [WriteCounters(one.parameters) for one in self._copies]
         self._begun: list[list[tuple[torch.Tensor, int]]] = []  # the buffers before a call
         self._runs: list[PipelineRun] = []
         self._rounds = 0  # for which these are
-        self._threads = ThreadPoolExecutor(
-            memory.at_once(len(replicas)), f"{THREADS}-torch", torch.set_num_threads, (1,)
-        )
+        self._threads = ThreadPoolExecutor(memory.at_once(len(local)), f"{THREADS}-torch", torch.set_num_threads, (1,))
 
     def __call__(
         self,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-import numpy as np
 import torch
 
-from collectives import Communicator
-from collectives.instruments import Instruments
+from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import AbandonedError
+from strategies.exchange.means import Bucket
+from strategies.pipelines.running.driver import raise_first
 from strategies.replicas.devices import THREADS
-from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.replicas.replicas import Replicas
+from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
 from strategies.torch.options import TorchOptions
@@ -30,61 +30,64 @@ from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 from strategies.typing import Batch
 
+MakeExchange = Callable[[tuple[str, ...]], GradientExchange]
+"""(names of the metrics) -> the exchange of their gradients."""
+
 
 @dataclass
-class _Names:
-    """The names of the metrics, told by the first replica that has them, which then waits for the plan."""
+class _FirstStep:
+    """The names of the metrics, told by the first replica that has them, which then waits for the plan.
 
-    found: tuple[str, ...] | None = None
-    plan: TorchGradientPlan | None = None
-    are_known: threading.Event = field(default_factory=threading.Event)
-    is_planned: threading.Event = field(default_factory=threading.Event)
+    Attributes:
+        names: None if the replica that was asked has failed.
+    """
+
+    names: Future[tuple[str, ...] | None] = field(default_factory=Future)
+    plan: Future[TorchGradientPlan] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, names: tuple[str, ...] | None) -> None:
+        """Take the names, unless they are known."""
+        with self._lock:
+            if not self.names.done():
+                self.names.set_result(names)
 
 
 class LocalReplicas:
     """The local replicas, which compute gradients.
 
-    Args:
-        streams: whether gradients travel while they are computed. A replica that is alone and does not stream runs,
-            from the second step on, in the thread that begins.
-        communicator: connects the instances whose replicas layers wait for; None where there are no others.
+    A replica that is alone, and whose gradients do not travel while they are computed, runs in the thread that begins,
+    from the second step on.
 
     Attributes:
-        plan: how gradients travel; None before the first forward pass.
+        replicas: which they are.
+        communicator: connects the instances.
+        agreed: the shapes of batches with which all instances compute the same.
+        exchange: how gradients travel; None before the first forward pass.
     """
 
-    def __init__(
-        self,
-        replicas: range,
-        memory: ReplicaMemory,
-        loss_fn: LossFunction,
-        options: TorchOptions,
-        of_all: int,
-        streams: bool = True,
-        instruments: Instruments | None = None,
-        communicator: Communicator | None = None,
-    ) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: Replicas, memory: ReplicaMemory, loss_fn: LossFunction, options: TorchOptions) -> None:
+        streams = options.streams_over(replicas)
+        self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
+        self.agreed: set[object] = set()
         memory.follow()
-        at_once = memory.at_once(len(replicas))
+        at_once = memory.at_once(len(self.replicas))
         self._meetings: ReplicaMeetings | None = None
-        if sync_layers_of(memory.module) and communicator is not None:
+        if sync_layers_of(memory.module):
             is_cut = options.pipeline is not None
-            add = adding_over(communicator, streams or is_cut)
-            cores = None if is_cut else at_once
-            self._meetings = ReplicaMeetings(replicas, add, cores, communicator.limits.timeout_s, memory.device)
-            at_once = len(replicas)
+            add, timeout_s = adding_over(self.communicator, streams or is_cut), self.communicator.limits.timeout_s
+            self._meetings = ReplicaMeetings(self.replicas, add, None if is_cut else at_once, timeout_s, memory.device)
+            at_once = len(self.replicas)
+        of_all, instruments = replicas.num_replicas_in_sync, replicas.instruments
         self.runs = [
             TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings)
-            for replica in replicas
+            for replica in self.replicas
         ]
         for run in self.runs:
             run.follow()
-        self.plan: TorchGradientPlan | None = None
-        self.names: tuple[str, ...] = ()
-        self._is_in_turn = len(replicas) == 1 and not streams
-        self._first = _Names()
-        self._lock = threading.Lock()
+        self.exchange: GradientExchange | None = None
+        self._is_in_turn = len(self.runs) == 1 and not streams
+        self._first = _FirstStep()
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
@@ -95,17 +98,18 @@ class LocalReplicas:
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
     def close(self) -> None:
-        """End the threads, when they have done what was begun."""
+        """End the threads, when they have done what was begun, and let go of the replicas."""
         self._wait()
         self._threads.shutdown(wait=True)
         for run in self.runs:
             if run.pipeline is not None:
                 run.pipeline.close()
+        self.runs = []
 
-    @property
-    def is_of_these(self) -> bool:
-        """Whether the parameters that are trained are still those for which it was made."""
-        return self.runs[0].is_of_these
+    def fits(self, replicas: Replicas) -> bool:
+        """Return whether replicas, instances and the parameters that are trained are those for which it was made."""
+        is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
+        return is_here and bool(self.runs) and self.runs[0].is_of_these
 
     def follow(self) -> None:
         """Take over what the program has changed in the module."""
@@ -116,17 +120,13 @@ class LocalReplicas:
     def begin(
         self,
         batch: Batch,
-        turn: ReplicaTurn,
-        buffers: Sequence[Sequence[torch.Tensor]],
-        residuals: Sequence[Sequence[np.ndarray]],
+        turns: Sequence[ReplicaTurn],
     ) -> None:
         """Begin to compute gradients; does not wait for them.
 
         Args:
             batch: a pytree of tensors, for all local replicas.
-            turn: see there; buffers and residuals are put in here.
-            buffers: for each replica those with which it begins.
-            residuals: of each replica; none where there are none.
+            turns: for each replica.
 
         Raises:
             ValueError: if the batch cannot be divided among the replicas.
@@ -141,14 +141,11 @@ class LocalReplicas:
                 event.clear()
         compiling = self._new_compilation(parts[0])
         self._begun = [
-            self._submit(run, part, replace(turn, masters=masters, residuals=own), compiling)
-            for run, part, masters, own in zip(
-                self.runs, parts, buffers, residuals or [()] * len(self.runs), strict=True
-            )
+            self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
         ]
-        if self.plan is None:
-            are_known = self._first.are_known
-            self._begun[0].add_done_callback(lambda _: are_known.set())
+        if self.exchange is None:
+            first = self._first
+            self._begun[0].add_done_callback(lambda _: first.tell(None))
 
     def _new_compilation(self, batch: Batch) -> AbstractContextManager[object]:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
@@ -162,7 +159,7 @@ class LocalReplicas:
     def _submit(
         self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]
     ) -> Future[None]:
-        if not self._is_in_turn or self.plan is None:
+        if not self._is_in_turn or self.exchange is None:
             return self._threads.submit(_compute, run, part, turn, compiling)
         future: Future[None] = Future()
         try:
@@ -174,28 +171,23 @@ class LocalReplicas:
             future.set_result(None)
         return future
 
-    def collect(
-        self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]
-    ) -> Iterator[tuple[int, list[list[np.ndarray]]]]:
-        """Yield the number of each bucket that is ready, and for each of its buffers the arrays of the local replicas.
+    def collect(self, make_exchange: MakeExchange) -> Iterator[tuple[Bucket, Buffers]]:
+        """Yield each bucket that is ready; see `PendingStep`.
 
         Args:
-            make_plan: (names of the metrics) -> how gradients travel; called once.
-
-        Raises:
-            BaseException: what a replica has raised, when all have ended.
+            make_exchange: called once; a collective call.
         """
-        if self.plan is None:
-            self._plan_first(make_plan)
-        assert self.plan is not None
-        last = len(self.plan.members) - 1
+        if self.exchange is None:
+            self._make_first(make_exchange)
+        assert self.exchange is not None
+        last = len(self.exchange.buckets) - 1
         for bucket in range(last + 1):
             for run in self.runs:
                 run.finished[bucket].wait()
             if bucket == last or any(future.done() and future.exception() for future in self._begun):
                 self._end()
             arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
-            yield bucket, [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+            yield self.exchange.buckets[bucket], [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
 
     def share_frozen(self, all_but: frozenset[str]) -> None:
         """Have replicas share frozen parameters, except those that steps change, by their names."""
@@ -216,64 +208,54 @@ class LocalReplicas:
         The first replica that calls gives the names of the metrics; all wait until the plan is made.
         """
         first = self._first
-        with self._lock:
-            if first.found is None:
-                first.found = names
-                first.are_known.set()
-        if names != first.found:
+        first.tell(names)
+        found = first.names.result()
+        if found not in (names, None):
             raise StrategyError(
-                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(first.found)}; "
+                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(found or ())}; "
                 "return the same names, in the same order, in every step"
             )
-        first.is_planned.wait()
-        if first.plan is None:
-            raise StrategyError("there is no plan for gradients, because another replica has failed")
-        return first.plan
+        return first.plan.result()
 
-    def _plan_first(self, make_plan: Callable[[tuple[str, ...]], TorchGradientPlan]) -> None:
-        """Make the plan, as soon as the first replica has computed its metrics."""
+    def _make_first(self, make_exchange: MakeExchange) -> None:
+        """Make the exchange, as soon as the first replica has computed its metrics."""
         first = self._first
-        errors: list[BaseException | None] = []
+        begun: list[Future[None]] = []
         try:
-            first.are_known.wait()
-            if first.found is not None:
-                first.plan = self.plan = make_plan(first.found)
-                self.names = first.found
+            names = first.names.result()
+            if names is not None:
+                self.exchange = make_exchange(names)
                 for run, future in zip(self.runs, self._begun, strict=True):
-                    run.finished = [threading.Event() for _ in self.plan.members]
+                    run.finished = [threading.Event() for _ in self.exchange.buckets]
                     future.add_done_callback(partial(_finish, run))
+                first.plan.set_result(self.exchange.plan)
         finally:
-            first.is_planned.set()
-            if self.plan is None:
-                errors = self._wait()
-        _raise_first(errors)
+            if self.exchange is None:
+                begun = self._wait()
+        raise_first(begun)
 
     # ---- ends
 
     def _end(self) -> None:
         """Wait until all replicas have ended; raises what the first of them has raised."""
-        _raise_first(self._wait())
+        raise_first(self._wait())
         self._memory.refuse_writes(self._bits.written())
 
-    def _wait(self) -> list[BaseException | None]:
-        """Return what each replica has raised, when all have ended; also of a step that was given up."""
+    def _wait(self) -> list[Future[None]]:
+        """Return what was begun, when all replicas have ended; also of a step that was given up."""
         begun, self._begun = self._begun, []
-        if self.plan is None:  # replicas that wait for one find that there will be none
-            self._first.is_planned.set()
-        errors = [future.exception() for future in begun]
-        if self.plan is None:
-            self._first = _Names()
-        return errors
+        if self.exchange is None:  # replicas that wait for a plan find that there will be none
+            failed = StrategyError("there is no plan for gradients, because another replica has failed")
+            self._first.plan.set_exception(failed)
+            wait(begun)
+            self._first = _FirstStep()
+        wait(begun)
+        return begun
 
 
 def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]) -> None:
     with compiling:
         run.compute(part, turn)
-
-
-def _raise_first(errors: Sequence[BaseException | None]) -> None:
-    for error in sorted(filter(None, errors), key=lambda one: isinstance(one, AbandonedError)):
-        raise error
 
 
 def _finish(run: TorchReplicaRun, _: Future[None]) -> None:

@@ -11,7 +11,8 @@ import torch
 from collectives import Communicator
 from strategies.core.gathering import gather_arrays
 from strategies.errors import StrategyError
-from strategies.exchange.flat import FlatLayout
+from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.means import Bucket, Means
 from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
@@ -35,6 +36,7 @@ class ModelBuffers:
         shown: the replica whose buffers the module has where each keeps its own.
 
     Attributes:
+        declared: the ways of agreement that were named, by the names of buffers and frozen parameters.
         moving: the numbers of those that a step has changed, from the first time on.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
@@ -45,12 +47,13 @@ class ModelBuffers:
     def __init__(self, module: torch.nn.Module, aggregation: Aggregation, count: int, shown: int = 0) -> None:
         self._module = module
         self._aggregation = aggregation
-        self._named: Mapping[str, str] = {} if aggregation is None or isinstance(aggregation, str) else aggregation
+        self.declared: Mapping[str, str] = {} if aggregation is None or isinstance(aggregation, str) else aggregation
         self._count = count
         self._shown = shown
         self.slots: list[Slot] = []
         self.moving: frozenset[int] = frozenset()
         self.own: dict[int, torch.Tensor] = {}
+        self._bucket: Bucket | None = None  # of the means in the last step
         self.follow()
 
     def follow(self) -> None:
@@ -58,9 +61,9 @@ class ModelBuffers:
         slots = slots_of(self._module)
         names = [slot.name for slot in slots]
         before = [slot.name for slot in self.slots]
-        if names == before and before:
+        if slots and _places_of(slots) == _places_of(self.slots):
             return
-        for name in self._named:
+        for name in self.declared:
             if name not in names:
                 raise ValueError(
                     f"there is no buffer or frozen parameter {name!r}; there are {', '.join(names) or 'none'}"
@@ -71,16 +74,14 @@ class ModelBuffers:
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
         self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        each = [number for number in self._of_word(PER_REPLICA) if not slots[number].is_parameter or self._named]
-        self.own = {
-            number: own[name] if (name := names[number]) in own else self._of_all(slots[number].tensor)
-            for number in each
-        }
+        places = enumerate(zip(slots, self._words, strict=True))
+        each = [n for n, (slot, word) in places if word == PER_REPLICA and (self.declared or not slot.is_parameter)]
+        self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
-    def _of_word(self, word: str) -> list[int]:
-        return [number for number, one in enumerate(self._words) if one == word]
-
-    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+        """Return the known values of a buffer on all replicas; if there are none of its shape, the module's for all."""
+        if known is not None and known.shape[1:] == tensor.shape:
+            return known
         return torch.stack([tensor.detach()] * self._count)
 
     @property
@@ -88,27 +89,12 @@ class ModelBuffers:
         """The names of the frozen parameters that steps change, as far as is known or was said."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
-        return frozenset([*names, *self._named])
-
-    @property
-    def declared(self) -> Mapping[str, str]:
-        """The ways of agreement that were declared, by the names of buffers and frozen parameters."""
-        return self._named
-
-    @property
-    def buffer_slots(self) -> list[Slot]:
-        """The slots of buffers, without frozen parameters."""
-        return [slot for slot in self.slots if not slot.is_parameter]
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """The buffers that the module has."""
-        return [slot.tensor for slot in self.slots]
+        return frozenset([*names, *self.declared])
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
         """Return the buffers with which a replica begins a step."""
         self._follow_shown()
-        found = self.masters
+        found = [slot.tensor for slot in self.slots]
         for number, own in self.own.items():
             found[number] = own[replica]
         return found
@@ -126,31 +112,33 @@ class ModelBuffers:
 
     def agreed(
         self,
-        changed: Sequence[int],
+        shares: np.ndarray,
         of_replicas: Sequence[Sequence[Slot]],
         replicas: Replicas,
-        resized: Sequence[int] = (),
     ) -> dict[int, torch.Tensor]:
-        """New values of those that have changed; collective calls where there are any.
+        """Return new values of those that have changed, by their numbers, until the next call.
+
+        Makes collective calls where there are any.
 
         Args:
-            changed: their numbers, the same on all instances.
+            shares: for each the share of the replicas that have changed it; above 1 if its shape has changed.
             of_replicas: for each local replica its buffers after the step.
             replicas: connects the instances.
-            resized: the numbers of those that have another shape on a replica, the same on all instances.
 
         Raises:
             StrategyError: if replicas have other shapes of one, or it is not said that each replica has its own.
         """
-        for number in resized:
+        changed = np.flatnonzero(shares).tolist()
+        if not changed:
+            return {}
+        for number in np.flatnonzero(shares > 1).tolist():
             self._refuse_other_shapes(number, of_replicas, replicas)
-        communicator = replicas.communicator
         each = [number for number in changed if self._words[number] == PER_REPLICA]
         means = [number for number in changed if self._words[number] == MEAN]
         firsts = [number for number in changed if self._words[number] == FIRST]
         self._refuse_unnamed(each)
-        found = self._means(means, of_replicas, communicator) if means else {}
-        found |= self._firsts(firsts, of_replicas[0], communicator) if firsts else {}
+        found = self._means(means, of_replicas, replicas) if means else {}
+        found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
     def _refuse_unnamed(self, numbers: Sequence[int]) -> None:
@@ -187,11 +175,7 @@ class ModelBuffers:
                 if number in self.own:
                     self.own[number].copy_(value)
                     value = value[self._shown]
-                slot = self.slots[number]
-                if slot.tensor.shape == value.shape:
-                    slot.tensor.copy_(value)
-                else:
-                    slot.holder[slot.key] = value.clone()
+                self.slots[number].put(value)
         self.moving |= values.keys()
 
     def _of_each(
@@ -204,26 +188,24 @@ class ModelBuffers:
         return {number: as_tensor(np.stack(arrays)) for number, arrays in zip(numbers, columns, strict=True)}
 
     def _means(
-        self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], communicator: Communicator
+        self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         tensors = [of_replicas[0][number].tensor for number in numbers]
         shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in tensors]
         layout = FlatLayout.of(shapes, 0)
+        if self._bucket is None or self._bucket.layout != layout:
+            self._bucket = Bucket.of("buffers", layout, private_memory, {}, {})
+        bucket = self._bucket
         contributions = []
         for slots in of_replicas:
-            flat = [np.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
-            for view, number in zip(layout.views(flat), numbers, strict=True):
+            flat = [np.zeros(buffer.size, buffer.dtype) for buffer in bucket.layout.buffers]
+            for view, number in zip(bucket.layout.views(flat), numbers, strict=True):
                 as_tensor(view).copy_(slots[number].tensor.detach())
             contributions.append(flat)
-        filled = [place for place, buffer in enumerate(layout.buffers) if buffer.size]
-        results = [np.empty(buffer.size, buffer.dtype) for buffer in layout.buffers]
-        communicator.grouped_ordered_all_reduce(
-            [[flat[place] for flat in contributions] for place in filled],
-            [results[place] for place in filled],
-            "mean",
-            names=[f"buffers/{layout.buffers[place].name}" for place in filled],
-        )
-        return {number: as_tensor(view) for number, view in zip(numbers, layout.views(results), strict=True)}
+        means = Means(replicas.communicator, replicas.num_replicas_in_sync, None)
+        means.reduce(bucket, list(zip(*contributions, strict=True)))
+        views = bucket.layout.views(bucket.results)
+        return {number: as_tensor(view) for number, view in zip(numbers, views, strict=True)}
 
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator
@@ -238,6 +220,11 @@ class ModelBuffers:
             for array, part in zip(arrays, np.split(packed, cuts), strict=True):
                 array[...] = part
         return dict(zip(numbers, values, strict=True))
+
+
+def _places_of(slots: Sequence[Slot]) -> list[tuple[str, int]]:
+    """Return values that are others when a tensor is in another place."""
+    return [(slot.name, id(slot.holder)) for slot in slots]
 
 
 def _word(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:

@@ -37,6 +37,14 @@ class Slot(NamedTuple):
         assert tensor is not None
         return tensor
 
+    def put(self, value: torch.Tensor) -> None:
+        """Copy a value into the tensor, or into a new one if it has another shape; autograd must be off."""
+        tensor = self.tensor
+        if tensor.shape == value.shape:
+            tensor.copy_(value)
+        else:
+            self.holder[self.key] = value.clone()
+
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:
     """Return the slots of a module's buffers, then of its frozen parameters, each once, in their order.
@@ -70,11 +78,6 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
     return not have_same_bits(tensor.to(master.device), master)
-
-
-def resized(replicas: int) -> float:
-    """Return the flag of a tensor whose shape has changed, which lifts the mean over replicas above 1."""
-    return 2.0 * replicas
 
 
 class ModuleParts:

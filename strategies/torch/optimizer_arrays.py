@@ -18,9 +18,6 @@ _NUMBERS = (bool, int, float)
 ArraysByName = dict[str, np.ndarray]
 """The state of an optimizer for one parameter."""
 
-Kinds = dict[int, dict[str, type | None]]
-"""For each parameter, by its number, and each name in its state: a kind of number, `torch.Tensor`, or None."""
-
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer, as its `state_dict` numbers them."""
@@ -34,7 +31,8 @@ def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]
     """
     found, first = [], 0
     for group in optimizer.param_groups:
-        numbers = {name: _as_number(value) for name, value in group.items() if name != PARAMS and _is_number(value)}
+        named = {name: _as_number(value) for name, value in group.items() if name != PARAMS}
+        numbers = {name: value for name, value in named.items() if value is not None}
         count = len(group[PARAMS])
         found.append({**numbers, PARAMS: np.arange(first, first + count, dtype=np.int64)})
         first += count
@@ -66,15 +64,18 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
     return found
 
 
-def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName], like: Kinds) -> None:
-    """Put a state back, as copies; what it has for other parameters is dropped.
+def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
+    """Put a state back, as copies; what the optimizer has for other parameters is dropped.
+
+    Values become tensors, numbers or None as the optimizer has them, or would have them after a step.
 
     Args:
         optimizer: whose state it becomes.
         arrays: like what `state_of` returns.
-        like: for each value of it whether it is a tensor or a kind of number, as `kinds_of` says.
     """
-    parameters = parameters_of(optimizer)
+    parameters, like = parameters_of(optimizer), _kinds_of(optimizer)
+    if arrays.keys() - like.keys():
+        like = {**_kinds_of(after_one_step(optimizer)), **like}
     optimizer.state.clear()
     for number, of_parameter in arrays.items():
         kinds = like[number]
@@ -84,8 +85,8 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         optimizer.state[parameters[number]] = values | nothing
 
 
-def kinds_of(optimizer: torch.optim.Optimizer) -> Kinds:
-    """Return the kinds of the values of `state_of`: `torch.Tensor`, a kind of number, or None for no value."""
+def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, type | None]]:
+    """Return the kinds of the values in the state: `torch.Tensor`, a kind of number, or None for no value."""
     return {
         number: {
             name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)
@@ -129,16 +130,14 @@ def _arrays(
             )
 
 
-def _is_number(value: object) -> bool:
+def _as_number(value: object) -> Tree:
+    """Return a number, or numbers in a list, as arrays; None for what is no number."""
     if isinstance(value, tuple | list):
-        return bool(value) and all(_is_number(one) for one in value)
-    return isinstance(value, (*_NUMBERS, torch.Tensor))
-
-
-def _as_number(value: Tree) -> Tree:
-    if isinstance(value, tuple | list):
-        return [_as_number(one) for one in value]
-    return as_array(value).copy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        found = [_as_number(one) for one in value]
+        return None if not found or any(one is None for one in found) else found
+    if isinstance(value, torch.Tensor):
+        return as_array(value).copy()
+    return np.asarray(value) if isinstance(value, _NUMBERS) else None
 
 
 def plain_number(value: Tree) -> Number | tuple[Number, ...]:

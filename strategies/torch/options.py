@@ -17,6 +17,7 @@ from strategies.core.options import (
     GradientAccumulationReductionMethod,
     name_of_dtype,
 )
+from strategies.replicas.replicas import Replicas
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import TorchPipeline
@@ -112,6 +113,10 @@ class TorchOptions(CommonOptions):
                 f"replica_device is {self.replica_device!r}, on which replicas take turns, and the stages of a "
                 "pipeline compute on the cores of the host at once; use one of the two"
             )
+
+    def streams_over(self, replicas: Replicas) -> bool:
+        """Return whether gradients travel while backward passes run."""
+        return replicas.streams_gradients if self.stream_gradients is None else self.stream_gradients
 
     def compares_bits(self, steps_made: int) -> bool:
         """Return whether instances compare the bits of the state when so many steps are made."""

@@ -18,7 +18,6 @@ from strategies.torch.module_parts import (
     differs,
     is_compiled_in_place,
     kept_contexts,
-    resized,
     slots_of,
 )
 from strategies.torch.parametrizations import cache_by_thread
@@ -135,7 +134,7 @@ class ReplicaModule:
                     slot.holder[slot.key] = master.detach().to(self._memory.device, copy=True)
 
     def changed(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float]:
-        """Return for each slot whether its tensor has changed, 0 or 1; if its shape has, see `resized`.
+        """Return for each slot whether its tensor has changed: 0 or 1, and more if its shape has.
 
         Args:
             masters: with which the replica began.
@@ -148,7 +147,7 @@ class ReplicaModule:
         if not self._is_own(slot):
             return 0.0
         if slot.tensor.shape != master.shape:
-            return resized(self._replicas)
+            return 2.0 * self._replicas  # the mean over replicas is above 1
         return float(is_moving or differs(slot.tensor, master))
 
     def refuse_other_parts(self) -> None:

@@ -18,7 +18,7 @@ from torch.jit import optimized_execution
 from collectives.instruments import Instruments
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
-from strategies.torch.contribution import Contribution
+from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
@@ -58,22 +58,22 @@ class ReplicaTurn:
         scale: by which losses are multiplied for the backward pass.
         notice: what goes into the tail behind the metrics: whether the instance was given one.
         plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
-        masters: the buffers with which the replica begins.
-        moving: the numbers of those of which it is known that they change.
-        residuals: of int8 gradients.
+        moving: the numbers of buffers of which it is known that they change.
         settings: see `StepSettings.word`.
         watch: is told of replica 0; None in steps that nobody watches.
+        masters: the buffers with which the replica begins.
+        residuals: of int8 gradients.
     """
 
     step: int
     scale: float
     notice: bool
     plan: Callable[[tuple[str, ...]], TorchGradientPlan]
-    masters: Sequence[torch.Tensor]
     moving: frozenset[int]
+    settings: int
+    watch: ReplicaWatch | None
+    masters: Sequence[torch.Tensor]
     residuals: Sequence[np.ndarray]
-    settings: int = 0
-    watch: ReplicaWatch | None = None
 
 
 _running: ThreadValue[TorchReplicaRun | None] = ThreadValue(None)
@@ -265,11 +265,7 @@ class TorchReplicaRun:
             return
         if self._seen[number]:
             assert self._plan is not None
-            raise StrategyError(
-                f"the gradient of {self._plan.parameters[number].name} has come twice in one backward pass, as of "
-                "parameters in several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or "
-                "stream_gradients=False"
-            )
+            refuse_to_come_twice(self._plan.parameters[number].name)
         self._take(number, parameter.grad)
         parameter.grad = None
 
@@ -307,9 +303,8 @@ class TorchReplicaRun:
             self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
-        known = float(turn.notice), float(turn.settings), float(turn.settings**2)
-        seen, changed = map(float, self._seen), self.copy.changed(turn.masters, turn.moving)
-        self.contribution.set_tail([*values, *known, *seen, *changed])
+        changed = self.copy.changed(turn.masters, turn.moving)
+        self.contribution.set_tail(values, turn.notice, turn.settings, self._seen, changed)
 
     def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: ReplicaTurn) -> None:
         assert self.contribution is not None

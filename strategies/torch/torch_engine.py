@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import final
 
+import jax
 import numpy as np
 import torch
 
+from strategies.comparing.agreement import terms_of
 from strategies.comparing.digest import host_arrays
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.gathering import gather_arrays
+from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.exchange.flat import not_made
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
+from strategies.memory.plan import MemoryPlan
+from strategies.pipelines.timetable import Timed
 from strategies.replicas.replicas import Replicas
-from strategies.torch.agreement import settings_differ, settings_in_words
+from strategies.torch.agreement import (
+    StepSettings,
+    lines_of_function,
+    lines_of_module,
+    lines_of_optimizer,
+    settings_differ,
+    settings_in_words,
+)
 from strategies.torch.evaluation import TorchRows
-from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
+from strategies.torch.gradient_exchange import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    refuse_gradients_of_some,
+)
 from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.memory import plan_memory
+from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.prepared_replicas import PreparedReplicas
 from strategies.torch.replica_run import LossFunction, ReplicaTurn
-from strategies.torch.tensors import as_array, parts_of, tensors_of
+from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
+from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Tree
 
@@ -40,33 +62,30 @@ class TorchPending:
     """A step of PyTorch that has begun; see `PendingStep`.
 
     Attributes:
-        prepared: the replicas, and what connects them.
         local: the replicas that compute.
         scale: of the losses.
         watch: compares replica 0 with plain PyTorch; None where that is not done.
         is_verified: whether that is done on any instance.
         buckets: of gradients, when they are ready.
-        tail: what has travelled behind the gradients.
-        means: of the gradients.
+        means: of the gradients; None for parameters that have none.
         values: the agreed values of buffers and frozen parameters.
         is_finite: whether the step may be applied.
     """
 
-    prepared: PreparedReplicas
     local: LocalReplicas
     scale: float
     watch: Comparison | None
     is_verified: bool
     buckets: Iterator[tuple[Bucket, Buffers]]
-    tail: Tail | None = None
-    means: Sequence[torch.Tensor] = ()
-    values: dict[int, torch.Tensor] | None = None
+    means: Sequence[torch.Tensor | None] = ()
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
     is_finite: bool = True
 
     @property
     def exchange(self) -> GradientExchange:
         """See `PendingStep`."""
-        return self.prepared.exchange
+        assert self.local.exchange is not None
+        return self.local.exchange
 
 
 @final
@@ -90,98 +109,203 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         is_recorded: bool,
     ) -> None:
         self._replicas = replicas
+        self._training = training
         self._loss_fn = loss_fn
-        self.prepared = PreparedReplicas(replicas, training, loss_fn, options, is_recorded)
+        self._options = options
+        self._is_recorded = is_recorded
+        self._settings = StepSettings(training.parameters, training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
+        self._local: LocalReplicas | None = None
+        self._first_step: int | None = None  # with these copies of the module
+        self._has_warned = False  # of what is lost with an instance
 
     def close(self) -> None:
         """End the threads of the replicas; a step or an evaluation begins new ones."""
-        self.prepared.close()
+        if self._local is not None:
+            self._local.close()
         self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
         """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
-        scaling = replace(self.prepared.options.scaling or LossScaling(factor=1.0), initial=scale)
-        self.prepared.options = replace(self.prepared.options, loss_scaling=scaling)
+        scaling = replace(self._options.scaling or LossScaling(factor=1.0), initial=scale)
+        self._options = replace(self._options, loss_scaling=scaling)
         skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
         training.loss_scale = replace(scaling.start(), skipped=np.int32(skipped))
         return scaling
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """The outputs of the last step, for each local replica and micro-batch."""
+        return [] if self._local is None else [run.outputs for run in self._local.runs]
+
+    @property
+    def spans(self) -> dict[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        runs = [] if self._local is None else self._local.runs
+        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
+
+    # ---- the replicas
+
+    @property
+    def _steps_made(self) -> int:
+        """The number of steps made with these copies of the module, the same on all instances."""
+        return 0 if self._first_step is None else self._training.step - self._first_step
+
+    def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
+        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        self._replicas.dealing.refuse_others(given)
+        training, local = self._training, self._local
+        if local is not None:
+            local.follow()
+        if local is None or not local.fits(self._replicas):
+            if local is not None:
+                self._announce_what_is_trained(local)
+                local.close()
+            self._first_step = training.step
+            training.buffers.follow()
+            refuse_groups(training.module, training.optimizer, self._options)
+            local = LocalReplicas(self._replicas, training.memory_of_replicas, self._loss_fn, self._options)
+            self._local = local
+        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        if key not in local.agreed:
+            self._agree(given, batch)
+            local.agreed.add(key)
+        return local
+
+    def _announce_what_is_trained(self, local: LocalReplicas) -> None:
+        """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
+        if local.exchange is None or local.communicator is not self._replicas.communicator:
+            return
+        named = dict(self._training.module.named_parameters())
+        before = {parameter.name for parameter in local.exchange.plan.parameters}
+        frozen = [name for name in named if name in before and not named[name].requires_grad]
+        thawed = [name for name in named if name not in before and named[name].requires_grad]
+        if frozen or thawed:
+            changes = f"frozen: {', '.join(frozen) or 'none'}; trained anew: {', '.join(thawed) or 'none'}"
+            self._replicas.communicator.barrier(name=changes)
+
+    def _agree(self, given: Batch, batch: Batch) -> None:
+        """Compare what decides the result with the other instances; a collective call."""
+        training, replicas = self._training, self._replicas
+        dataset = replicas.dataset_of(given)
+        if replicas.communicator.size > 1 and not self._is_recorded:
+            programs = {
+                "the module": lines_of_module(training.module),
+                "the loss function": lines_of_function(self._loss_fn),
+                "the update": lines_of_optimizer(training.optimizer),
+                "map_gradient": lines_of_function(self._options.map_gradient),
+            }
+            local = len(replicas.local_replicas)
+            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            options = {**self._options.terms, "step": training.step}
+            terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
+            insist_on_agreement(replicas, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(replicas, lost_with_an_instance(False, dataset))
+
+    def planned(self, batch: Batch) -> MemoryPlan:
+        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        plan = self._gradient_plan(1)
+        buckets = plan.buckets(not_made)
+        return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
+
+    def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
+        """Plan how gradients travel, and make the memory for their means; a collective call."""
+        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
+        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means)
+
+    def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
+        training, options = self._training, self._options
+        named = training.module.named_parameters()
+        parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
+        tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
+        streams = options.streams_over(self._replicas)
+        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
+
+    @property
+    def _has_private_means(self) -> bool:
+        """Whether something may write to the mean gradients."""
+        is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
+        return not is_plain or self._options.before_update is not None
 
     # ---- one step
 
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
         """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
-        prepared = self.prepared
-        if self.prepared.options.compares_bits(prepared.steps_made):
+        if self._options.compares_bits(self._steps_made):
             insist_on_same_bits(self._replicas, host_arrays(state.tensors()), state.step)
         tensors = tensors_of(batch)
-        local = prepared.local_for(batch, tensors)
-        prepared.let_go()
+        local = self._local_for(batch, tensors)
+        self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        is_verified = prepared.steps_made < self.prepared.options.verify_steps
-        watch = self._expected(state, tensors, scale) if is_verified else None
-        buffers = state.buffers
-        turn = ReplicaTurn(
-            state.step,
-            scale,
-            notice,
-            local.planned,
-            (),
-            buffers.moving,
-            (),
-            prepared.settings.word(state.step),
-            watch,
-        )
-        local.begin(tensors, turn, [buffers.masters_of(each) for each in local.replicas], state.residuals)
-        return TorchPending(prepared, local, scale, watch, is_verified, self._buckets(local))
+        is_verified = self._steps_made < self._options.verify_steps
+        watch = self._expected(tensors, scale) if is_verified else None
+        moving, settings = state.buffers.moving, self._settings.word(state.step)
+        turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
+        masters = map(state.buffers.masters_of, local.replicas)
+        residuals = state.residuals or [()] * len(local.replicas)
+        local.begin(tensors, list(map(turn, masters, residuals)))
+        return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
 
-    def _buckets(self, local: LocalReplicas) -> Iterator[tuple[Bucket, Buffers]]:
-        for number, contributions in local.collect(self.prepared.make_exchange):
-            yield self.prepared.exchange.buckets[number], contributions
+    def _let_go(self, local: LocalReplicas) -> None:
+        """Give the gradients of the last step back, before there are others."""
+        for parameter in self._training.parameters:
+            parameter.grad = None
+        if local.exchange is not None:
+            local.exchange.let_go()
 
-    def _expected(self, training: TorchTraining, batch: Batch, scale: float) -> Comparison | None:
+    def _expected(self, batch: Batch, scale: float) -> Comparison | None:
         """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
-        local = self._replicas.local_replicas
+        local, training = self._replicas.local_replicas, self._training
         if local.start:
             return None
         part = parts_of(batch, len(local))[0]
-        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self.prepared.options)
+        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
         return None if expected is None else Comparison(expected)
 
-    def _refuse_difference(self, watch: Comparison | None, step: int) -> None:
+    def _refuse_difference(self, watch: Comparison | None) -> None:
         """Have all instances raise what the one with replica 0 has found; a collective call."""
         found = "" if watch is None else watch.difference
         if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
-            raise StrategyError(f"in step {step} {told}")
+            raise StrategyError(f"in step {self._training.step} {told}")
 
     def arrived(self, pending: TorchPending) -> Arrived:
         """See `Engine`."""
-        training, exchange, local = pending.prepared.training, pending.exchange, pending.local
+        training, exchange, local = self._training, pending.exchange, pending.local
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
-            self._refuse_difference(pending.watch, training.step)
+            self._refuse_difference(pending.watch)
         plan, tail = exchange.plan, exchange.tail
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
-        self._refuse_gradients_of_some(plan, tail, local)
-        pending.tail, pending.values = tail, self._new_buffers(training, tail.has_changed, local)
-        pending.means = exchange.means(1.0 if plan.quantised else pending.scale)
-        pending.is_finite = self._is_finite(training, plan, pending.means, local)
+        if not tail.has_gradient.any():
+            raise StrategyError(
+                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
+                "module that loss_fn is given as its first argument"
+            )
+        runs = local.runs
+        refuse_gradients_of_some(
+            plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
+        )
+        pending.values = training.buffers.agreed(tail.has_changed, [run.copy.slots for run in runs], self._replicas)
+        means = exchange.means(1.0 if plan.quantised else pending.scale)
+        pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
+        pending.is_finite = self._is_finite(plan, means, local)
         local.give_back()
 
         def gradients() -> tuple[Tree, Tree]:
-            return self._named(training.module, plan, pending.means), plan.shards
+            return self._named(plan, means), plan.shards
 
         return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
 
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
         """See `Engine`."""
-        training, local = pending.prepared.training, pending.local
+        training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
-            assert pending.tail is not None
-            assert pending.values is not None
-            self._apply(training, pending.means, pending.tail)
+            self._apply(pending.means)
             training.buffers.keep(pending.values)
             local.share_frozen(training.buffers.written)
             if pending.exchange.plan.quantised:
@@ -190,82 +314,43 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training.replaced()
         return training
 
-    def _apply(self, training: TorchTraining, means: Sequence[torch.Tensor], tail: Tail) -> None:
-        options = self.prepared.options
-        pairs = list(zip(training.trained, means, tail.has_gradient, strict=True))
+    def _apply(self, means: Sequence[torch.Tensor | None]) -> None:
+        training, options = self._training, self._options
+        pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
-            for parameter, mean, has_gradient in pairs:
-                is_whole = parameter.shape == mean.shape
-                parameter.grad = mean if has_gradient and is_whole else None
+            for parameter, mean in pairs:
+                parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
             if options.before_update is not None:
                 options.before_update(training.module)
-                training.update.apply([(parameter, parameter.grad) for parameter in training.trained])
-                return
-            training.update.apply([(parameter, mean if has else None) for parameter, mean, has in pairs])
+                pairs = [(parameter, parameter.grad) for parameter in training.trained]
+            training.update.apply(pairs)
 
-    def _new_buffers(
-        self, training: TorchTraining, shares: np.ndarray, local: LocalReplicas
-    ) -> dict[int, torch.Tensor]:
-        """Return the agreed values of buffers and frozen parameters, from the share of replicas that changed each."""
-        if not shares.any():
-            return {}
-        slots = [run.copy.slots for run in local.runs]
-        changed, resized = np.flatnonzero(shares).tolist(), np.flatnonzero(shares > 1).tolist()
-        return training.buffers.agreed(changed, slots, self._replicas, resized)
-
-    def _named(
-        self, module: torch.nn.Module, plan: TorchGradientPlan, means: Sequence[torch.Tensor]
-    ) -> dict[str, np.ndarray]:
+    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
-        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in module.named_parameters()}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _refuse_gradients_of_some(self, plan: TorchGradientPlan, tail: Tail, local: LocalReplicas) -> None:
-        """Refuse gradients that are None on some replicas only; a collective call where there are any."""
-        some = np.flatnonzero((tail.has_gradient > 0) & (tail.has_gradient < 1))
-        if not tail.has_gradient.any():
-            raise StrategyError(
-                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
-                "module that loss_fn is given as its first argument"
-            )
-        if not some.size:
-            return
-        lacking = self._of_all_replicas([[not seen for seen in run.seen] for run in local.runs])
-        number = int(some[0])
-        replicas = np.flatnonzero(lacking[:, number]).tolist()
-        raise StrategyError(
-            f"{plan.parameters[number].name} has no gradient on the replicas {replicas}, and one on the others; let "
-            "the loss of every replica depend on it, if only by 0 * parameter.sum()"
-        )
-
-    def _is_finite(
-        self, training: TorchTraining, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas
-    ) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
         """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
 
         Raises:
             NonFiniteGradientError: with `check_numerics`.
         """
-        if training.loss_scale is None and not self.prepared.options.check_numerics:
+        if self._training.loss_scale is None and not self._options.check_numerics:
             return True
         flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
         if plan.shards is not None:
             flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
-        if not flags.any() or not self.prepared.options.check_numerics:
+        if not flags.any() or not self._options.check_numerics:
             return not flags.any()
-        own = [[not run.is_finite(number) for number in range(len(means))] for run in local.runs]
         number = int(np.flatnonzero(flags)[0])
-        replicas = np.flatnonzero(self._of_all_replicas(own)[:, number]).tolist()
+        are_bad = [not run.is_finite(number) for run in local.runs]
+        replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
-            f"the gradient of {plan.parameters[number].name} is not finite at step {training.step} on the "
+            f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
             f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
             "the batches of these replicas"
         )
-
-    def _of_all_replicas(self, rows: Sequence[Sequence[bool]]) -> np.ndarray:
-        """A row for each replica of all instances; a collective call."""
-        own = [[np.array(row, bool)] for row in rows]
-        return np.concatenate(gather_arrays(self._replicas, own, "what replicas have found"))
 
     # ---- without training
 
@@ -290,12 +375,20 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def restore(self, snapshot: TrainState) -> TorchTraining:
         """See `Engine`: the arrays are copied."""
-        training = self.prepared.training
+        training = self._training
         training.load(snapshot)
         return training
 
 
 def flipped(state: TorchTraining) -> TorchTraining:
-    """Change a bit of a parameter, for faults on purpose; return the same state."""
-    state.flip_bit()
+    """Change a bit in the middle of one number of the first parameter, for faults on purpose; return the same state."""
+    array = as_array(state.parameters[0])
+    array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
     return state
+
+
+def _shape_for_one(leaf: object, local: int) -> object:
+    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

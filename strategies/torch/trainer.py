@@ -114,7 +114,7 @@ class Trainer:
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """The outputs that the loss function returned in the last step, for each local replica and micro-batch."""
-        return self._engine.prepared.outputs
+        return self._engine.outputs
 
     def step(self, batch: Batch) -> Metrics:
         """Make one update of the module; a collective call.
@@ -148,7 +148,7 @@ class Trainer:
         Args:
             batch: one of this instance.
         """
-        return self._engine.prepared.planned(batch)
+        return self._engine.planned(batch)
 
     @property
     def trace(self) -> Trace:
@@ -157,7 +157,7 @@ class Trainer:
         Raises:
             ValueError: if there was none; the first step learns the stages.
         """
-        return Trace(self._engine.prepared.spans)
+        return Trace(self._engine.spans)
 
     def run(self, dataset: Iterable[Batch]) -> Metrics:
         """Make a step with every batch; the metrics of the last one.

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 import torch
 
+from collectives import Communicator
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
 from strategies.exchange.int8 import Int8Layout
 from strategies.loss_scaling import LossScale
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, rows_of_replicas
+from strategies.replicas.shards import rows_of_replicas
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     STATE,
     ArraysByName,
-    Kinds,
     after_one_step,
-    kinds_of,
     numbers_of_groups,
     parameters_of,
     set_numbers,
@@ -90,27 +89,19 @@ class TorchTraining:
         """Note that what was given of the state is used up."""
         self._age.number += 1
 
-    def flip_bit(self) -> None:
-        """Change a bit in the middle of one number of the first parameter; for faults on purpose."""
-        array = as_array(next(self.module.parameters()))
-        array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
-
     # ---- as a tree
 
     def state(self) -> TrainState:
         """Return the state now: views of the memory of tensors, which the next step uses up."""
-        variables: Tree
-        model_state: Tree
         variables, model_state = self.tensors()
         residuals = None
         if self._options.transfer.is_quantised:
             of_each = zip(*self.residuals, strict=True)
             residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
-        tree = (variables, self._optimizer_tree(), residuals, model_state)
-        variables, optimizer_tree, residuals, model_state = jax.tree.map(
-            lambda array: HostArray.of(np.asarray(array), self._age), tree
-        )
-        return TrainState(variables, optimizer_tree, self.step, self.loss_scale, residuals, model_state)
+        arrays = (variables, self._optimizer_tree(), residuals, model_state)
+        given: Tree = jax.tree.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
+        variables, optimizer, residuals, model_state = given
+        return TrainState(variables, optimizer, self.step, self.loss_scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
         """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
@@ -127,44 +118,22 @@ class TorchTraining:
         made = state_of(self.optimizer)
         parameters = parameters_of(self.optimizer)
         lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
-        state = {**self._before_first_step(lacking), **made}
+        later = state_of(after_one_step(self.optimizer)) if lacking else {}
+        zeros = {number: jax.tree.map(np.zeros_like, later[number]) for number in lacking if number in later}
         is_made = np.array([number in made for number in range(len(parameters))])
-        return {STATE: state, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
-
-    def _before_first_step(self, numbers: Sequence[int]) -> dict[int, ArraysByName]:
-        """Zeros for the parameters with these numbers, of the shapes of their state."""
-        if not numbers:
-            return {}
-        found = state_of(after_one_step(self.optimizer))
-        return {number: jax.tree.map(np.zeros_like, found[number]) for number in numbers if number in found}
+        return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
-        return TrainState(
-            state.variables,
-            self._whole_optimizer(state.optimizer_state),
-            state.step,
-            state.loss_scale,
-            jax.tree.map(rows_of_replicas(self._replicas), state.residuals),
-            state.model_state,
-        )
-
-    def _whole_optimizer(self, tree: Tree) -> Tree:
-        update = self.update
-        if not isinstance(update, ShardedTorchUpdate):
-            return tree
-        state = {}
-        for number, of_parameter in tree[STATE].items():
-            whole = update.wholes[number]
-
-            def padded(leaf: np.ndarray, whole: torch.Tensor = whole) -> np.ndarray | PartOfArray:
-                if not leaf.ndim:
-                    return leaf
-                shape = jax.ShapeDtypeStruct(tuple(whole.shape), leaf.dtype)
-                return PartOfArray(update.parts.padded(leaf, whole), shape, update.parts, self._replicas)
-
-            state[number] = jax.tree.map(padded, of_parameter) if update.is_cut(number) else of_parameter
-        return {**tree, STATE: state}
+        update, optimizer = self.update, state.optimizer_state
+        if isinstance(update, ShardedTorchUpdate):
+            whole = {
+                number: {name: update.whole(number, array) for name, array in of_parameter.items()}
+                for number, of_parameter in optimizer[STATE].items()
+            }
+            optimizer = {**optimizer, STATE: whole}
+        residuals = jax.tree.map(rows_of_replicas(self._replicas), state.residuals)
+        return replace(state, optimizer_state=optimizer, residuals=residuals)
 
     # ---- taking it over
 
@@ -184,75 +153,68 @@ class TorchTraining:
 
     def _load_optimizer(self, tree: Tree) -> None:
         set_numbers(self.optimizer, tree[GROUPS])
-        is_made = np.asarray(tree[IS_MADE])
-        kinds = {**kinds_of(after_one_step(self.optimizer)), **kinds_of(self.optimizer)}
-        parameters = parameters_of(self.optimizer)
+        is_made, parameters = np.asarray(tree[IS_MADE]), parameters_of(self.optimizer)
         made = {
             number: {name: _unpadded(array, parameters[number]) for name, array in of_parameter.items()}
             for number, of_parameter in tree[STATE].items()
             if is_made[number]
         }
-        set_state(self.optimizer, made, kinds)
+        set_state(self.optimizer, made)
 
     def share(self, root: int) -> None:
         """Take over the state of instance `root`; a collective call. Hyperparameters stay.
 
         Nothing changes before everything has arrived: `root` may be lost on the way.
         """
-        broadcast = partial(self._replicas.communicator.broadcast, root=root)
+        communicator = self._replicas.communicator
         known = np.array([self.step, *self._scale_words()], np.float64)
-        broadcast(known, name="how far the state is")
-        tensors = {**dict(self.module.named_parameters()), **self.buffers.named()}
-        received = {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-        }
-        for name, copy in received.items():
-            broadcast(as_array(copy), name=name)
-        kinds, arrays = self._received_optimizer(broadcast)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(received[name])
-        set_state(self.optimizer, arrays, kinds)
+        communicator.broadcast(known, root, name="how far the state is")
+        tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
+        received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
+        take_over(tensors, received)
+        set_state(self.optimizer, arrays)
         self.step = int(known[0])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
         self.replaced()
 
-    def _received_optimizer(self, broadcast: Callable[..., np.ndarray]) -> tuple[Kinds, dict[int, ArraysByName]]:
-        """Return the kinds and the values of the state that the optimizer is about to take over."""
+    def _received_optimizer(self, root: int) -> dict[int, ArraysByName]:
+        """Return the state that the optimizer is about to take over."""
+        broadcast = self._replicas.communicator.broadcast
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
-        is_made_there = broadcast(is_made.copy(), name="which parameters have optimizer state")
-        there = np.flatnonzero(is_made_there).tolist()
-        own, kinds = state_of(self.optimizer), kinds_of(self.optimizer)
-        if lacking := [number for number in there if not is_made[number]]:
-            own, kinds = (
-                {**own, **self._before_first_step(lacking)},
-                {**kinds_of(after_one_step(self.optimizer)), **kinds},
-            )
-        arrays = {number: {name: np.array(one, order="C") for name, one in own[number].items()} for number in there}
-        for number, of_parameter in arrays.items():
-            for name, array in of_parameter.items():
-                broadcast(array, name=f"{name} of parameter {number}")
-        return kinds, arrays
+        is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
+        own = state_of(self.optimizer)
+        if (is_made_there & ~is_made).any():
+            own = {**state_of(after_one_step(self.optimizer)), **own}
+        return {
+            number: {
+                name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
+                for name, array in own[number].items()
+            }
+            for number in np.flatnonzero(is_made_there).tolist()
+        }
 
     def _scale_words(self) -> list[float]:
         scale = self.loss_scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
 
-def receive_into(tensor: torch.Tensor, receive: Callable[[np.ndarray], object]) -> None:
-    """Have an array received into a tensor: into its memory, if it is a parameter.
+def received_tensors(
+    named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
+) -> list[torch.Tensor]:
+    """Return tensors as rank `root` has them, in memory of their own; a collective call."""
+    received = [tensor.detach().clone(memory_format=torch.contiguous_format) for _, tensor in named]
+    for (name, _), copy in zip(named, received, strict=True):
+        communicator.broadcast(as_array(copy), root, name=name)
+    return received
 
-    A buffer may grow in a forward pass, and PyTorch cannot resize memory that NumPy has seen.
-    """
-    if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
-        receive(as_array(tensor))
-        return
-    copy = np.array(as_array(tensor.detach().clone()), order="C")
-    receive(copy)
+
+def take_over(named: Sequence[tuple[str, torch.Tensor]], values: Sequence[torch.Tensor]) -> None:
+    """Copy values into tensors."""
     with torch.no_grad():
-        tensor.copy_(as_tensor(copy))
+        for (_, tensor), value in zip(named, values, strict=True):
+            tensor.copy_(value)
 
 
 def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:

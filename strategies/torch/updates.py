@@ -13,7 +13,7 @@ import torch
 from strategies.errors import StrategyError
 from strategies.exchange.shards import ShardedArrays, Shards
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import shards_of
+from strategies.replicas.shards import PartOfArray, shards_of
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of
@@ -81,10 +81,6 @@ class ShardedTorchUpdate(TorchUpdate):
         optimizer: of all parameters; from here on of the parts.
         min_elements: smaller parameters have their state whole on every instance.
 
-    Attributes:
-        parts: how the optimizer state is cut.
-        wholes: all parameters, by their numbers in the optimizer.
-
     Raises:
         StrategyError: if it is not known that the optimizer looks at elements one by one, or it has a state already.
     """
@@ -95,24 +91,28 @@ class ShardedTorchUpdate(TorchUpdate):
             raise StrategyError("the optimizer has made steps already; give a new one, whose state can be sharded")
         self._replicas = replicas
         self._optimizer = optimizer
-        self.parts = shards_of(replicas, min_elements)
+        self._shards = shards_of(replicas, min_elements)
         self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
         self._memory: dict[int, int] = {}  # where the whole is of which that is a part
-        self.wholes: list[torch.nn.Parameter] = []
+        self._wholes: list[torch.nn.Parameter] = []  # by their numbers in the optimizer
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
-        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in self.wholes]
-        self._gathered = ShardedArrays(self.parts, shapes, "parts of parameters")
+        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in self._wholes]
+        self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
 
     @property
     def shards(self) -> Shards | None:
         """See `TorchUpdate`: as the state is, where the transport can."""
-        return self.parts if self._replicas.communicator.scatters_reductions else None
+        return self._shards if self._replicas.communicator.scatters_reductions else None
 
-    def is_cut(self, number: int) -> bool:
-        """Whether this instance has a part only of the state of a parameter, by its number in the optimizer."""
-        return self.parts.divides(self.wholes[number])
+    def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
+        """Return an array of a parameter's state, by its number in the optimizer: a `PartOfArray` where it is cut."""
+        whole = self._wholes[number]
+        if not array.ndim or not self._shards.divides(whole):
+            return array
+        shape = jax.ShapeDtypeStruct(tuple(whole.shape), array.dtype)
+        return PartOfArray(self._shards.padded(array, whole), shape, self._shards, self._replicas)
 
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         """See `TorchUpdate`; a collective call."""
@@ -135,7 +135,7 @@ class ShardedTorchUpdate(TorchUpdate):
                 "the optimizer's groups have other parameters than when the Trainer was made, and its state is sharded "
                 "by those; make another optimizer and Trainer, or use replicated_optimizer_state_sharding=False"
             )
-        for parameter in self.wholes:
+        for parameter in self._wholes:
             part = self._parts.get(id(parameter), parameter)
             part.grad = None
             if part is not parameter and self._memory[id(parameter)] != parameter.data_ptr():
@@ -143,8 +143,8 @@ class ShardedTorchUpdate(TorchUpdate):
                 part.data = self._view(parameter)
 
     def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        self.wholes.append(parameter)
-        if not self.parts.divides(parameter):
+        self._wholes.append(parameter)
+        if not self._shards.divides(parameter):
             return parameter
         part = torch.nn.Parameter(self._view(parameter), parameter.requires_grad)
         self._parts[id(parameter)], self._memory[id(parameter)] = part, parameter.data_ptr()
@@ -158,7 +158,7 @@ class ShardedTorchUpdate(TorchUpdate):
         return parameter.detach().view(-1)[self._bounds(parameter)]
 
     def _bounds(self, parameter: torch.nn.Parameter) -> slice:
-        return self.parts.bounds(parameter, self._replicas.local_replicas.start)
+        return self._shards.bounds(parameter, self._replicas.local_replicas.start)
 
     def _gather(self) -> None:
         """Gather the parts of all instances into the memory of the parameters."""
@@ -168,7 +168,7 @@ class ShardedTorchUpdate(TorchUpdate):
             for number, members in self._gathered.members.items():
                 buffer = self._gathered.layout.buffers[number]
                 own = np.zeros(buffer.size, buffer.dtype)
-                places = list(zip([self.wholes[one] for one in members], buffer.starts, strict=True))
+                places = list(zip([self._wholes[one] for one in members], buffer.starts, strict=True))
                 for parameter, start in places:
                     part = self._parts[id(parameter)]
                     as_tensor(own[start : start + part.numel()]).copy_(part)
@@ -179,7 +179,7 @@ class ShardedTorchUpdate(TorchUpdate):
     def _put(self, parameter: torch.nn.Parameter, gathered: np.ndarray) -> None:
         flat = parameter.detach().view(-1)
         for rank, row in enumerate(gathered):
-            bounds = self.parts.bounds(parameter, rank * self.parts.local)
+            bounds = self._shards.bounds(parameter, rank * self._shards.local)
             count = bounds.stop - bounds.start
             if rank != self._replicas.instance_index and count:
                 flat[bounds].copy_(as_tensor(row[:count]))

@@ -203,12 +203,9 @@ class PoplarExecutor:
     def _infer(self, batch: Batch) -> list[list[Tree]]:
         rounds = self._rounds_of(batch)
         if self._inference is None:
-            replicas = self.options.strategy.replicas
-            local, count = replicas.local_replicas, replicas.num_replicas_in_sync
-            seed, instruments = self.options.seed, replicas.instruments
-            call = calling(self.options.Precision.autocasts)
+            replicas, call = self.options.strategy.replicas, calling(self.options.Precision.autocasts)
             self._inference = InferenceReplicas(
-                local, count, ReplicaMemory(self.model), call, seed, instruments, self._pipeline()
+                replicas, ReplicaMemory(self.model), call, self.options.seed, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()

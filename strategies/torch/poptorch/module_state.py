@@ -94,22 +94,15 @@ class WrittenBuffers:
         if not any(written):
             return
         if self._is_single:
-            self._into_module(written[0])
+            slots = slots_of(self._module)
+            with torch.no_grad():
+                for number, tensor in written[0].items():
+                    slots[number].put(tensor)
             return
         if not any(self._own):
             logger.info("an inference writes buffers of its module: each replica goes on with its own")
         for own, new in zip(self._own, written, strict=True):
             own.update({number: tensor.clone() for number, tensor in new.items()})
-
-    def _into_module(self, written: Mapping[int, torch.Tensor]) -> None:
-        slots = slots_of(self._module)
-        with torch.no_grad():
-            for number, tensor in written.items():
-                slot = slots[number]
-                if slot.tensor.shape == tensor.shape:
-                    slot.tensor.copy_(tensor)
-                else:
-                    slot.holder[slot.key] = tensor.clone()
 
 
 class GroupableParameter(torch.nn.Parameter):

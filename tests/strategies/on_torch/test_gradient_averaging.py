@@ -669,7 +669,7 @@ class TestMemory:
             optimizer = torch.optim.Adam(module.parameters())
             trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, square, optimizer, **options)
             trainer.step(data()["x"][:4])
-            local = trainer._engine.prepared._local
+            local = trainer._engine._local
             held = [weakref.ref(one) for one in (trainer, trainer._training, local, *local.runs, module)]
             return held, list(local._threads._threads)
 

@@ -146,7 +146,7 @@ class TestAutocast:
 
 
 def _copies(trainer):
-    return [run.copy for run in trainer._engine.prepared._local.runs]
+    return [run.copy for run in trainer._engine._local.runs]
 
 
 class TestStages:

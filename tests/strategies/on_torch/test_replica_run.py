@@ -60,7 +60,7 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
         run.finished = [threading.Event() for _ in plan.members]
         return plan
 
-    run.compute(torch.ones(2), ReplicaTurn(0, 1.0, False, planned, [], frozenset(), []))
+    run.compute(torch.ones(2), ReplicaTurn(0, 1.0, False, planned, frozenset(), 0, None, [], []))
     assert ready == [False, True]
     assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
 

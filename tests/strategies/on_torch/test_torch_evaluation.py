@@ -14,7 +14,6 @@ from torch_modules import data, loss_fn, new_module, sgd_trainer
 
 import strategies
 import strategies.torch
-from collectives.instruments import Instruments
 from strategies import DisagreementError
 from strategies.replicas.devices import THREADS
 from strategies.torch.inference import InferenceReplicas
@@ -143,7 +142,7 @@ def test_replicas_that_stay_follow_what_the_program_changes_between_calls():
     module = Apply(lambda self, x: x * self.weight * self.factor + self.shift, weight=nn.Parameter(torch.ones(1)),
                    shift=torch.zeros(1))  # fmt: skip
     module.factor = 1.0
-    replicas = InferenceReplicas(range(2), 2, ReplicaMemory(module), lambda own, x: own(x), 0, Instruments())
+    replicas = InferenceReplicas(strategies.IPUStrategy(2).replicas, ReplicaMemory(module), lambda own, x: own(x), 0)
 
     def called():
         [of_replicas] = replicas([[torch.ones(1), torch.ones(1)]], 0)

@@ -27,7 +27,8 @@ def new_module():
 def held_by(trainer, batch):
     """What a training has after a step, by what it is called in a plan."""
     trainer.step(batch)
-    local, exchange = trainer._engine.prepared._local, trainer._engine.prepared._exchange
+    local = trainer._engine._local
+    exchange = local.exchange
     buckets = range(len(exchange.plan.layouts))
     state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
     results = [array for bucket in exchange._own_buckets for array in bucket.results]

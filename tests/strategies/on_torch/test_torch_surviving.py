@@ -9,6 +9,8 @@ import copy
 import functools
 from contextlib import nullcontext
 
+import jax
+import numpy as np
 import pytest
 import torch
 from surviving_instances import run_instances
@@ -31,7 +33,8 @@ def train(strategy, module):
     state = trainer.state
     trainer.close()
     found = strategies.fingerprint([state.variables, state.model_state, state.optimizer_state["state"]])
-    return losses, found, len(strategy.local_replicas)
+    shapes = jax.tree.map(np.shape, state.optimizer_state["state"])
+    return losses, (found, shapes), len(strategy.local_replicas)
 
 
 def take(dataset, epoch, trainer):
