@@ -66,6 +66,9 @@ class Strategy(ABC):
 
     Attributes:
         replicas: all of them, as what is built on strategies sees them: a step, a checkpoint, a variable.
+        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
+        progress: see above.
+        variables_on_host: see above.
 
     Raises:
         TypeError: a switch is not True or False.
@@ -93,6 +96,8 @@ class Strategy(ABC):
         self.replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
+        self.num_replicas_in_sync = self.replicas.num_replicas_in_sync
+        self.progress, self.variables_on_host = self.replicas.progress, variables_on_host
         self._iterators = Iterators()
 
     @property
@@ -117,19 +122,9 @@ class Strategy(ABC):
         return self.replicas.communicator
 
     @property
-    def progress(self) -> Progress:
-        """The line to the supervisor of this instance."""
-        return self.replicas.progress
-
-    @property
     def instruments(self) -> Instruments:
         """The instruments attached to this instance."""
         return self.replicas.instruments
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """R, the replicas of all instances."""
-        return self.replicas.num_replicas_in_sync
 
     @property
     def num_instances(self) -> int:
@@ -179,11 +174,6 @@ class Strategy(ABC):
     def extended(self) -> StrategyExtended:
         """The role of this instance, with the original's names; the chief writes files."""
         return StrategyExtended(self.is_chief, self.is_chief, self.reduce)
-
-    @property
-    def variables_on_host(self) -> bool:
-        """Whether variables and optimizer state live in host memory."""
-        return self.replicas.variables_on_host
 
     def update_ipu_config(self, config: Tree) -> Tree:
         """Write into a configuration which of how many processes this is.

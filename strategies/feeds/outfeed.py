@@ -14,7 +14,7 @@ import numpy as np
 
 from strategies.data.replication import Replication, is_in_program
 from strategies.errors import FeedError
-from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
+from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound
 from strategies.programs.feed_program import Put, current_program
 from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.replicas.devices import is_key
@@ -76,12 +76,10 @@ class OutfeedQueue:
 
     def _forget(self) -> None:
         self._layout: _Layout | None = None
-        self._all = AllRounds(range(1))
-        self._last = LastRound(range(1))
+        self._rounds = self._new_rounds(range(1))
 
-    @property
-    def _rounds(self) -> Rounds:
-        return self._last if self.mode is OutfeedMode.LAST else self._all
+    def _new_rounds(self, replicas: range) -> AllRounds | LastRound:
+        return AllRounds(replicas) if self.mode is OutfeedMode.ALL else LastRound(replicas)
 
     # ---- in compiled programs
 
@@ -180,7 +178,7 @@ class OutfeedQueue:
                 "replicas; dequeue them first, or give each program its own outfeed"
             )
         self._layout = layout
-        self._all, self._last = AllRounds(layout.replication.local), LastRound(layout.replication.local)
+        self._rounds = self._new_rounds(layout.replication.local)
 
     # ---- on the host
 
@@ -201,11 +199,12 @@ class OutfeedQueue:
             FeedError: in mode LAST, if nothing was enqueued.
         """
         with self._lock:
-            if self.mode is OutfeedMode.ALL:
-                return self._nothing() if self._layout is None else self._take_all(self._layout)
-            if self._layout is None or self._last.whole is None:
+            rounds = self._rounds
+            if isinstance(rounds, AllRounds):
+                return self._nothing() if self._layout is None else _taken(self._layout, rounds)
+            if self._layout is None or rounds.whole is None:
                 raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
-            return _joined(self._layout, self._last.whole)
+            return _joined(self._layout, rounds.whole)
 
     def _nothing(self) -> list[Tree]:
         if threading.get_ident() != self._owner:
@@ -213,16 +212,6 @@ class OutfeedQueue:
         raise ValueError(
             "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
         )
-
-    def _take_all(self, layout: _Layout) -> Tree:
-        count, local = len(self._all), len(layout.replication.local)
-        results = [
-            np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
-        ]
-        for number in range(count):
-            for result, leaf in zip(results, _leaves(self._all.take()), strict=True):
-                result[number] = leaf
-        return jax.tree.unflatten(layout.structure, results)
 
     def __iter__(self) -> Iterator[Tree]:
         """What was enqueued, value by value; ends when there is none, and may be gone through again later.
@@ -236,9 +225,9 @@ class OutfeedQueue:
 
     def _next(self) -> Tree:
         with self._lock:
-            if self._layout is None or not len(self._all):
+            if self._layout is None or not isinstance(self._rounds, AllRounds) or not len(self._rounds):
                 raise StopIteration
-            return _joined(self._layout, self._all.take())
+            return _joined(self._layout, self._rounds.take())
 
     # ---- life
 
@@ -272,6 +261,18 @@ def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
     if len(values) == 1:
         return values[0]
     return [np.stack(leaves) for leaves in zip(*values, strict=True)]
+
+
+def _taken(layout: _Layout, rounds: AllRounds) -> Tree:
+    """Take all complete rounds, along a new first axis."""
+    count, local = len(rounds), len(layout.replication.local)
+    results = [
+        np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
+    ]
+    for number in range(count):
+        for result, leaf in zip(results, _leaves(rounds.take()), strict=True):
+            result[number] = leaf
+    return jax.tree.unflatten(layout.structure, results)
 
 
 def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Tree:

@@ -52,6 +52,8 @@ class Replicas:
     Attributes:
         kind: see above.
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
+        adds_in_order: whether sums over replicas have the same bits however these are spread.
         done_so_far: the progress of this instance, for those who go on when one is lost.
         progress: see above.
         faults: what the user wants to go wrong in this instance.
@@ -76,6 +78,8 @@ class Replicas:
         self.kind = kind
         self._membership = membership
         self.first_index = membership.instance.index
+        self.num_replicas_in_sync = membership.instance.total_replicas
+        self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
@@ -131,11 +135,6 @@ class Replicas:
         return self.communicator.instruments
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """R, the replicas of all instances."""
-        return self.instance.total_replicas
-
-    @property
     def num_instances(self) -> int:
         """n, the processes that drive them."""
         return self.instance.count
@@ -181,11 +180,6 @@ class Replicas:
     def streams_gradients(self) -> bool:
         """Whether a step sends gradients to the other instances while it computes the rest of them."""
         return self.variables_on_host and self.num_instances > 1
-
-    @property
-    def adds_in_order(self) -> bool:
-        """Whether sums over replicas have the same bits however these are spread."""
-        return self._membership.adds_in_order
 
     @property
     def job(self) -> JobFacts:
