@@ -189,8 +189,6 @@ class CheckpointFolder:
             )
         return None
 
-    # ---- one checkpoint
-
     def of_step(self, step: int) -> Path:
         """Where the checkpoint of a step is, if there is one."""
         return self.path / f"step_{step:08d}"
@@ -336,9 +334,6 @@ def _without_tracebacks_of_orbax() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_not_of_orbax)
-
-
-# ---- the best of them
 
 
 @dataclass(frozen=True)

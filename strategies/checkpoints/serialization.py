@@ -59,9 +59,6 @@ class Packing:
         return found
 
 
-# ---- what a program saves besides arrays: values that JSON can write
-
-
 def plain_values(extra: Any) -> dict[str, Any]:
     """A copy of the program's own values as JSON gives them back: tuples are lists then.
 
@@ -108,9 +105,6 @@ def _plain(value: Leaf) -> object:
     if getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(f"it is of type {type(value).__name__}")
-
-
-# ---- arrays in memory of the host in which a training goes on
 
 
 class Age:

@@ -97,9 +97,6 @@ class Evaluator(Generic[State, Pending]):
         return DataPass(self._members, passing, rows, to_all).results()
 
 
-# ---- metrics
-
-
 class Mergeable(Protocol):
     """A metric of some rows, as a pytree of arrays. Metrics of different rows can be merged."""
 

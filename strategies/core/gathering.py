@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from popdist.instance import replica_block
+from popdist.instance import replica_blocks
 from strategies.core.members import Members
 
 OfReplicas: TypeAlias = Sequence[Sequence[np.ndarray]]
@@ -44,18 +44,13 @@ def replicas_where(members: Members, is_so: Iterable[bool], name: str) -> list[i
     return [replica for replica, [one] in enumerate(gathered) if one]
 
 
-def _blocks(members: Members) -> list[range]:
-    """Return the replicas of each instance."""
-    count = members.communicator.size
-    return [replica_block(rank, count, members.num_replicas_in_sync) for rank in range(count)]
-
-
 def _message(members: Members, local: OfReplicas) -> np.ndarray:
     """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
     packed = [
         np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]) for arrays in local
     ]
-    message = np.zeros((max(map(len, _blocks(members))), packed[0].size), np.uint8)
+    blocks = replica_blocks(members.communicator.size, members.num_replicas_in_sync)
+    message = np.zeros((max(map(len, blocks)), packed[0].size), np.uint8)
     message[: len(packed)] = packed
     return message
 
@@ -63,7 +58,8 @@ def _message(members: Members, local: OfReplicas) -> np.ndarray:
 def _unpacked(members: Members, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return the arrays of all replicas, from the messages of all instances."""
     ends = np.cumsum([array.nbytes for array in like])[:-1]
-    rows = [whole[rank, row] for rank, block in enumerate(_blocks(members)) for row in range(len(block))]
+    blocks = replica_blocks(len(whole), members.num_replicas_in_sync)
+    rows = [whole[rank, row] for rank, block in enumerate(blocks) for row in range(len(block))]
     return [
         [part.copy().view(array.dtype).reshape(array.shape) for part, array in zip(parts, like, strict=True)]
         for parts in (np.split(row, ends) for row in rows)

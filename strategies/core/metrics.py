@@ -136,9 +136,6 @@ def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[st
     return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))
 
 
-# ---- to all instances at the same step
-
-
 class StepNotice:
     """A notice that any instance may be given, and that all instances know at the end of the same step.
 

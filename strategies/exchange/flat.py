@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
-
-Leaf: TypeAlias = Any
-"""An array of NumPy, JAX or PyTorch, a tracer of one, or its shape and dtype."""
+from strategies.typing import Leaf
 
 FLOAT32 = np.dtype(np.float32)
 LARGE_BYTES = 1 << 20

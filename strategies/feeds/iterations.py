@@ -308,7 +308,6 @@ class _Pace:
         self._began: dict[int, float] = {}
 
     def begin(self, replica: int) -> None:
-        """Iterations begin."""
         self._began[replica] = time.perf_counter()
 
     def after(self, replica: int, count: int) -> int:

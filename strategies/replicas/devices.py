@@ -86,8 +86,6 @@ class ReplicaDevices:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.width, THREADS)
 
-    # ---- programs
-
     def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
         """Return the program of one replica, to be run by all of them.
 
@@ -130,8 +128,6 @@ class ReplicaDevices:
             if error is not None:
                 raise error
         return [future.result() for future in futures]
-
-    # ---- values
 
     def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.

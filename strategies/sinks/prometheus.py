@@ -152,12 +152,10 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut_off(accepted_before_s=time.monotonic() - self._client_limit_s)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
         self._accepted_s.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """End the server and all its connections."""
         super().server_close()
         self._cut_off(accepted_before_s=time.monotonic())
 
