@@ -498,7 +498,7 @@ class Strategy(ABC):
         Raises:
             ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
         """
-        with keras_in_scope(get_strategy), current_defaults_of(self):
+        with keras_in_scope(get_strategy), current_defaults_of(lambda: self.defaults):
             token = _scope.set(self)
             try:
                 yield self

@@ -21,7 +21,6 @@ from strategies.data.replication import Replication
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import (
     DataSource,
-    InputContext,
     Masked,
     RandomAccessSource,
     SourceFactory,
@@ -32,8 +31,6 @@ from strategies.data.sources import (
 )
 from strategies.errors import StrategyError
 from strategies.typing import Batch, Data
-
-__all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
 
 log = logging.getLogger(__name__)
 

@@ -49,11 +49,11 @@ class FeedStream(ABC):
 
     @abstractmethod
     def open(self) -> Iterator[Element]:
-        """The data set from its beginning on."""
+        """Return an iterator that begins with the first element."""
 
     @abstractmethod
     def element(self, first: Element) -> Element:
-        """An element, from the first thing that `open` has given."""
+        """Return an element, from the first item of `open`."""
 
     @abstractmethod
     def check(self, replication: Replication) -> None:
@@ -61,7 +61,7 @@ class FeedStream(ABC):
 
     @abstractmethod
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
-        """The rounds of the local replicas, for as long as there is an element for each."""
+        """Yield the rounds of the local replicas, for as long as there is an element for each."""
 
 
 class ElementStream(FeedStream):
