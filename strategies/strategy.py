@@ -234,7 +234,7 @@ class Strategy(ABC):
         return make_variable(self.replicas, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
-        """`function(r)` for the global index r of each local replica."""
+        """Return `function(r)` for the global index r of each local replica."""
         return self.replicas.per_replica(function)
 
     def dealt(self, tree: Tree) -> PerReplica:

@@ -134,7 +134,7 @@ def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:
 
 
 def _keys(checkpoint: Path, name: str) -> list[Any]:
-    """What leads to an array: `['a'][0].b` as ["", "a", 0, "b"]."""
+    """Return the keys that lead to an array: of `['a'][0].b` ["", "a", 0, "b"]."""
     try:
         node: Any = ast.parse(f"x{name}", mode="eval").body
         keys = []

@@ -108,7 +108,7 @@ def _plain(value: Leaf) -> object:
 
 
 class Age:
-    """How often what lies in some memory has been replaced.
+    """The age of some memory: how often its content has been replaced.
 
     Attributes:
         number: of replacements.

@@ -167,7 +167,7 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
 
 
 def _row_of(values: Batch) -> tuple[jax.tree_util.PyTreeDef, list[tuple[tuple[int, ...], np.dtype]]]:
-    """What all batches have alike."""
+    """Return the structure, shapes and dtypes that all batches share."""
     leaves, structure = jax.tree.flatten(values)
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 

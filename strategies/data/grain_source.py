@@ -208,7 +208,7 @@ class _From:
 
 
 def begin_worker(index: int, count: int) -> None:
-    """What a worker process does first: it ends with its instance, and knows nothing of launchers and devices."""
+    """Prepare a worker process: it ends with its instance, and knows nothing of launchers and devices."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the instance ends it
     threading.Thread(target=_end_with_parent, name="end-with-instance", daemon=True).start()
     for name in list(os.environ):

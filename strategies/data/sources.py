@@ -97,7 +97,7 @@ def common_length(arrays: Tree) -> int:
 
 
 class RandomAccess(Protocol):
-    """What has a length and can be asked for element i."""
+    """An object with a length and `[i]`."""
 
     def __len__(self) -> int: ...
 
@@ -119,7 +119,7 @@ def read_elements(source: RandomAccess, epoch: int, indices: Indices) -> Batch:
 
 
 class Steps:
-    """What the local replicas take at every step of all epochs, counted from step 0 of epoch 0.
+    """The batches of the local replicas at every step of all epochs, counted from step 0 of epoch 0.
 
     It can be pickled; processes that read different steps of one data set need nothing else, and agree. Several
     threads may read.
@@ -181,7 +181,7 @@ class RandomAccessSource(DataSource):
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes a data set knows about its reader (`tf.distribute.InputContext`).
+    """The facts about its reader that a function gets which makes a data set (`tf.distribute.InputContext`).
 
     Attributes:
         num_input_pipelines: how many times the function is called in the whole job: once per instance.

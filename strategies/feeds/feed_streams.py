@@ -170,7 +170,7 @@ class Batches(FeedStream):
 
 
 def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
-    """What kind of data set it is.
+    """Return the stream of a data set.
 
     Raises:
         TypeError: if it is none, or the mode is none.

@@ -104,7 +104,7 @@ class InfeedQueue:
 
     @property
     def number_of_tuple_elements(self) -> int:
-        """How many arrays an element has."""
+        """The number of arrays in an element."""
         return len(self.spec.leaves)
 
     def dequeue(self) -> Element:
@@ -149,7 +149,7 @@ class InfeedQueue:
         return [scalar, *(jax.ShapeDtypeStruct((most, *leaf.shape), leaf.dtype) for leaf in self.spec.leaves)]
 
     def taker(self, program: FeedProgram, most: int) -> Callable[[int, int], list[ArrayLike]]:
-        """What a program calls for elements: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
+        """Return the function that a program calls: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
 
         It does not wait where none is wanted.
         """
@@ -261,7 +261,7 @@ class InfeedQueue:
             )
 
     def _peek(self) -> ElementSpec:
-        """What the first element is; it is not lost, though the data set may be gone through only once."""
+        """Return the specification of the first element, which stays the first one to be taken."""
         assert self._opened is not None
         with reading_ahead():  # as the thread does with those behind it
             first = next(self._opened, None)
@@ -335,7 +335,7 @@ def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
 
 
 def checked_depth(depth: object) -> int:
-    """How much is prepared ahead, as the original allows it.
+    """Return the number of rounds to prepare ahead, if the original allows it.
 
     Raises:
         TypeError, ValueError: unless it is an integer from 1 to 255.

@@ -23,7 +23,7 @@ from strategies.typing import Tree
 
 
 class OutfeedMode(Enum):
-    """What an outfeed keeps.
+    """The values that an outfeed keeps.
 
     Semantics: the original's `IPUOutfeedMode`.
     """
@@ -34,7 +34,7 @@ class OutfeedMode(Enum):
 
 @dataclass(frozen=True)
 class _Layout:
-    """What one program enqueues: the replicas that run it, and one value of each of them."""
+    """The values that one program enqueues: the replicas that run it, and the form of each value."""
 
     replication: Replication
     structure: jax.tree_util.PyTreeDef
@@ -183,7 +183,7 @@ class OutfeedQueue:
     # ---- on the host
 
     def dequeue(self, wait_for_completion: bool = False) -> Tree:
-        """What was enqueued.
+        """Return the values that were enqueued.
 
         Args:
             wait_for_completion: the original's; programs have ended when `run` or a loop has returned.
@@ -214,7 +214,7 @@ class OutfeedQueue:
         )
 
     def __iter__(self) -> Iterator[Tree]:
-        """What was enqueued, value by value; ends when there is none, and may be gone through again later.
+        """Yield the enqueued values one by one; end when there is none, and go on if there are more later.
 
         Raises:
             FeedError: in mode LAST.

@@ -17,11 +17,11 @@ Iteration = tuple[int, ...]
 Value = list[np.ndarray]
 
 KEPT = 8
-"""Of the replicas that are ahead of others so many values are kept where only the last round is."""
+"""The values that are kept of a replica that is ahead of others, if only the last round is kept."""
 
 
 class Rounds(ABC):
-    """What replicas have enqueued; a round is a value of each of them, all from one iteration.
+    """The values that replicas have enqueued; a round is a value of each replica, all from one iteration.
 
     Args:
         replicas: the global indices of the local replicas.

@@ -1,4 +1,4 @@
-"""How fast data sets and infeed queues deliver, in the original's figures."""
+"""Benchmarks of data sets and infeed queues, in the original's figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUFFERED_ELEMENTS = 2
 
 @dataclass(frozen=True)
 class EpochRate:
-    """What an epoch of a benchmark delivered.
+    """The figures of one epoch of a benchmark.
 
     Attributes:
         elements_processed: what the data set yielded; the elements of a distributed data set are its batches.
@@ -175,7 +175,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
 
 
 def endless(dataset: Data) -> Generator[Element, None, None]:
-    """What a data set yields; of a `DistributedDataset` the batches of all epochs, one after another."""
+    """Yield the elements of a data set; of a `DistributedDataset` the batches of one epoch after another."""
     if isinstance(dataset, DistributedDataset):
         return (batch for epoch in count() for batch in dataset.epoch(epoch))
     if not isinstance(dataset, Iterable):

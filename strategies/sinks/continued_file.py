@@ -17,7 +17,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class Said(NamedTuple):
-    """What a line is of.
+    """The step and the names of a line.
 
     Attributes:
         step: its step.
@@ -29,7 +29,7 @@ class Said(NamedTuple):
 
 
 SaidBy = Callable[[bytes], Said | None]
-"""What a line says that is in a file; None where it cannot be read."""
+"""(line of a file) -> its step and names; None if it cannot be read."""
 
 
 @final
@@ -113,7 +113,7 @@ class ContinuedFile:
             raise
 
     def lines(self) -> Iterable[bytes]:
-        """Those that are in the file, each with its end."""
+        """Yield the lines of the file, each with its end."""
         with self.path.open("rb") as file:
             yield from file
 

@@ -27,7 +27,7 @@ CLIENT_LIMIT_S = 10.0
 
 @dataclass
 class _Totals:
-    """What is known so far.
+    """The figures so far.
 
     Attributes:
         steps: that this job has made since this instance writes.
@@ -98,7 +98,7 @@ class Prometheus(Sink):
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What Prometheus's library asks for, in its own thread."""
+        """Yield the metrics; called by Prometheus's library in its own thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         state = self._state
