@@ -98,9 +98,9 @@ class Trainer:
             check_optimizer(optimizer)
             traced.append(optimizer.update)
         recorder = recorder_for(replicas, options)
-        self._programs = StepPrograms(replicas, loss_fn, optimizer, options, recorder.is_on, traced)
+        self._programs = StepPrograms(replicas, loss_fn, optimizer, options, recorder is not None, traced)
         self._loss_fn = loss_fn
-        self._engine = JaxEngine(replicas, self._programs, options, recorder.is_on)
+        self._engine = JaxEngine(replicas, self._programs, options, recorder is not None)
         self._loop = StepLoop(
             replicas,
             self._engine,

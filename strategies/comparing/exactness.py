@@ -37,30 +37,24 @@ def variables_like(variables: Variables, seed: int) -> Tree:
 
     Integers, which are not trained, are the same.
     """
-    random = np.random.default_rng(seed)
-
-    def draw(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        inputs = math.prod(leaf.shape[:-1]) if leaf.ndim > 1 else 1
-        drawn = (random.standard_normal(leaf.shape) / math.sqrt(max(inputs, 1))).astype(leaf.dtype)
-        placed: jax.Array = jax.device_put(drawn, leaf.sharding)
-        return placed
-
-    return jax.tree.map(draw, variables)
+    return _like(variables, seed, lambda leaf: max(1, math.prod(leaf.shape[:-1])))
 
 
 def batch_like(batch: Batch, seed: int) -> Tree:
     """A batch with other floating-point numbers, of unit variance; integers, such as labels, are the same."""
+    return _like(batch, seed, lambda leaf: 1)
+
+
+def _like(tree: Tree, seed: int, inputs_of: Callable[[Leaf], int]) -> Tree:
     random = np.random.default_rng(seed)
 
-    def draw(leaf: Leaf) -> Tree:
+    def draw(leaf: Leaf) -> Leaf:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        drawn = random.standard_normal(leaf.shape).astype(leaf.dtype)
+        drawn = (random.standard_normal(leaf.shape) / math.sqrt(inputs_of(leaf))).astype(leaf.dtype)
         return jax.device_put(drawn, leaf.sharding) if isinstance(leaf, jax.Array) else drawn
 
-    return jax.tree.map(draw, batch)
+    return jax.tree.map(draw, tree)
 
 
 def have_same_gradients(

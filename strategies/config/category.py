@@ -190,7 +190,6 @@ class Category(ABC):
         self._keep(row, value)
 
     def _keep(self, row: AttributeMetadata, value: object) -> None:
-        """Set an attribute to a value of its type."""
         if row.deprecated:
             logger.warning("%s has been deprecated: %s", row.name, row.deprecated_msg)
         self._values[row.name] = value
@@ -299,21 +298,13 @@ class Category(ABC):
 
 @final
 class _Inside(Category):
-    """A category inside of another one, with which it shares its values."""
-
     @property
     def _title(self) -> str:
         return self._prefix.removesuffix(".")
 
 
 def _unknown(name: str, near: Iterable[str], known: Iterable[str]) -> UnknownAttributeError:
-    """Return the error for a name that a configuration has not.
-
-    Args:
-        name: as it was asked for.
-        near: full names among which one may be meant; the first similar one is suggested.
-        known: names that there are, told where none is similar.
-    """
+    """Return the error for an unknown name: it suggests the first similar one of `near`, or else lists `known`."""
     last = {full.rpartition(".")[2]: full for full in reversed(list(near))}
     meant = difflib.get_close_matches(name.rpartition(".")[2], last)
     hint = f"Did you mean '{last[meant[0]]}'?" if meant else f"It has {', '.join(known)}."

@@ -113,8 +113,6 @@ def _check_connection(config: IPUConfig) -> None:
 
 @dataclass
 class _Process:
-    """The configuration of this process."""
-
     config: IPUConfig | None = None
 
 
@@ -210,15 +208,12 @@ def ipus_of_group(number: int) -> int:
     Raises:
         ValueError: if there is no such group.
     """
-    first, size = 0, 1
-    while size <= SYSTEM_IPUS:
-        after = first + SYSTEM_IPUS // size
-        if 0 <= number < after:
-            return size
-        first, size = after, 2 * size
+    sizes = [size for size in (1, 2, 4, 8, SYSTEM_IPUS) for _ in range(SYSTEM_IPUS // size)]
+    if 0 <= number < len(sizes):
+        return sizes[number]
     raise ValueError(
-        f"select_ipus names {number}, and a system of {SYSTEM_IPUS} IPUs has the groups 0 to {first - 1}; name one of "
-        "these, or say with auto_select_ipus how many IPUs there are"
+        f"select_ipus names {number}, and a system of {SYSTEM_IPUS} IPUs has the groups 0 to {len(sizes) - 1}; name "
+        "one of these, or say with auto_select_ipus how many IPUs there are"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import popdist
 from popdist.instance import Instance
-from strategies.defaults import Defaults, Selection, rounded_to_power_of_two
+from strategies.defaults import Defaults, rounded_to_power_of_two
 
 
 def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tuple[int, int]:
@@ -36,10 +36,6 @@ def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tup
 def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> int | None:
     """Return the replicas of each instance by the defaults; None if they name no IPUs, or poprun fixes the number.
 
-    Args:
-        defaults: of the strategy.
-        ipus_per_replica: that the strategy names.
-
     Raises:
         ValueError: if the IPUs are not enough.
     """
@@ -50,10 +46,6 @@ def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> in
 
 def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Instance:
     """Call `popdist.init` for as many replicas as the defaults say, unless poprun fixes the number.
-
-    Args:
-        defaults: of the strategy.
-        ipus_per_replica: that the strategy names.
 
     Raises:
         ValueError: if the IPUs are not enough.
@@ -74,8 +66,18 @@ def refuse_contradictions(defaults: Defaults, instance: Instance) -> None:
         EnvironmentMismatchError: if they do.
     """
     refuse_other_process(defaults, instance)
-    if defaults.selection is not None and defaults.selection.is_counted:
-        _refuse_other_replicas(defaults.selection, instance)
+    selection = defaults.selection
+    if selection is None or not selection.is_counted:
+        return
+    spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
+    # IPUs of this process, as in the original, or of all instances
+    every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
+    if selection.ipus not in every:
+        raise popdist.EnvironmentMismatchError(
+            f"{selection.said}, and this instance has {local} of {total} replicas that span {spanned} IPUs each "
+            f"({instance.launcher}); make it {local * spanned}, or {total * spanned} for all instances, leave it out, "
+            "or configure before popdist.init"
+        )
 
 
 def refuse_other_process(defaults: Defaults, instance: Instance) -> None:
@@ -90,16 +92,4 @@ def refuse_other_process(defaults: Defaults, instance: Instance) -> None:
             f"the configuration has process_index {index} of process_count {count}, and this is instance "
             f"{instance.index} of {instance.count} ({instance.launcher}); leave "
             "experimental.multi_replica_distribution out, or have popdist.tensorflow.set_ipu_config set it"
-        )
-
-
-def _refuse_other_replicas(selection: Selection, instance: Instance) -> None:
-    """Refuse IPUs that are neither those of this process, as in the original, nor those of all instances."""
-    spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
-    every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
-    if selection.ipus not in every:
-        raise popdist.EnvironmentMismatchError(
-            f"{selection.said}, and this instance has {local} of {total} replicas that span {spanned} IPUs each "
-            f"({instance.launcher}); make it {local * spanned}, or {total * spanned} for all instances, leave it out, "
-            "or configure before popdist.init"
         )

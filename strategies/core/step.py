@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 class StepWatcher(Protocol):
     """The interface of objects to which a step is reported while it is made."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is recorded: steps are then made one by one."""
-
     def reduced(self, snapshot: TrainState, batch: Batch, gradients: Gradients, shards: Tree) -> None:
         """Record the mean gradients of a step, before the variables are updated.
 
@@ -74,7 +70,7 @@ class StepLoop(Generic[State, Pending]):
         engine: computes the steps.
         rules: the rules of the steps.
         scaling: the scaling of losses; None if they are not scaled.
-        watcher: told of every step.
+        watcher: told of every step; None if nothing is recorded.
 
     Attributes:
         notice: the notice that travels with the gradients of every step.
@@ -88,7 +84,7 @@ class StepLoop(Generic[State, Pending]):
         engine: Engine[State, Pending],
         rules: StepRules[State],
         scaling: LossScaling | None,
-        watcher: StepWatcher,
+        watcher: StepWatcher | None,
     ) -> None:
         self.notice = StepNotice()
         self.metrics: Metrics | None = None
@@ -113,12 +109,12 @@ class StepLoop(Generic[State, Pending]):
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
             scale = self.scaling.after(scale, arrived.is_finite)
-        if watcher.is_on:
+        if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         with instruments.during[UPDATE]:
             state = self._engine.update(pending, scale)
         metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
-        if watcher.is_on:
+        if watcher is not None:
             watcher.updated(self._engine.snapshot(state), metrics)
         return state, metrics
 

@@ -142,11 +142,7 @@ class RowOutputs(EvaluationTask):
 
 
 def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
-    """Return the loss and the metrics of one row, in float32.
-
-    Raises:
-        TypeError: if they are no scalars.
-    """
+    """Return the loss and the metrics of one row, in float32; refuse those that are no scalars."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), outcome.metrics)
     names = metric_names(shapes)
     if jnp.shape(outcome.loss) != ():

@@ -90,11 +90,9 @@ def check_function(what: str, function: object, arguments: Sequence[str], way_ou
 def _takes(function: Function, arguments: Sequence[str]) -> bool:
     """Return whether a function can be called with so many arguments."""
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(*arguments)
     except ValueError:  # one that is not written in Python does not tell
         return True
-    try:
-        signature.bind(*arguments)
     except TypeError:
         return False
     return True
@@ -199,13 +197,9 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_array(leaf: Leaf) -> bool:
-    if isinstance(leaf, str | type):
-        return False
-    return isinstance(leaf, _NUMBERS) or _has_dtype(leaf)
-
-
-def _has_dtype(leaf: Leaf) -> bool:
-    if not hasattr(leaf, "shape"):
+    if isinstance(leaf, _NUMBERS):
+        return True
+    if isinstance(leaf, str | type) or not hasattr(leaf, "shape"):
         return False
     try:
         jnp.result_type(leaf)
@@ -298,23 +292,21 @@ class Trainable:
 
     def pick(self, variables: Variables) -> Variables:
         """Return the trained variables: the same tree, with None in the place of each other variable."""
-        if self.is_all:
-            return variables
-        leaves, structure = jax.tree.flatten(variables)
-        return jax.tree.unflatten(structure, [leaf if flag else None for leaf, flag in self._pairs(leaves)])
+        return variables if self.is_all else self._chosen(variables, True)
 
     def frozen(self, variables: Variables) -> Variables:
         """Return the variables that are not trained: the same tree, with None in the place of each trained one."""
-        leaves, structure = jax.tree.flatten(variables)
-        return jax.tree.unflatten(structure, [None if flag else leaf for leaf, flag in self._pairs(leaves)])
+        return self._chosen(variables, False)
 
     def put(self, variables: Variables, picked: Variables) -> Variables:
-        """Replace the trained variables by others."""
+        """Replace the trained variables, or None in their places, by others."""
         if self.is_all:
             return picked
-        leaves, structure = jax.tree.flatten(variables)
-        trained = iter(jax.tree.leaves(picked))
-        return jax.tree.unflatten(structure, [next(trained) if flag else leaf for leaf, flag in self._pairs(leaves)])
+        return jax.tree.map(
+            lambda new, old: old if new is None else new, picked, variables, is_leaf=lambda leaf: leaf is None
+        )
 
-    def _pairs(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, bool]]:
-        return list(zip(leaves, self.flags, strict=True))
+    def _chosen(self, variables: Variables, is_trained: bool) -> Variables:
+        leaves, structure = jax.tree.flatten(variables)
+        pairs = zip(leaves, self.flags, strict=True)
+        return jax.tree.unflatten(structure, [leaf if flag is is_trained else None for leaf, flag in pairs])

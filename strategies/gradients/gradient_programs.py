@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import final
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.shards import Shards
-from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
+from strategies.gradients.computation import ReplicaGradients, ReplicaPlan, ReplicaRun
 from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
+from strategies.gradients.replica_program import ReplicaProgram
 from strategies.programs.buckets import cut_in_buckets
 from strategies.programs.program import DeviceProgram
 from strategies.programs.segments import Part, ProgramSegment, carry_out
-from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.replicas.devices import DeviceGrid, ReplicaDevices, results_of
 from strategies.typing import Tree, Variables
 
 logger = logging.getLogger(__name__)
@@ -29,8 +27,6 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = LARGE_BYTES
 """Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
 precedes it 2 to 5 ms.)"""
-
-GradientFunction = Callable[..., Sequence[jax.Array]]
 
 
 @final
@@ -42,20 +38,13 @@ class JaxGradientPlan(ReplicaPlan):
 
     Args:
         devices: where replicas run; on as many others of the same kind the plan is the same.
-        function: `(variables, batch, replica index, control words, *kept, shared) -> (tail, *gradients, *kept)` of one
-            replica; what it keeps is for its next step, what is shared is the same for all of them.
+        program: of one replica.
         shapes: of its arguments.
-        gradients: the shapes and dtypes in which they leave the function, and others behind them that are averaged
-            like them.
         streams: whether to cut it into segments.
-        tail: how many values the tail has.
-        shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
-            None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
-        whole: how many of the last gradients are never cut into shards.
-        kept: how many arrays a replica keeps.
+        shards: see `Leaving`.
 
     Attributes:
-        segments: the parts of the function.
+        segments: the parts of the program.
         layouts: for each segment how the gradients that it finishes lie in buffers.
         kept_counts: for each segment how many arrays that it finishes a replica keeps.
         programs: compute the segments.
@@ -64,31 +53,25 @@ class JaxGradientPlan(ReplicaPlan):
     def __init__(
         self,
         devices: ReplicaDevices,
-        function: GradientFunction,
+        program: ReplicaProgram,
         shapes: Sequence[Tree],
-        gradients: Sequence[jax.ShapeDtypeStruct],
         streams: bool,
-        tail: int,
-        shards: Shards | None = None,
-        whole: int = 0,
-        kept: int = 0,
+        shards: Shards | None,
     ) -> None:
-        self._leaving = Leaving(tuple(gradients), shards, whole)
+        averaged = program.results
+        self.leaving = Leaving(tuple(averaged), shards, len(averaged) - program.num_gradients)
+        self.sum_bytes = 0  # micro-batches are added inside of the program
         self._shapes = jax.tree.leaves(shapes)
         self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
-        results = TAIL + 1 + len(gradients) + kept
-        self.segments = self._cut(function, shapes, results) if streams else [_uncut(function, shapes, results)]
+        results = TAIL + 1 + len(averaged) + program.num_kept
+        self.segments = self._cut(program, shapes, results) if streams else [_uncut(program, shapes, results)]
+        tails = [0] * (len(self.segments) - 1) + [program.tail_size]
         self.layouts = [
-            self.leaving.layout(segment.parts, tail if segment is self.segments[-1] else 0) for segment in self.segments
+            self.leaving.layout(segment.parts, tail) for segment, tail in zip(self.segments, tails, strict=True)
         ]
-        self.kept_counts = [len(self.of_kept(segment.parts)) for segment in self.segments]
+        self.kept_counts = [len(self._of_kept(segment.parts)) for segment in self.segments]
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
-
-    @property
-    def leaving(self) -> Leaving:
-        """See `ReplicaPlan`."""
-        return self._leaving
 
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
         """See `ReplicaPlan`: one for each segment."""
@@ -96,11 +79,6 @@ class JaxGradientPlan(ReplicaPlan):
             memory.bucket("gradients" if len(self.segments) == 1 else f"gradients/{number}", segment.parts, layout)
             for number, (segment, layout) in enumerate(zip(self.segments, self.layouts, strict=True))
         ]
-
-    @property
-    def sum_bytes(self) -> int:
-        """See `ReplicaPlan`: micro-batches are added inside of the program."""
-        return 0
 
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the segments."""
@@ -110,19 +88,15 @@ class JaxGradientPlan(ReplicaPlan):
             "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
         }
 
-    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """See `ReplicaPlan`: none."""
-        return ()
-
-    def _cut(self, function: GradientFunction, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
+    def _cut(self, program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
         """Segments, each of which finishes some gradients; only one where the function calls back into Python.
 
         JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
         """
-        closed = jax.make_jaxpr(function)(*shapes)
+        closed = jax.make_jaxpr(program)(*shapes)
         if closed.effects:
             logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
-            return [_uncut(function, shapes, results)]
+            return [_uncut(program, shapes, results)]
         early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
@@ -151,10 +125,9 @@ class JaxGradientPlan(ReplicaPlan):
         return [found[number] for number in range(len(self.segments))]
 
     def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the buffers of a segment."""
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
-    def of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+    def _of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
         """Return the results of a segment that the replica keeps for its next step."""
         return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
 
@@ -172,7 +145,7 @@ class JaxGradientPlan(ReplicaPlan):
             finished = dict(zip(segment.parts, results, strict=False))
             gradients = [finished[part] for part in self.leaving.of_gradients(segment.parts)]
             buffers = flatten(layout, gradients, finished.get(Part(TAIL)), values[first_buffer:])
-            kept = [finished[part] for part in self.of_kept(segment.parts)]
+            kept = [finished[part] for part in self._of_kept(segment.parts)]
             return (*buffers, *kept, *results[len(segment.parts) :])
 
         return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
@@ -189,6 +162,8 @@ class GradientPrograms(ReplicaGradients):
         failed: called with what a replica's program raises, when others may be waiting for it.
     """
 
+    _runs: Sequence[_ReplicaGradientRun]
+
     def __init__(
         self,
         devices: ReplicaDevices,
@@ -196,24 +171,13 @@ class GradientPrograms(ReplicaGradients):
         allocate: Allocate,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
+        memory = MeansMemory(plan.leaving, allocate)
+        runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
+        parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]
+        super().__init__(memory, plan.buckets(memory), parts, runs)
         self.plan = plan
         self._devices = devices
         self._failed = failed
-        self._memory = MeansMemory(plan.leaving, allocate)
-        self.buckets = plan.buckets(self._memory)
-        self._parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]  # in each bucket
-        self._runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
-        self._begun: list[Future[None]] = []
-
-    @property
-    def means(self) -> list[np.ndarray]:
-        """See `ReplicaGradients`."""
-        return self._memory.means
-
-    @property
-    def tail(self) -> np.ndarray:
-        """See `ReplicaGradients`."""
-        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
@@ -228,85 +192,21 @@ class GradientPrograms(ReplicaGradients):
         else:
             self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
 
-    def kept(self) -> list[list[jax.Array]]:
-        """See `ReplicaGradients`."""
-        return [run.kept for run in self._runs]
-
-    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """See `ReplicaGradients`."""
-        for number, bucket in enumerate(self.buckets):
-            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
-            for run in self._runs:
-                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
-                    of_buffer.append(borrow(array))
-            if bucket is self.buckets[-1]:
-                self._end()
-            yield bucket, contributions
-
-    def _finished(self, run: _ReplicaGradientRun, number: int) -> Sequence[jax.Array]:
-        """Return the buffers of a segment, when a replica has computed it."""
-        if not self._begun:
-            return run.wait(number)
-        run.finished[number].wait()
-        if run.is_broken:
-            self._end()
-        return run.buffers[number]
-
     def _end(self) -> None:
-        """Wait until all replicas have ended; raises what the first of them has raised."""
         begun, self._begun = self._begun, []
-        errors = [future.exception() for future in begun]
-        for error in errors:
-            if error is not None:
-                raise error
-
-    def leaves(self) -> list[list[np.ndarray]]:
-        """See `ReplicaGradients`."""
-        found: list[dict[Part, np.ndarray]] = [{} for _ in self._devices.replicas]
-        for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
-            for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
-                parts.update(zip(of_bucket, bucket.layout.views(buffers), strict=True))
-                if bucket is self.buckets[-1]:
-                    parts[Part(TAIL)] = bucket.layout.tail_view(buffers)
-        kept = [
-            [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
-        ]
-        return [[*self._put_together(parts), *own] for parts, own in zip(found, kept, strict=True)]
-
-    def _put_together(self, parts: Mapping[Part, np.ndarray]) -> list[np.ndarray]:
-        ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
-        grouped = itertools.groupby(ordered, key=lambda part: part.result)
-        return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
+        results_of(begun)
 
 
-class _ReplicaGradientRun:
-    """The computations of one local replica.
-
-    Attributes:
-        buffers: of each segment; what one step has left there, the next one takes over.
-        finished: for each segment whether its buffers are ready, or never will be.
-        is_broken: whether its program has raised something, or has not run yet.
-        kept: for the next step.
-    """
-
+class _ReplicaGradientRun(ReplicaRun):
     def __init__(self, devices: ReplicaDevices, plan: JaxGradientPlan, position: int) -> None:
+        super().__init__(len(plan.segments))
         self._devices = devices
         self._plan = plan
         self._position = position
         self._arguments: Sequence[Tree] = ()
         self._executables: Sequence[jax.stages.Compiled] = ()
-        self.buffers: list[Sequence[jax.Array]] = []
-        self.finished = [threading.Event() for _ in plan.segments]
-        self.is_broken = True
-        self.kept: list[jax.Array] = []
 
     def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
-        """Take what is to be computed with.
-
-        Args:
-            arguments: of the gradient function, flat.
-            executables: of the segments.
-        """
         self._arguments, self._executables = arguments, executables
         for finished in self.finished:
             finished.clear()
@@ -323,7 +223,7 @@ class _ReplicaGradientRun:
             pass
 
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """Return the buffers of a segment that was dispatched, when they are ready."""
+        """See `ReplicaRun`."""
         try:
             ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
         except BaseException:
@@ -361,11 +261,10 @@ class _ReplicaGradientRun:
         return results
 
 
-def _uncut(function: GradientFunction, shapes: Sequence[Tree], results: int) -> ProgramSegment:
-    """Return the whole program as one segment."""
+def _uncut(program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> ProgramSegment:
     leaves, structure = jax.tree.flatten(tuple(shapes))
 
     def flat(*values: jax.Array) -> Sequence[jax.Array]:
-        return function(*jax.tree.unflatten(structure, values))
+        return program(*jax.tree.unflatten(structure, values))
 
     return ProgramSegment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))

@@ -292,7 +292,6 @@ class ReplicaProgram:
         return jnp.concatenate(tail)
 
     def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
-        """That of a replica and a step."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
 
     @contextmanager
@@ -335,7 +334,21 @@ class ReplicaProgram:
         Raises:
             ValueError: if it cannot be divided.
         """
-        return jax.tree.map(self._micro_shape, batch)
+        count = self.accumulation.count
+
+        def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            rows = leaf.shape[0]
+            if rows == 0:
+                raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
+            if rows % count:
+                raise ValueError(
+                    f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has "
+                    f"{rows} rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
+                    "distribute_dataset too"
+                )
+            return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree.map(shape, batch)
 
     def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
         """Split a replica's kept values into the new residuals, and the model state's leaves by the words of `KEPT`."""
@@ -365,7 +378,9 @@ class ReplicaProgram:
 
         def of_micro_batch(part: Batch, key: jax.Array, model_state: Tree) -> tuple[jax.Array, list[jax.Array], Tree]:
             def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-                return self._loss(self.trainable.put(variables, trained), part, key, control, model_state)
+                every = self.trainable.put(variables, trained)
+                value, values, outcome = self._computed(every, part, key, control, model_state)
+                return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
             return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
@@ -396,13 +411,6 @@ class ReplicaProgram:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
         return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
-
-    def _loss(
-        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
-    ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-        """Return the differentiated value; the loss and the metrics as float32, and the new model state."""
-        loss, values, outcome = self._computed(variables, batch, key, control, model_state)
-        return loss, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
     def _computed(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
@@ -435,20 +443,6 @@ class ReplicaProgram:
             )
         self.rule.check_returned(given.model_state, outcome.model_state)
         return ("loss", *metric_names(metrics))
-
-    def _micro_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Return the shape of one micro-batch of a replica."""
-        count = self.accumulation.count
-        rows = leaf.shape[0]
-        if rows == 0:
-            raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
-        if rows % count:
-            raise ValueError(
-                f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has {rows} "
-                "rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
-                "distribute_dataset too"
-            )
-        return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
         """Return the results of the loss function for one micro-batch, as arrays."""

@@ -153,7 +153,6 @@ def _reason(chosen: Candidate, every: Sequence[Candidate], num_fitting: int, lim
 
 
 def _said(number: int) -> str:
-    """Return a number of bytes with a unit."""
     name, size = next((unit for unit in SIZES if number >= unit[1]), ("bytes", 1))
     return f"{number / size:.4g} {name}"
 
@@ -304,7 +303,6 @@ def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:
 
 
 def _even_factors(timetable: Timetable, times: StageTimes) -> list[float]:
-    """Return for each stage the factor of its times with equal loads of all devices."""
     there = loads(timetable, times)
     mean = sum(there) / len(there)
     return [mean / most if (most := max(there[one] for one in devices)) else 1.0 for devices in timetable.mapping]
@@ -386,7 +384,6 @@ def _improved(timetable: Timetable, parts: StageTimes, sizes: tuple[int, ...]) -
 
 
 def _neighbours(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts that differ in the place of one part."""
     for stage in range(len(sizes) - 1):
         for moved in (-1, 1):
             changed = list(sizes)

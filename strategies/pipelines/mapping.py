@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 from strategies.argument_checks import integer, positive, wrong_type
@@ -81,9 +81,7 @@ def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
     """Return the number of devices of a mapping; without a mapping, the number of stages."""
     if not isinstance(device_mapping, Sequence):
         return max(num_stages, 1)
-    return 1 + max(
-        [0, *(integer(one) or 0 for each in device_mapping for one in (each if _is_list(each) else (each,)))]
-    )
+    return 1 + max([0, *(integer(one) or 0 for _, one in _flat(device_mapping))])
 
 
 def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
@@ -93,8 +91,7 @@ def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
         TypeError: if there is something else in it than whole numbers.
         ValueError: naming the devices.
     """
-    flat = [(stage, one) for stage, each in enumerate(device_mapping) for one in (each if _is_list(each) else (each,))]
-    numbers = {_device(stage, one) for stage, one in flat if not _is_list(one)}
+    numbers = {_device(stage, one) for stage, one in _flat(device_mapping) if not _is_list(one)}
     gaps = sorted(set(range(max(numbers, default=0))) - numbers)
     if gaps and _ALL_DEVICES not in numbers:
         raise ValueError(
@@ -102,6 +99,11 @@ def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
             f"{', '.join(map(str, gaps))}, with nothing to do; number the devices without gaps, or say "
             "allow_idle_devices=True"
         )
+
+
+def _flat(device_mapping: DeviceMapping) -> Iterator[tuple[int, object]]:
+    for stage, each in enumerate(device_mapping):
+        yield from ((stage, one) for one in (each if _is_list(each) else (each,)))
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -133,9 +133,12 @@ def refuse_other_shards(graph: Graph, mapping: Places) -> None:
 
 
 def _shards(equation: Equation) -> list[int]:
-    inside = [one for body in bodies(equation) for one in every_equation(body)]
-    stacks = [str(one.source_info.name_stack) for one in (equation, *inside)]
+    stacks = [str(one.source_info.name_stack) for one in (equation, *_inside(equation))]
     return [int(found) for stack in stacks for found in _ON_SHARD.findall(stack)]
+
+
+def _inside(equation: Equation) -> Iterator[Equation]:
+    return (one for body in bodies(equation) for one in every_equation(body))
 
 
 def _marks(graph: Graph, stages: int) -> dict[int, Place]:
@@ -174,7 +177,7 @@ def _mark_of(equation: Equation) -> Place | None:
         )
     if marks:
         return int(marks[0][0]), int(marks[0][1] or 0)
-    for inside in (one for body in bodies(equation) for one in every_equation(body)):
+    for inside in _inside(equation):
         if within := _MARK.findall(str(inside.source_info.name_stack)):
             raise ValueError(
                 f"stage {within[0][0]} is marked in a {equation.primitive.name}; a stage is run once for each "
@@ -201,19 +204,10 @@ def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
 def _homes_of_penalties(
     graph: Graph, homes: Mapping[int, Place], weights: Collection[int], last: Place
 ) -> dict[int, Place]:
-    """Return where numbers are made that depend on weights alone and that only later stages add to the loss.
+    """Return where penalties are made: numbers of weights alone that only later stages add to the loss.
 
-    Otherwise the stage that adds them would read the weights too, which are on the device of another one: what Keras's
-    regularizers say is added up behind the last stage.
-
-    Args:
-        graph: of the loss function.
-        homes: where its equations are, but for those that depend on no stage.
-        weights: the numbers of its arguments that are weights.
-        last: where results are needed that no stage makes.
-
-    Returns:
-        The places of such equations, and of those that depend on them.
+    The equations that depend on a penalty come with it. Keras adds the penalties of its regularizers up behind the
+    last stage, which would have to read the weights of all stages.
     """
     needed = _needed(graph, homes, last)
     behind: dict[Variable, Place] = {  # the latest stage that is the first one to use a weight behind a value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from strategies.pipelines.timetable import ActionKind, Timed
+from strategies.pipelines.timetable import ActionKind, Timed, bubble_share
 
 LETTERS = {
     ActionKind.FORWARD: "F",
@@ -96,25 +96,24 @@ class Panel:
         """From the first begin to the last end."""
         return max((span.end_s for span in self.spans), default=0.0) - self.begin
 
+    @property
+    def bubble_share(self) -> float:
+        """The share of the devices' time in which they have nothing to do, 0 to 1."""
+        return bubble_share(self.spans, len(self.lanes))
+
     @cached_property
     def lanes(self) -> dict[int, list[int]]:
         """The stages of each device, both in their order."""
-        devices: dict[int, set[int]] = {}
-        for span in self.spans:
-            devices.setdefault(span.device, set()).add(span.action.stage)
-        return {device: sorted(devices[device]) for device in sorted(devices)}
+        found: dict[int, list[int]] = {}
+        for device, stage in sorted({(span.device, span.action.stage) for span in self.spans}):
+            found.setdefault(device, []).append(stage)
+        return found
 
     def in_lane(self, device: int, stage: int) -> Iterator[Timed]:
         """Yield what a device does with a stage; times begin at 0."""
         for span in self.spans:
             if (span.device, span.action.stage) == (device, stage):
                 yield span._replace(begin_s=span.begin_s - self.begin, end_s=span.end_s - self.begin)
-
-    @cached_property
-    def kinds(self) -> list[ActionKind]:
-        """The kinds of actions that there are, in the order of the enum."""
-        there = {span.action.kind for span in self.spans}
-        return [kind for kind in ActionKind if kind in there]
 
 
 def label_of(span: Timed) -> str:
@@ -179,7 +178,6 @@ class _Scale:
 
 
 def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
-    """Return round times above the columns at which they are."""
     per_unit = scale.per_time * unit.size
     step = round_step(BETWEEN_TICKS / per_unit)
     line = ""
@@ -223,20 +221,16 @@ def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
     return first, end, (label if fits else label[0]).ljust(end - first, GOES_ON)
 
 
-def _bands(scale: _Scale) -> Iterator[int | None]:
-    """Yield the first columns of the pieces into which the lines are cut; None where some are left out."""
+def _bands(scale: _Scale) -> Sequence[int | None]:
+    """Return the first columns of the pieces into which the lines are cut; None where some are left out."""
     firsts = list(range(0, scale.columns, scale.width))
-    if len(firsts) <= MOST_BANDS:
-        yield from firsts
-        return
     half = MOST_BANDS // 2
-    yield from firsts[:half]
-    yield None
-    yield from firsts[-half:]
+    return firsts if len(firsts) <= MOST_BANDS else [*firsts[:half], None, *firsts[-half:]]
 
 
 def _legend(panel: Panel) -> str:
-    letters = [f"{LETTERS[kind]} {kind.value}" for kind in panel.kinds]
+    there = {span.action.kind for span in panel.spans}
+    letters = [f"{letter} {kind.value}" for kind, letter in LETTERS.items() if kind in there]
     return f"{', '.join(letters)}, each with the number of its micro-batch; {IDLE} nothing to do"
 
 

@@ -229,13 +229,10 @@ class Pipelining:
         arguments.refuse_spread(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
         out = MicroBatchOutputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
-        stages = StagePlan(executables, program, arguments, staged, timetable, shards, self._keeping(blocks), out)
+        offloads = (self.offload_activations, self.offload_gradient_accumulation_buffers)
+        keeping = StashPolicy(self.recomputes, *offloads, blocks)
+        stages = StagePlan(executables, program, arguments, staged, timetable, shards, keeping, out)
         return PipelinePlan(stages, closed, self.watch, self.take_outputs)
-
-    def _keeping(self, blocks: frozenset[int]) -> StashPolicy:
-        return StashPolicy(
-            self.recomputes, self.offload_activations, self.offload_gradient_accumulation_buffers, blocks
-        )
 
     def widths(self, timetable: Timetable) -> list[int]:
         """Return the number of functions of each stage."""
@@ -246,15 +243,15 @@ class Pipelining:
 def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
     """Have the segments with a `recomputation_checkpoint` recompute block by block; the numbers of these segments."""
     marked = frozenset(number for number, segment in enumerate(staged.segments) if _has_mark(staged, segment))
-    changed = [
+    changed = (
         replace(segment, function=recomputing(segment.function, "blocks")) if number in marked else segment
         for number, segment in enumerate(staged.segments)
-    ]
-    return replace(staged, stages=tuple(tuple(changed[one] for one in own) for own in staged.numbers)), marked
+    )
+    return replace(staged, stages=tuple(tuple(next(changed) for _ in own) for own in staged.stages)), marked
 
 
 def _has_mark(staged: Staged, segment: ProgramSegment) -> bool:
-    given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
+    given = segment.read(staged.arguments, staged.shapes)
     equations = every_equation(jax.make_jaxpr(segment.function)(*given).jaxpr)
     return any(one.primitive.name == "name" and one.params["name"] == MARK for one in equations)
 

@@ -173,9 +173,8 @@ def pipeline(
     outfeed.check(learns)
     schedule = schedule_for(pipeline_schedule, batch_serialization_iterations)
     strategy = get_strategy()
-    devices = num_devices(
-        device_mapping, len(computational_stages) if isinstance(computational_stages, Sequence) else 1
-    )
+    number = len(computational_stages) if isinstance(computational_stages, Sequence) else 1
+    devices = num_devices(device_mapping, number)
     ipus_per_replica = devices if strategy is None else strategy.replicas.grid.ipus_per_replica
     places = places_of(computational_stages, device_mapping, ipus_per_replica, batch_serialization_iterations)
     _refuse_captures(computational_stages)

@@ -31,14 +31,25 @@ class Schedule:
 
     Attributes:
         name: by which it is found.
-        timetable: (mapping, number of micro-batches, training) -> the timetable, always the same one; raises ValueError
-            or NotImplementedError for what the schedule cannot do.
+        order: (mapping, number of micro-batches, training) -> the actions, always in the same order, without updates;
+            raises NotImplementedError for what the schedule cannot do.
         overlap: (mapping, training) -> of what number of micro-batches the original takes multiples only.
+        in_turn: whether a micro-batch enters the pipeline only when the one before has left it.
     """
 
     name: str
-    timetable: Callable[[Places, int, bool], Timetable]
+    order: Callable[[Places, int, bool], Sequence[StageAction]]
     overlap: Callable[[Places, bool], int] = lambda mapping, training: 1
+    in_turn: bool = False
+
+    def timetable(self, mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+        """Return the actions of each device.
+
+        Raises:
+            NotImplementedError: for what the schedule cannot do.
+        """
+        actions = self.order(mapping, num_micro_batches, training)
+        return _from_order(actions, mapping, num_micro_batches, training, self.in_turn)
 
 
 def schedule_named(name: PipelineSchedule | str) -> Schedule:
@@ -62,16 +73,16 @@ def schedule_named(name: PipelineSchedule | str) -> Schedule:
 # ---- in lock-step: a micro-batch makes one visit in each slot
 
 
-def _grouped(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+def _grouped(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
     """Have all stages work in every slot, each on another micro-batch: backward passes first, then forward passes.
 
     The shortest time for the most memory: a stage with N stages behind it keeps 2N + 1 micro-batches. Semantics: the
     original's `PipelineSchedule.Grouped`.
     """
-    return _in_slots(mapping, num_micro_batches, training, range(num_micro_batches))
+    return _in_slots(mapping, training, range(num_micro_batches))
 
 
-def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
     """Have a device work in every slot on one micro-batch: on a forward pass, in the next slot on a backward pass.
 
     Less memory than grouped: a stage with N stages behind it keeps N + 1 micro-batches. Semantics: the original's
@@ -88,8 +99,7 @@ def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> Tim
         )
     begins, round_length = offsets(mapping, training), len(visits(mapping, training))
     turns = [divmod(number, len(begins)) for number in range(num_micro_batches)]
-    slots = [whole * round_length + begins[place] for whole, place in turns]
-    return _in_slots(mapping, num_micro_batches, training, slots)
+    return _in_slots(mapping, training, [whole * round_length + begins[place] for whole, place in turns])
 
 
 def offsets(mapping: Places, training: bool) -> list[int]:
@@ -112,8 +122,8 @@ def visits(mapping: Places, training: bool) -> list[frozenset[int]]:
     return [*there, *reversed(there)] if training else there
 
 
-def _in_slots(mapping: Places, num_micro_batches: int, training: bool, begins: Sequence[int]) -> Timetable:
-    """Make a timetable in lock-step of the slots in which the micro-batches begin.
+def _in_slots(mapping: Places, training: bool, begins: Sequence[int]) -> list[StageAction]:
+    """Return the actions in lock-step, for the slots in which the micro-batches begin.
 
     A device that is visited several times in a slot takes the older micro-batch first: what it has kept for the
     backward pass is freed before more is kept.
@@ -126,21 +136,19 @@ def _in_slots(mapping: Places, num_micro_batches: int, training: bool, begins: S
             if training:
                 action = StageAction(ActionKind.BACKWARD, stage, micro_batch)
                 slots.append((begin + last - stage, micro_batch, action))
-    ordered = [action for *_, action in sorted(slots, key=lambda slot: slot[:2])]
-    return _from_order(ordered, mapping, num_micro_batches, training)
+    return [action for *_, action in sorted(slots, key=lambda slot: slot[:2])]
 
 
 # ---- one micro-batch, or a few, after another
 
 
-def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
     """Send one micro-batch after another through all stages, and all the way back.
 
     The least memory, and no two devices at work: a stage keeps 1 micro-batch. Semantics: the original's
     `PipelineSchedule.Sequential`.
     """
-    order = _through_all(mapping, num_micro_batches, 1, training)
-    return _from_order(order, mapping, num_micro_batches, training, True)
+    return _through_all(mapping, num_micro_batches, 1, training)
 
 
 def serialized(mapping: Places, num_micro_batches: int, training: bool, iterations: int) -> Timetable:
@@ -181,18 +189,18 @@ def _through_all(mapping: Places, num_micro_batches: int, iterations: int, train
 # ---- by an order of each stage
 
 
-def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
     """Have a stage go ahead by as many micro-batches as it must, and then take forward and backward passes in turn.
 
     As little memory as interleaved, for any number of stages on a device, and any number of micro-batches. With one
     stage on each device it is the order of the interleaved schedule. Source: PipeDream-flush, Narayanan et al.,
     "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
     """
-    sequences = _going_ahead(len(mapping), num_micro_batches, [ActionKind.BACKWARD] if training else [])
-    return _merged(sequences, mapping, num_micro_batches, training)
+    backward = [ActionKind.BACKWARD] if training else []
+    return _merged(_going_ahead(len(mapping), num_micro_batches, backward), mapping, num_micro_batches, training)
 
 
-def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> Timetable:
+def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
     """Split backward passes: other stages wait for the part of the inputs, and the part of the weights fills bubbles.
 
     A third of the bubbles of one forward, one backward, if the three parts of a stage take as long as each other. A
@@ -206,11 +214,7 @@ def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> Tim
 def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[ActionKind]) -> list[list[StageAction]]:
     """Return the actions of each stage: as many forward passes as there are stages from it on, then all in turn.
 
-    Args:
-        num_stages: of the pipeline.
-        num_micro_batches: of an update.
-        backward: the parts of a backward pass, none where nothing is learned. With a second one stage k is behind by k
-            micro-batches.
+    `backward` has the parts of a backward pass. With a second part, stage k is behind by k micro-batches.
     """
     sequences = []
     for stage in range(num_stages):
@@ -227,18 +231,14 @@ def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[Act
 
 def _merged(
     sequences: Sequence[Sequence[StageAction]], mapping: Places, num_micro_batches: int, training: bool
-) -> Timetable:
-    """Make a timetable that keeps the order of each stage's actions.
+) -> list[StageAction]:
+    """Return all actions in an order that keeps that of each stage.
 
     A device with several stages does what is ready first; of several the backward pass first, and the oldest
     micro-batch. There is always one, if there is one for sequences on devices of their own.
     """
-    apart = _from_order(
-        chain.from_iterable(sequences),
-        tuple((stage,) for stage in range(len(mapping))),
-        num_micro_batches,
-        training,
-    )
+    own = tuple((stage,) for stage in range(len(mapping)))
+    apart = _from_order(chain.from_iterable(sequences), own, num_micro_batches, training)
     devices = [0.0] * (1 + max(max(devices) for devices in mapping))
     place = [0] * len(mapping)
     ended: dict[StageAction, float] = {action: float("inf") for sequence in sequences for action in sequence}
@@ -258,7 +258,7 @@ def _merged(
         ended[action] = end
         place[action.stage] += 1
         order.append(action)
-    return _from_order(order, mapping, num_micro_batches, training)
+    return order
 
 
 def _from_order(
@@ -278,7 +278,7 @@ SCHEDULES = {
     for schedule in (
         Schedule("grouped", _grouped, lambda mapping, training: len(visits(mapping, training))),
         Schedule("interleaved", _interleaved, lambda mapping, training: len(offsets(mapping, training))),
-        Schedule("sequential", _sequential),
+        Schedule("sequential", _sequential, in_turn=True),
         Schedule("one_forward_one_backward", _one_forward_one_backward),
         Schedule("zero_bubble", _zero_bubble),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
@@ -134,28 +134,16 @@ def measured_times(
     stages = range(1 + max((stage for _, stage in times), default=-1))
     if lacking := [stage for stage in stages if (ActionKind.FORWARD, stage) not in times]:
         raise ValueError(f"no forward pass of stages {lacking} was measured; give what a whole pipeline did")
-    return _averaged({key: average(found) for key, found in times.items()}, stages, recompute)
-
-
-def _averaged(times: Mapping[tuple[ActionKind, int], float], stages: range, recompute: bool) -> StageTimes:
-    def one(kind: ActionKind, stage: int) -> float:
-        return times.get((kind, stage), 0.0)
-
-    def backward(kind: ActionKind, stage: int) -> float:
-        return max(one(kind, stage) - (one(ActionKind.FORWARD, stage) if recompute else 0.0), 0.0)
-
-    parts = [
-        [backward(ActionKind.BACKWARD_INPUTS, stage) for stage in stages],
-        [one(ActionKind.BACKWARD_WEIGHTS, stage) for stage in stages],
-    ]
-    wholes = [backward(ActionKind.BACKWARD, stage) for stage in stages]
-    is_split = any(map(any, parts))
-    return StageTimes(
-        tuple(one(ActionKind.FORWARD, stage) for stage in stages),
-        tuple(map(sum, zip(*parts, strict=True))) if is_split else tuple(wholes),
-        tuple(parts[1]) if is_split else (),
-        tuple(one(ActionKind.UPDATE, stage) for stage in stages),
+    forward, whole, inputs, weights, update = (
+        tuple(average(times[kind, stage]) if (kind, stage) in times else 0.0 for stage in stages) for kind in ActionKind
     )
+    if recompute:
+        whole, inputs = (
+            tuple(max(time - again, 0.0) for time, again in zip(of, forward, strict=True)) for of in (whole, inputs)
+        )
+    if not any((*inputs, *weights)):
+        return StageTimes(forward, whole, (), update)
+    return StageTimes(forward, tuple(map(sum, zip(inputs, weights, strict=True))), weights, update)
 
 
 @dataclass(frozen=True)

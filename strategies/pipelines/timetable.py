@@ -6,7 +6,7 @@ soon as the `dependencies` are done. Nothing here knows what a stage computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -168,11 +168,9 @@ class Timetable:
     @cached_property
     def _backward(self) -> tuple[ActionKind, ...]:
         """The kinds that make a backward pass, the last of them being the one that frees what was kept for it."""
-        return (
-            (ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS)
-            if self.has_split_backward
-            else (ActionKind.BACKWARD,)
-        )
+        if self.has_split_backward:
+            return ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS
+        return (ActionKind.BACKWARD,)
 
     def _ends_of(self, micro_batch: int) -> tuple[StageAction, ...]:
         """Return the last actions for a micro-batch: when they are done all others are, too."""
@@ -232,7 +230,8 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
     parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
     place, free = [0] * len(timetable.devices), [0.0] * len(timetable.devices)
     spans: list[Timed] = []
-    while True:
+    before = -1
+    while len(spans) > before:
         before = len(spans)
         for device, actions in enumerate(timetable.devices):
             while place[device] < len(actions):
@@ -241,13 +240,11 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
                 if any(parts.get(one) for one in needed):
                     break
                 begin = max([free[device], *[ended[one] for one in needed]])
-                free[device] = begin + duration_of(action, durations)
+                free[device] = begin + durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
                 parts[action] -= 1
                 ended[action] = max(ended.get(action, 0.0), free[device])
                 spans.append(Timed(device, action, begin, free[device]))
                 place[device] += 1
-        if len(spans) == before:
-            break
     waiting = [device for device, actions in enumerate(timetable.devices) if place[device] < len(actions)]
     if waiting:
         action = timetable.devices[waiting[0]][place[waiting[0]]]
@@ -256,12 +253,12 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
             f"devices {waiting} would wait for ever: device {waiting[0]} for the {lacking}, before the {action}; "
             "it has to come earlier"
         )
+    return in_order(spans)
+
+
+def in_order(spans: Iterable[Timed]) -> list[Timed]:
+    """Return actions in the order of their begins; of those that begin at once that of the first device."""
     return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
-
-
-def duration_of(action: StageAction, durations: Durations) -> float:
-    """Return the duration of an action; see `Timetable.timed`."""
-    return durations.get((action.kind, action.stage), float(PARTS.get(action.kind, 1)))
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
 from strategies.pipelines.advice import WORTH, Cut, better_cut, even_length, moves, slowest
 from strategies.pipelines.pictures import COLUMNS, Panel, draw_text, perfetto, said_s, unit_of
 from strategies.pipelines.times import StageTimes, measured_times
-from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, bubble_share
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,20 @@ class Trace:
     @property
     def bubble_share(self) -> float:
         """The share of the devices' time in which they had nothing to do, 0 to 1, over all replicas."""
-        shares = [bubble_share(spans, len({span.device for span in spans})) for spans in self.replicas.values()]
-        return sum(shares) / len(shares)
+        return sum(panel.bubble_share for panel in self.panels) / len(self.panels)
 
     @cached_property
     def panels(self) -> list[Panel]:
         """The panels for pictures, one for each replica."""
-        return [Panel(self._title(replica), tuple(spans), True) for replica, spans in self.replicas.items()]
+        found = {replica: Panel("", tuple(spans), True) for replica, spans in self.replicas.items()}
+        return [
+            replace(
+                panel,
+                title=f"replica {replica}, measured: {said_s(panel.length)}, {panel.bubble_share:.1%} bubbles on "
+                f"{len(panel.lanes)} devices",
+            )
+            for replica, panel in found.items()
+        ]
 
     def text(self, columns: int = COLUMNS) -> str:
         """Draw the trace as lines of at most so many columns, one replica below another; see `draw_text`."""
@@ -117,25 +124,14 @@ class Trace:
         lines.append(f"times in {unit.name}, medians and (means)")
         lines.append(f"{'stage':5}  {'forward':>16}  {'backward':>16}  share of all")
         for stage in range(self.times.num_stages):
+            medians, means = self.times, self.mean_times
             cells = [
                 f"{of[stage] / unit.size:.3g} ({mean[stage] / unit.size:.3g})"
-                for of, mean in (
-                    (self.times.forward, self.mean_times.forward),
-                    (self.times.backward, self.mean_times.backward),
-                )
+                for of, mean in ((medians.forward, means.forward), (medians.backward, means.backward))
             ]
             share = self.times.whole[stage] / sum(self.times.whole) if any(self.times.whole) else 0.0
             lines.append(f"{stage:<5}  {cells[0]:>16}  {cells[1]:>16}  {share:>12.1%}")
         return "\n".join([*lines, self.advice()])
-
-    def _title(self, replica: int) -> str:
-        spans = self.replicas[replica]
-        devices = len({span.device for span in spans})
-        length = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
-        return (
-            f"replica {replica}, measured: {said_s(length)}, "
-            f"{bubble_share(spans, devices):.1%} bubbles on {devices} devices"
-        )
 
 
 def observed(spans: Sequence[Timed]) -> Timetable:

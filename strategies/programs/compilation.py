@@ -110,23 +110,18 @@ def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: f
         folder: of the executables; None to return `program`.
         wait_s: seconds.
     """
-    return program if folder is None else _InTurn(program, folder, wait_s)
+    if folder is None:
+        return program
+    is_compiled = False
 
+    def run(*arguments: Tree) -> Tree:
+        nonlocal is_compiled
+        if not is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            is_compiled = True
+            compile_in_turn(program.lower(*arguments), folder, wait_s)
+        return program(*arguments)
 
-class _InTurn:
-    """See `compiled_in_turn`."""
-
-    def __init__(self, program: jax.stages.Wrapped, folder: Path, wait_s: float) -> None:
-        self._program = program
-        self._folder = folder
-        self._wait_s = wait_s
-        self._is_compiled = False
-
-    def __call__(self, *arguments: Tree) -> Tree:
-        if not self._is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
-            self._is_compiled = True
-            compile_in_turn(self._program.lower(*arguments), self._folder, self._wait_s)
-        return self._program(*arguments)
+    return run
 
 
 @contextlib.contextmanager

@@ -55,13 +55,7 @@ def depends_on(function: Function, old: Sequence[Leaf], matters: Sequence[bool],
     """
     graph = Graph.of(jax.make_jaxpr(function)(list(old), *others))
     chosen = [one for one, flag in zip(graph.arguments, matters, strict=False) if flag]
-    read = {id(one) for one in [*chosen, *graph.arguments[len(old) :]]}
-
-    def depends(result: Atom) -> bool:
-        behind = (graph.equations[number] for number in graph.ancestors([result]))
-        return id(result) in read or any(id(atom) in read for equation in behind for atom in equation.invars)
-
-    return [depends(result) for result in graph.results]
+    return [_depends(graph, result, [*chosen, *graph.arguments[len(old) :]]) for result in graph.results]
 
 
 def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
@@ -74,13 +68,15 @@ def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
     name, parts = equation.primitive.name, list(equation.invars)
     if name in _SAME_VALUES:
         return _adds(graph, before, parts[0])
-    depend = [part for part in parts if _depends(graph, part, before)]
+    depend = [part for part in parts if _depends(graph, part, [before])]
     return name in _SUMS and len(depend) == 1 and _adds(graph, before, depend[0])
 
 
-def _depends(graph: Graph, atom: Atom, before: Atom) -> bool:
+def _depends(graph: Graph, atom: Atom, others: Sequence[Atom]) -> bool:
+    """Return whether a value is one of some others, or computed of one of them."""
+    read = {id(one) for one in others}
     behind = (graph.equations[number] for number in graph.ancestors([atom]))
-    return atom is before or any(read is before for equation in behind for read in equation.invars)
+    return id(atom) in read or any(id(one) in read for equation in behind for one in equation.invars)
 
 
 # ---- between the elements of an array

@@ -311,19 +311,15 @@ def cut(
     home = {number: place for place, group in enumerate(groups) for number in group.equations}
     looks = [_look_back(graph, home, place, group, is_repeated) for place, group in enumerate(groups)]
     every = {atom for _, needed in looks for atom in needed}
-    order = {atom: number for number, atom in enumerate(_in_order(graph, every))}
+    made = sorted({graph.producers[atom] for atom in every})
+    ordered = [atom for number in made for atom in graph.equations[number].outvars if atom in every]
+    order = {atom: number for number, atom in enumerate(ordered)}
     segments = []
     for place, (group, (repeated, needed)) in enumerate(zip(groups, looks, strict=True)):
         takes = [atom for atom in order if atom in needed]
         gives = [atom for atom in order if home[graph.producers[atom]] == place]
         segments.append(_segment(graph, group, repeated, (takes, gives), order))
     return segments
-
-
-def _in_order(graph: Graph, made: Collection[Variable]) -> list[Variable]:
-    """Variables in the order in which equations make them."""
-    numbers = sorted({graph.producers[variable] for variable in made})
-    return [variable for number in numbers for variable in graph.equations[number].outvars if variable in made]
 
 
 def _look_back(

@@ -57,6 +57,12 @@ def shapes_of(tree: Tree) -> Tree:
     return jax.tree.map(shape, tree)
 
 
+def key_of(tree: Tree) -> Hashable:
+    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+
+
 class DeviceProgram:
     """A function that is compiled once for each device and shapes of arguments, and may run in several threads at once.
 

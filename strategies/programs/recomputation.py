@@ -127,11 +127,6 @@ def _is_mark(equation: Equation) -> bool:
     return bool(equation.primitive.name == "name" and equation.params["name"] == MARK)
 
 
-def _is_call(equation: Equation) -> bool:
-    """Return whether an equation is a call of Python, through which no gradient flows."""
-    return bool(equation.primitive.name == "io_callback")
-
-
 def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf]) -> list[Leaf]:
     constants = graph.lift_constants()  # which may be differentiated
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
@@ -145,7 +140,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
         if block.is_repeated:
             is_argument = [place >= len(constants) for place in segment.inputs]
             return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
-        if _is_call(graph.equations[block.equations[0]]):
+        if graph.equations[block.equations[0]].primitive.name == "io_callback":  # through which no gradient flows
             given = [_constant(value) for value in given]
         return segment.function(*given)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strategies.typing import Leaf
@@ -38,6 +38,10 @@ class ProgramSegment:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    def read(self, arguments: Sequence[Leaf], intermediates: Mapping[int, Leaf]) -> list[Leaf]:
+        """Return what the function is called with."""
+        return [arguments[place] for place in self.inputs] + [intermediates[number] for number in self.takes]
 
 
 Compute = Callable[[int, list[Leaf]], Sequence[Leaf]]

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -122,12 +122,7 @@ class ReplicaDevices:
         """
         if len(self.replicas) == 1:
             return [work(0)]
-        futures = self.begin(work, failed)
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [future.result() for future in futures]
+        return results_of(self.begin(work, failed))
 
     def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
@@ -186,6 +181,12 @@ class ReplicaDevices:
         """Return an array of `size` zeros of its own for the local replica at this position."""
         zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
         return zeros
+
+
+def results_of(begun: Sequence[Future[T]]) -> list[T]:
+    """Return the results of threads, when all have ended; raise what the first of them has raised."""
+    wait(begun)
+    return [future.result() for future in begun]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from strategies.evaluation.tasks import LossOfRows
 from strategies.gradients.arguments import check_state, naming_missing_keys
 from strategies.gradients.model_state import PER_REPLICA
 from strategies.programs.captures import Reads
+from strategies.programs.program import key_of, shapes_of
 from strategies.replicas.dealing import replication_of
-from strategies.replicas.devices import borrow
+from strategies.replicas.devices import borrow, results_of
 from strategies.replicas.gathering import told_rows
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
@@ -74,8 +75,7 @@ class JaxRows:
         replicas.dealing.refuse_others(batch)
         of_one = jax.tree.map(replicas.devices.replica_shape, batch)
         model_state = self._options.shapes_of_replica(state.model_state)
-        leaves, structure = jax.tree.flatten((state.variables, model_state, of_one))
-        key = task, structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        key = task, key_of((state.variables, model_state, of_one))
         found = self._programs.get(key)
         if found is None or not found.fits(replicas):
             self._agreed.discard(key)
@@ -114,7 +114,7 @@ class EvaluationProgram:
         self._executables: dict[tuple[jax.Device, int], Function] = {}
         self._has_feeds = False
         self.is_independent = True
-        variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.variables)
+        variables = shapes_of(state.variables)
         self._shapes = np.int32(0), variables, *rows, options.shapes_of_replica(state.model_state)
         self._reads = Reads(task.code)
         with naming_missing_keys(variables, rows.values):
@@ -161,15 +161,7 @@ class EvaluationProgram:
             computed = [compute(0)]
             return lambda: self._told(computed, masks)
         futures = devices.begin(lambda position: jax.block_until_ready(compute(position)), replicas.reducer.fail)
-
-        def wait_for_all() -> Told:
-            errors = [future.exception() for future in futures]
-            for error in errors:
-                if error is not None:
-                    raise error
-            return self._told([future.result() for future in futures], masks)
-
-        return wait_for_all
+        return lambda: self._told(results_of(futures), masks)
 
     def _told(self, computed: Sequence[Tree], masks: Sequence[np.ndarray]) -> Told:
         hosted = [jax.tree.map(np.asarray, of_replica) for of_replica in computed]
@@ -181,7 +173,9 @@ class EvaluationProgram:
             return lambda *arguments: self._nothing
         if (device, rows) not in self._executables:
             index, variables, values, mask, state = self._shapes
-            values, mask = jax.tree.map(lambda one: _with_rows(one, rows), (values, mask))
+            values, mask = jax.tree.map(
+                lambda one: jax.ShapeDtypeStruct((rows, *one.shape[1:]), one.dtype), (values, mask)
+            )
             self._executables[device, rows] = self._program.compiled(device, index, variables, values, mask, state)
         return self._executables[device, rows]
 
@@ -199,10 +193,5 @@ class EvaluationProgram:
         return computed
 
 
-def _with_rows(shape: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
-
-
 def _first(rows: int, tree: Tree) -> Tree:
-    """Return the first rows of what a replica gets."""
     return jax.tree.map(lambda leaf: leaf if len(leaf) == rows else borrow(leaf)[:rows], tree)

@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias
 
 import jax
@@ -24,12 +23,11 @@ from strategies.comparing.exactness import are_same, probe_of
 from strategies.core.metrics import UnreadArray
 from strategies.gradients.model_state import ALIKE, FIRST, MEAN, SUM
 from strategies.gradients.replica_program import STEP, ReplicaProgram, with_loss
-from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit
 from strategies.replicas.devices import is_key
 from strategies.step.preparation import PreparedStep, StepPrograms, control_of
 from strategies.train_state import TrainState
-from strategies.typing import Batch, OptimizerState, Tree, Variables
+from strategies.typing import Batch, Tree, Variables
 from strategies.updates.update import WholeStateUpdate
 
 logger = logging.getLogger("strategies.step")
@@ -52,14 +50,12 @@ class FusedPrograms:
         programs: of steps in parts.
         in_parts: makes steps in parts; their state is used up.
         seed: of random values that are compared.
-        executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int, executables: Path | None) -> None:
+    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int) -> None:
         self._programs = programs
         self._in_parts = in_parts
         self._seed = seed
-        self._executables = executables
         self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
         self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
 
@@ -85,7 +81,7 @@ class FusedPrograms:
 
     def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
         assert isinstance(step.update, WholeStateUpdate)
-        fused = FusedSteps(step.program, step.update, self._executables)
+        fused = FusedSteps(step.program, step.update)
         made, reason = None, self._why_not(fused, step, state, batches)
         if not reason:
             found = fused(_copy(state), batches)  # before the state is used up: it may raise
@@ -105,11 +101,11 @@ class FusedPrograms:
         if fused.has_effects(state, batches):
             return "the loss function calls back into Python, as feeds do"
         probe, others = probe_of(state, batches, self._seed)
-        if len(batches) == 1:
+        # The gradients themselves too, which a learning rate of zero hides.
+        wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
+        is_same = are_same(wanted, fused.last_gradients(probe, others))
+        if is_same and len(batches) == 1:
             is_same = _have_same_bits(self._in_parts(step, _copy(probe), others), fused(_copy(probe), others))
-        else:  # their gradients, which a learning rate of zero would hide
-            wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
-            is_same = are_same(wanted, fused.last_gradients(probe, others))
         return "" if is_same else _OTHER_BITS
 
 
@@ -119,18 +115,17 @@ class FusedSteps:
     Args:
         program: of the replica.
         update: of the variables.
-        executables: the folder where compiled programs are kept, or None.
     """
 
-    def __init__(self, program: ReplicaProgram, update: WholeStateUpdate, executables: Path | None = None) -> None:
+    def __init__(self, program: ReplicaProgram, update: WholeStateUpdate) -> None:
         self._program = program
         self._update = update
-        self._jitted = jit(self._steps, donate_argnums=(0, 2))
-        self._run = compiled_in_turn(self._jitted, executables)
+        self._jitted = jit(self._steps, donate_argnums=(0,))
+        self._run = update.in_turn(self._jitted)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
         """Make one step with each of the batches, which have equal shapes. The state is used up."""
-        trained, optimizer_state, model_state, tails = self._run(*self._arguments(state, batches))
+        (trained, optimizer_state), model_state, tails = self._run(*self._arguments(state, batches))
         after = replace(
             state,
             variables=self._program.trainable.put(state.variables, trained),
@@ -147,54 +142,47 @@ class FusedSteps:
     def _arguments(self, state: TrainState, batches: Sequence[Batch]) -> tuple[Tree, ...]:
         trainable = self._program.trainable
         trained, frozen = trainable.pick(state.variables), trainable.frozen(state.variables)
-        optimizer_state = self._update.on_device(state.optimizer_state)
-        return trained, frozen, optimizer_state, state.model_state, tuple(batches), np.int32(0), control_of(state)
+        learned = trained, self._update.on_device(state.optimizer_state)
+        return learned, state.model_state, frozen, tuple(batches), np.int32(0), control_of(state)
 
     def _steps(
         self,
-        trained: Variables,
-        frozen: Variables,
-        optimizer_state: OptimizerState,
+        learned: Tree,
         model_state: Tree,
+        frozen: Variables,
         batches: Sequence[Batch],
         index: jax.Array,
         control: jax.Array,
-    ) -> tuple[Variables, OptimizerState, Tree, jax.Array]:
+    ) -> tuple[Tree, Tree, jax.Array]:
+        """Return trained variables with the optimizer state, the model state, and the tails; traceable."""
+
         def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
-            trained, optimizer_state, model_state, control = carried
-            *new, tail = self._step(trained, optimizer_state, model_state, frozen, batch, index, control)
-            return (*jax.lax.optimization_barrier(tuple(new)), control.at[STEP].add(1)), tail
+            learned, model_state, control = carried
+            *after, results = self._step(learned, model_state, frozen, batch, index, control)
+            return (*jax.lax.optimization_barrier(tuple(after)), control.at[STEP].add(1)), results[0]
 
         if len(batches) == 1:
-            return self._step(trained, optimizer_state, model_state, frozen, batches[0], index, control)
-        begin = trained, optimizer_state, model_state, control
-        (trained, optimizer_state, model_state, _), tails = jax.lax.scan(step, begin, _stacked(batches))
-        return trained, optimizer_state, model_state, tails
+            learned, model_state, results = self._step(learned, model_state, frozen, batches[0], index, control)
+            return learned, model_state, results[0]
+        (learned, model_state, _), tails = jax.lax.scan(step, (learned, model_state, control), _stacked(batches))
+        return learned, model_state, tails
 
     def _step(
-        self,
-        trained: Variables,
-        optimizer_state: OptimizerState,
-        model_state: Tree,
-        frozen: Variables,
-        batch: Batch,
-        index: jax.Array,
-        control: jax.Array,
-    ) -> tuple[Variables, OptimizerState, Tree, jax.Array]:
+        self, learned: Tree, model_state: Tree, frozen: Variables, batch: Batch, index: jax.Array, control: jax.Array
+    ) -> tuple[Tree, Tree, Sequence[jax.Array]]:
+        """Return what `_steps` does for one batch, with all results of `ReplicaProgram`; traceable."""
         program, rule = self._program, self._program.rule
-        variables = jax.tree.map(
-            lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda leaf: leaf is None
-        )
+        trained, optimizer_state = learned
+        variables = program.trainable.put(frozen, trained)
         results = program(variables, batch, index, control, [], [], rule.begun(model_state))
         # What the parts compute in programs of their own must not be fused here either.
-        tail, *results = jax.lax.optimization_barrier(tuple(results))
+        tail, *others = results = jax.lax.optimization_barrier(tuple(results))
         count, end = program.num_gradients, len(program.results)
-        means = jax.tree.unflatten(jax.tree.structure(trained), results[:count])
-        kept = program.unpack_kept(results[end:])[1]
-        new = {**self._arrived(model_state, results[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
-        words = with_loss(control, tail)
-        trained, optimizer_state, _ = self._update.traced(trained, optimizer_state, means, words)
-        return trained, optimizer_state, rule.put(model_state, new), tail
+        means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
+        kept = program.unpack_kept(others[end:])[1]
+        new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
+        *learned, _ = self._update.traced(trained, optimizer_state, means, with_loss(control, tail))
+        return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
         """Return the new leaves of a model state that other replicas would have a part in."""
@@ -204,10 +192,16 @@ class FusedSteps:
 
     # ---- for comparison
 
-    def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Return the tail and the gradients for the last of the batches, computed in a loop. The state stays."""
+    def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> Sequence[jax.Array]:
+        """Return the results of `ReplicaProgram` for the last batch: of one batch in a step, of several in a loop.
+
+        The state stays.
+        """
+        if len(batches) == 1:
+            *before, _, index, control = self._arguments(state, batches)
+            return _numbers(jit(self._step)(*before, batches[0], index, control)[-1])
         found = jit(self._gradients_in_loop)(state.variables, tuple(batches), np.int32(0), control_of(state))
-        return [np.asarray(leaf) for leaf in found]
+        return list(found)
 
     def _gradients_in_loop(
         self, variables: Variables, batches: Sequence[Batch], index: jax.Array, control: jax.Array
@@ -226,12 +220,13 @@ def _stacked(batches: Sequence[Batch]) -> Tree:
 
 
 def _have_same_bits(one: Made, other: Made) -> bool:
-    return are_same(*[(*_arrays(state), tails) for state, tails in (one, other)])
+    trees = [(state.variables, state.optimizer_state, state.model_state, tails) for state, tails in (one, other)]
+    return are_same(*map(_numbers, trees))
 
 
-def _arrays(state: TrainState) -> list[Tree]:
-    leaves = jax.tree.leaves((state.variables, state.optimizer_state, state.model_state))
-    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+def _numbers(tree: Tree) -> list[jax.Array]:
+    """Return the leaves of a tree, and of random keys their numbers."""
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
 
 
 def _copy(state: TrainState) -> TrainState:

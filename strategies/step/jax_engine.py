@@ -86,7 +86,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         self._programs = programs
         self._options = options
         self._is_recorded = is_recorded
-        self._fused = FusedPrograms(programs, self._in_parts, options.seed, replicas.devices.executables)
+        self._fused = FusedPrograms(programs, self._in_parts, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
 
     # ---- one step

@@ -23,15 +23,15 @@ from strategies.gradients.model_state import PER_REPLICA
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
 from strategies.programs.captures import Reads
 from strategies.programs.compilation import explain_recompilation
-from strategies.programs.program import shapes_of
+from strategies.programs.program import key_of, shapes_of
 from strategies.programs.recomputation import recomputing
 from strategies.programs.xla_pitfalls import refuse_cut_integers
 from strategies.replicas.replicas import Replicas
 from strategies.step.options import StepOptions
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, Gradients, LossFunction, Tree, Variables
-from strategies.updates.gathered_update import update_for
 from strategies.updates.optimizers import AnyOptimizer
+from strategies.updates.sharded_update import update_for
 from strategies.updates.update import VariableUpdate
 
 logger = logging.getLogger("strategies.step")
@@ -154,7 +154,7 @@ class StepPrograms:
             variables: with those that are not trained; shapes and dtypes are enough.
         """
         trained = self.trained(shapes_of(variables))
-        key = _key_of(trained)
+        key = key_of(trained)
         if key not in self._updates:
             self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
         return self._updates[key]
@@ -168,7 +168,7 @@ class StepPrograms:
         self._replicas.dealing.refuse_others(batch)
         refuse_cut_integers(batch)
         try:
-            key = _key_of((state.variables, state.model_state, batch))
+            key = key_of((state.variables, state.model_state, batch))
         except AttributeError as error:
             leaves = jax.tree.leaves((state.variables, state.model_state, batch))
             others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
@@ -196,7 +196,6 @@ class StepPrograms:
             state: shapes and dtypes are enough.
             batch: likewise.
         """
-        check_takes_state(self._loss_fn, state.model_state is not None)
         plan = self._plan(self._shapes_of(state, batch))
         return plan.program, plan.gradients
 
@@ -211,8 +210,7 @@ class StepPrograms:
 
     def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
         shapes = self._shapes_of(state, batch)
-        check_takes_state(self._loss_fn, state.model_state is not None)
-        key = _key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
+        key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         kept = self._kept(key)
         plan = kept or self._plan(shapes)
         self._agree(state, batch, shapes, plan)
@@ -246,6 +244,7 @@ class StepPrograms:
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
         """Return a replica's computation for arguments of such shapes."""
+        check_takes_state(self._loss_fn, shapes.model_state is not None)
         options = self._options
         program = ReplicaProgram(
             self._replicas,
@@ -275,18 +274,8 @@ class StepPrograms:
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
-        of_state = len(program.results) - program.num_gradients
-        return JaxGradientPlan(
-            self._devices,
-            program,
-            arguments,
-            program.results,
-            streams,
-            program.tail_size,
-            self._mean_shards(program, shapes),
-            of_state,
-            program.num_kept,
-        )
+        shards = self._mean_shards(program, shapes)
+        return JaxGradientPlan(self._devices, program, arguments, streams, shards)
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
         """Return the plan, with gradients that are streamed if they may be; a collective call then."""
@@ -349,12 +338,6 @@ class StepPrograms:
             count,
             replicas,
         )
-
-
-def _key_of(tree: Tree) -> tuple[Tree, ...]:
-    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:

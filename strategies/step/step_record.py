@@ -31,7 +31,6 @@ from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.comparing.digest import fingerprint
 from strategies.core.metrics import Metrics
-from strategies.core.step import StepWatcher
 from strategies.exchange.shards import Shards
 from strategies.gradients.arguments import Trainable
 from strategies.replicas.devices import borrow, is_key
@@ -66,22 +65,10 @@ _CONFIG = (
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
-class NoRecorder:
-    """Nobody wants to know."""
-
-    is_on = False
-
-    def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
-        """See `StepWatcher`."""
-
-    def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `StepWatcher`."""
-
-
-def recorder_for(replicas: Replicas, options: StepOptions) -> StepWatcher:
-    """Return the recorder of one Trainer's steps; it records nothing unless the environment asks for it."""
+def recorder_for(replicas: Replicas, options: StepOptions) -> StepRecorder | None:
+    """Return the recorder of one Trainer's steps; None unless the environment asks for it."""
     wanted = Recording.from_environ(os.environ)
-    return NoRecorder() if wanted is None else StepRecorder(replicas, options, wanted)
+    return None if wanted is None else StepRecorder(replicas, options, wanted)
 
 
 def checkpoint_folder(directory: Path) -> Path:
@@ -102,8 +89,6 @@ class StepRecorder:
         options: of its steps.
         wanted: what is recorded.
     """
-
-    is_on = True
 
     def __init__(self, replicas: Replicas, options: StepOptions, wanted: Recording) -> None:
         self._replicas = replicas

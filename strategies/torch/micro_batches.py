@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from strategies.pipelines.running.driver import AbandonedError
+from strategies.pipelines.running.driver import Course, Drive
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
 
 
-@dataclass
 class MicroBatches:
-    """The gates of a timetable: each micro-batch's thread waits here until its next action may begin.
+    """The turns of micro-batches, each in a thread of its own, while a timetable is followed once.
 
-    Used for one step. A thread is woken once for each action, by the last of what the action needs.
-
-    Attributes:
-        followers: for each action, the actions that wait for its end.
+    Args:
+        timetable: with one device for each stage.
+        course: of the timetable, with a thread for each micro-batch.
     """
 
-    timetable: Timetable
-    followers: Mapping[StageAction, Sequence[StageAction]]
-    clock: Callable[[], float] = time.perf_counter
-    _missing: Counter[StageAction] = field(default_factory=Counter)  # how much of what an action needs has not ended
-    _gates: dict[StageAction, threading.Lock] = field(default_factory=dict)  # locked until it is its turn
-    _changing: threading.Lock = field(default_factory=threading.Lock)
-    _begun_s: dict[StageAction, float] = field(default_factory=dict)
-    _spans: list[Timed] = field(default_factory=list)
-    _has_failed: bool = False
-
-    def __post_init__(self) -> None:
-        for following in self.followers.values():
-            self._missing.update(following)
-        self._gates = {action: threading.Lock() for action in self.followers}
-        for action in self._missing:
-            self._gates[action].acquire()
-        self._start_s = self.clock()
+    def __init__(self, timetable: Timetable, course: Course) -> None:
+        self.timetable = timetable
+        self._drive = Drive(course, time.perf_counter())
+        self._turns = {turn.action: turn for turns in course.devices for turn in turns}
+        self._begun_s: dict[StageAction, float] = {}
 
     @property
     def spans(self) -> Sequence[Timed]:
         """The actions of all devices with their times, in the order of their beginnings. Updates come last."""
-        in_order = sorted(self._spans, key=lambda span: (span.begin_s, span.device, span.end_s))
+        spans = list(self._drive.spans)
         if not self.timetable.training:
-            return in_order
-        end_s = max(span.end_s for span in in_order)
-        places = enumerate(self.timetable.mapping)
-        updates = [
+            return spans
+        end_s = max(span.end_s for span in spans)
+        return spans + [
             Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
-            for stage, devices in places
+            for stage, devices in enumerate(self.timetable.mapping)
             for device in devices
         ]
-        return [*in_order, *updates]
 
     def wait(self, action: StageAction) -> None:
         """Return when it is an action's turn.
@@ -61,44 +44,16 @@ class MicroBatches:
         Raises:
             AbandonedError: another micro-batch has failed.
         """
-        self._gates[action].acquire()
-        if self._has_failed:
-            raise AbandonedError(f"the {action} is given up: another micro-batch has failed")
-        self._begun_s[action] = self.clock() - self._start_s
+        self._drive.wait(self._turns[action])
+        self._begun_s[action] = self._drive.clock()
 
     def done(self, action: StageAction) -> None:
-        """Mark an action as ended, and wake the threads whose actions now have all they need."""
-        end_s = self.clock() - self._start_s
-        for device in self.timetable.mapping[action.stage]:
-            self._spans.append(Timed(device, action, self._begun_s[action], end_s))
-        with self._changing:
-            if not self._has_failed:
-                for following in self.followers[action]:
-                    self._missing[following] -= 1
-                    if not self._missing[following]:
-                        self._gates[following].release()
+        """Mark an action as ended, and wake the threads that wait for it."""
+        self._drive.done(self._turns[action], self._begun_s[action])
 
     def give_up(self) -> None:
         """Have all end that wait."""
-        with self._changing:
-            if not self._has_failed:
-                self._has_failed = True
-                for action, missing in self._missing.items():
-                    if missing:
-                        self._gates[action].release()
-
-
-def followers_in(timetable: Timetable) -> Mapping[StageAction, Sequence[StageAction]]:
-    """Return for each action those that need its end: by the data, or as the next ones of the device; no updates."""
-    found: dict[StageAction, list[StageAction]] = {
-        action: [] for actions in timetable.devices for action in actions if action.kind is not ActionKind.UPDATE
-    }
-    for actions in timetable.devices:
-        own = [action for action in actions if action.kind is not ActionKind.UPDATE]
-        for before, action in zip([None, *own], own, strict=False):
-            for needed in {*timetable.dependencies(action), *([] if before is None else [before])}:
-                found[needed].append(action)
-    return found
+        self._drive.give_up()
 
 
 def weights_behind(timetable: Timetable) -> Timetable:

@@ -11,7 +11,7 @@ gradients of parameters (`strategies.torch.split_backward`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,11 +20,11 @@ from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import AbandonedError
+from strategies.pipelines.running.driver import Course, raise_first
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.micro_batches import MicroBatches, followers_in, weights_behind
-from strategies.torch.split_backward import SplitBackward, node_of, nodes_below, parameter_of
+from strategies.torch.micro_batches import MicroBatches, weights_behind
+from strategies.torch.split_backward import SplitBackward, node_of, nodes_from, parameter_of
 from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -61,8 +61,6 @@ class PipelineRun:
         self._count = count
         self._stages = MetStages(pipeline.placing())
         self._timetable: Timetable | None = None
-        self._followers: Mapping[StageAction, Sequence[StageAction]] = {}
-        self._overlaps = False
         self._trains = training
         self._instruments, self._replica = instruments or Instruments(), replica
         self._module = module
@@ -81,7 +79,7 @@ class PipelineRun:
         Raises:
             BaseException: what it has raised for one of them.
         """
-        if self._timetable is None or not self._overlaps:
+        if self._timetable is None or len(self._timetable.devices) == 1:
             for number in range(self._count):
                 walk = self._walk(number, None)
                 if number == 0 and self._timetable is None and self._trains:
@@ -90,22 +88,17 @@ class PipelineRun:
                     _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
-                self._followers = followers_in(self._timetable)
-                self._overlaps = len(self._timetable.devices) > 1
+                self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
             return
-        drive = MicroBatches(self._timetable, self._followers)
+        drive = MicroBatches(self._timetable, self._course)
         walks = [self._walk(number, drive) for number in range(self._count)]
-        begun = [self._threads.submit(_walk, walk, work) for walk in walks]
-        errors = [error for future in begun if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda one: isinstance(one, AbandonedError)):
-            raise error
+        raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
         self.spans = drive.spans
 
     def _walk(self, number: int, turns: MicroBatches | None) -> Walk:
         return Walk(self._stages, number, turns, self._instruments, self._replica)
 
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
-        """Make the first micro-batch, which shows where buffers are used."""
         with BufferUses(self._module, lambda: walk.stage) as uses:
             _walk(walk, work)
         uses.refuse_changes_that_cross()
@@ -243,14 +236,17 @@ class Walk:
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
         """Return for each stage the node that autograd comes to first; note the parameters that stages use."""
         firsts: dict[int, Node] = {}
-        for node in nodes_below(node_of(loss)):
+        for node in nodes_from(node_of(loss)):
+            if parameter_of(node) is not None:
+                continue
             number, stage = node._sequence_nr(), self._stage_of(node)
             is_run = self._split is None or node in self._split.of_first_part
             is_first = stage not in firsts or number > firsts[stage]._sequence_nr()
             if is_run and number >= self._begins[0] and is_first:
                 firsts[stage] = node
-            for parameter in _parameters_of(node):
-                self._stages.use(parameter, stage)
+            for parameter in (parameter_of(following) for following, _ in node.next_functions):
+                if parameter is not None:
+                    self._stages.use(parameter, stage)
         return firsts
 
     def _wait(self) -> None:
@@ -277,9 +273,3 @@ def _walk(walk: Walk, work: Callable[[int, Walk], None]) -> None:
         except BaseException:
             walk.give_up()
             raise
-
-
-def _parameters_of(node: Node) -> Iterator[torch.Tensor]:
-    """Return the parameters that a node hands gradients to."""
-    parameters = (parameter_of(following) for following, _ in node.next_functions)
-    return (one for one in parameters if one is not None)

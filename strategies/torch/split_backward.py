@@ -116,7 +116,8 @@ class _Graph:
 
     def __init__(self, root: Edge, stage_of: Callable[[Node], int]) -> None:
         self.root = root
-        nodes = sorted(nodes_below(root[0]), key=lambda node: node._sequence_nr())
+        computed = (node for node in nodes_from(root[0]) if parameter_of(node) is None)
+        nodes = sorted(computed, key=lambda node: node._sequence_nr())
         self._next = {node: [(one, place) for one, place in node.next_functions if one is not None] for node in nodes}
         self._stages = {node: stage_of(node) for node in nodes}
         self.trunk: set[Node] = set()
@@ -135,7 +136,7 @@ class _Graph:
         stages: dict[Node, int] = {}
         for edge, user in self._leaving_trunk():
             stage = self._stages[user if user is not None and _is_leaf(edge[0]) else edge[0]]
-            nodes = self._hanging(edge[0])
+            nodes = set(nodes_from(edge[0]))
             for node in nodes:
                 if stages.setdefault(node, stage) != stage:
                     parameter = parameter_of(node)
@@ -146,9 +147,11 @@ class _Graph:
                         "or another schedule"
                     )
             groups = found.setdefault(stage, [])
-            met = [group for group in groups if not group.nodes.isdisjoint(nodes)]
-            groups[:] = [group for group in groups if group not in met]
-            groups.append(_united([*met, _EdgeGroup({edge}, {user}, nodes)]))
+            new = _EdgeGroup({edge}, {user}, nodes)
+            for group in [each for each in groups if not each.nodes.isdisjoint(nodes)]:
+                groups.remove(group)
+                new = _EdgeGroup(group.edges | new.edges, group.users | new.users, group.nodes | new.nodes)
+            groups.append(new)
         return found
 
     def _leaving_trunk(self) -> Iterator[tuple[Edge, Node | None]]:
@@ -157,16 +160,6 @@ class _Graph:
             yield self.root, None
         for node in self.trunk:
             yield from ((edge, node) for edge in self._next[node] if edge[0] not in self.trunk)
-
-    def _hanging(self, node: Node) -> set[Node]:
-        """Return a node and all nodes that are reached from it."""
-        found, waiting = {node}, [node]
-        while waiting:
-            for following, _ in self._next.get(waiting.pop(), ()):
-                if following not in found:
-                    found.add(following)
-                    waiting.append(following)
-        return found
 
     def _entrances_of(self, stage: int, groups: Sequence[_EdgeGroup]) -> list[_Entrance]:
         alone: dict[Node, list[torch.Tensor]] = {}
@@ -185,7 +178,6 @@ class _Graph:
         return [*entrances, _Entrance(edges, None)] if edges else entrances
 
     def _into(self, node: Node) -> list[Edge]:
-        """Return the edges that lead to a node of the trunk."""
         edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
         return [*edges, self.root] if self.root[0] is node else [*edges]
 
@@ -204,14 +196,14 @@ def node_of(loss: torch.Tensor) -> Node:
     return loss.grad_fn
 
 
-def nodes_below(root: Node) -> Iterator[Node]:
-    """Yield the nodes of autograd's graph, without those of parameters."""
+def nodes_from(root: Node) -> Iterator[Node]:
+    """Yield a node of autograd's graph and all that it leads to, those of parameters too."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
         yield node
         for following, _ in node.next_functions:
-            if following is not None and following not in seen and not _is_leaf(following):
+            if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
 
@@ -223,11 +215,3 @@ def parameter_of(node: Node | None) -> torch.Tensor | None:
 
 def _is_leaf(node: Node) -> bool:
     return parameter_of(node) is not None
-
-
-def _united(groups: Sequence[_EdgeGroup]) -> _EdgeGroup:
-    return _EdgeGroup(
-        {edge for group in groups for edge in group.edges},
-        {user for group in groups for user in group.users},
-        {node for group in groups for node in group.nodes},
-    )

@@ -131,17 +131,13 @@ class MetStages:
             found.append(self._devices.get(stage, found[-1] if found else 0))
         return found
 
-    def device_of(self, stage: int) -> int:
-        """Return the device of a stage."""
-        return self._devices.get(stage, stage)
-
     def use(self, parameter: torch.Tensor, stage: int) -> None:
         """Note that a stage uses a parameter.
 
         Raises:
             StrategyError: if another one on another device does, too.
         """
-        device = self.device_of(stage)
+        device = self._devices.get(stage, stage)
         other = self._of_parameters.setdefault(id(parameter), device)
         if other != device:
             raise StrategyError(

@@ -89,7 +89,7 @@ class Trainer:
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = recorder_for(replicas, StepOptions(seed))
         self._loss_fn = loss_fn
-        self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder.is_on)
+        self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder is not None)
         self._options = settings
         rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)

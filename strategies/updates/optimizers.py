@@ -31,11 +31,7 @@ class Arithmetic:
     rounded: Callable[[Function], Function] = with_rounded_products
 
 
-def _as_it_is(function: Function) -> Function:
-    return function
-
-
-AS_WRITTEN = Arithmetic(rounded=_as_it_is)
+AS_WRITTEN = Arithmetic(rounded=lambda function: function)
 """The arithmetic for traces that are only looked at."""
 
 
@@ -53,12 +49,13 @@ class Known:
 
 
 class StepOptimizer(ABC):
-    """Makes new variables of mean gradients; traceable, and without a state of its own."""
+    """Makes new variables of mean gradients; traceable, and without a state of its own.
 
-    @property
-    def needs_whole(self) -> bool:
-        """Whether it has to get whole arrays, also where the state is sharded."""
-        return False
+    Attributes:
+        needs_whole: whether it has to get whole arrays, also where the state is sharded.
+    """
+
+    needs_whole: bool = False
 
     @abstractmethod
     def init(self, variables: Variables) -> OptimizerState:
@@ -105,13 +102,8 @@ class OptaxOptimizer(StepOptimizer):
 
     def __init__(self, transformation: optax.GradientTransformation, needs_whole: bool = False) -> None:
         self._transformation = transformation
-        self._needs_whole = needs_whole
+        self.needs_whole = needs_whole
         self._names: Sequence[str] | None = None  # of the extra arguments that it gets
-
-    @property
-    def needs_whole(self) -> bool:
-        """See `StepOptimizer`."""
-        return self._needs_whole
 
     def init(self, variables: Variables) -> OptimizerState:
         """See `StepOptimizer`."""
@@ -199,11 +191,7 @@ def _optax_function(error: BaseException | None) -> str:
 
 
 def _require_shapes(changes: Gradients, variables: Variables) -> None:
-    """Refuse changes that adding would broadcast.
-
-    Raises:
-        ValueError: they have other shapes than the variables.
-    """
+    """Refuse changes of other shapes than the variables, which adding would broadcast."""
     pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
     for change, variable in pairs:
         if change is not None and variable is not None and change.shape != variable.shape:
@@ -260,8 +248,3 @@ def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
 
 
 AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGradientOptimizer
-
-
-def as_optimizer(optimizer: AnyOptimizer) -> StepOptimizer:
-    """Return an optimizer of either kind."""
-    return optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -9,7 +10,6 @@ from typing import final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend import core
 
 from strategies.errors import StrategyError
@@ -23,9 +23,10 @@ from strategies.replicas.devices import borrow
 from strategies.replicas.replicas import Replicas
 from strategies.replicas.shards import ShardedTree, shards_of, take
 from strategies.typing import Gradients, OptimizerState, Tree, Variables
-from strategies.updates.arithmetic import add_stochastically
-from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Arithmetic, Known
-from strategies.updates.update import UpdateSettings, VariableUpdate
+from strategies.updates.optimizers import AS_WRITTEN, AnyOptimizer, Known
+from strategies.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
+
+logger = logging.getLogger(__name__)
 
 _PARTS = "parts of variables"
 
@@ -63,7 +64,7 @@ class ShardedStateUpdate(VariableUpdate):
         self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
         self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
         self._jitted = jit(self._divided, donate_argnums=(1,))
-        self._divide = self._in_turn(self._jitted)
+        self._divide = self.in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
 
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
@@ -104,39 +105,6 @@ class ShardedStateUpdate(VariableUpdate):
         """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round otherwise."""
         return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: take(self._shards, leaf, first), tree))
 
-    def _rest(self, means: Gradients, variables: Variables, first: jax.Array) -> Tree:
-        """`_take` of mean gradients some of which are this instance's parts already."""
-
-        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:
-            return take(self._shards, mean, first) if mean.shape == variable.shape else mean
-
-        return jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
-
-    def _update_shards(
-        self,
-        variables: Variables,
-        optimizer_state: OptimizerState,
-        means: Gradients,
-        control: jax.Array,
-        first: jax.Array,
-    ) -> tuple[Variables, OptimizerState]:
-        """Return this instance's parts of the new variables, and of the optimizer state."""
-        _, norm = self._gradients(variables, means, control)
-        if self.mean_shards is not None:
-            norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
-        # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
-        gradients, _ = self._gradients(variables, self._rest(means, variables, first), control)
-        parts = self._take(variables, first)
-
-        def add(parts: Tree, changes: Gradients) -> Tree:
-            if not self._settings.rounds_stochastically:
-                return optax.apply_updates(parts, changes)
-            bits = [self._bits(number, leaf.shape, control) for number, leaf in enumerate(jax.tree.leaves(variables))]
-            own = self._take(bits, first)
-            return add_stochastically(parts, changes, lambda number, _: own[number])
-
-        return self._optimizer.apply(gradients, optimizer_state, parts, Known(norm, loss_of(control)), Arithmetic(add))
-
     def _divided(
         self,
         variables: Variables,
@@ -146,11 +114,30 @@ class ShardedStateUpdate(VariableUpdate):
         first: jax.Array,
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
         """Return the parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
-        shards, optimizer_state = self._update_shards(variables, optimizer_state, means, control, first)
-        leaves, layout = jax.tree.leaves(shards), self._parts.layout
+        whole, layout = jax.tree.leaves(variables), self._parts.layout
+        parts = self._take(variables, first)
+        gradients, known = self._known(variables, means, control, first)
+        arithmetic = self._adding(lambda number, _: self._take(self._bits(number, whole[number].shape, control), first))
+        shards, optimizer_state = self._optimizer.apply(gradients, optimizer_state, parts, known, arithmetic)
+        leaves = jax.tree.leaves(shards)
         cut, small = ([leaves[number] for number in numbers] for numbers in (self._parts.cut, self._parts.uncut))
         zeros = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
         return flatten(layout, cut, None, zeros), small, optimizer_state, jnp.zeros(())
+
+    def _known(
+        self, variables: Variables, means: Gradients, control: jax.Array, first: jax.Array
+    ) -> tuple[Gradients, Known]:
+        """Return this instance's parts of the gradients, and what is known of all of them."""
+        _, norm = self._gradients(variables, means, control)
+        if self.mean_shards is not None:
+            norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
+
+        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:  # some are this instance's parts already
+            return take(self._shards, mean, first) if mean.shape == variable.shape else mean
+
+        # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
+        own = jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
+        return self._gradients(variables, own, control)[0], Known(norm, loss_of(control))
 
     def _united(
         self, old: Sequence[jax.Array], gathered: jax.Array, starts: tuple[int, ...]
@@ -165,12 +152,7 @@ class ShardedStateUpdate(VariableUpdate):
     # ---- whether it can be
 
     def _refuse_across_elements(self, whole: Variables, of_whole: core.ClosedJaxpr) -> None:
-        """Raise an AcrossElementsError if the optimizer looks across elements.
-
-        Args:
-            whole: the shapes of the variables.
-            of_whole: the equations of an update of these.
-        """
+        """Raise an AcrossElementsError if the optimizer, whose update has these equations, looks across elements."""
         if self._optimizer.needs_whole:
             raise AcrossElementsError("the optimizer asks for whole arrays")
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
@@ -188,13 +170,11 @@ class ShardedStateUpdate(VariableUpdate):
 
     def _others(self, whole: Variables) -> Variables:
         """Return the variables with other shapes for those that are cut: parts of some size."""
-        return jax.tree.map(self._other_shape, whole)
 
-    def _other_shape(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Return the shape of a part of some size that is not that of the whole."""
-        if not self._shards.divides(leaf):
-            return leaf
-        return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+        def other(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+
+        return jax.tree.map(lambda leaf: other(leaf) if self._shards.divides(leaf) else leaf, whole)
 
     def _trace(self, tree: Tree) -> core.ClosedJaxpr:
         """Return the equations of an update of a tree of such shapes."""
@@ -208,3 +188,23 @@ class ShardedStateUpdate(VariableUpdate):
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
+
+
+def update_for(
+    replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+) -> VariableUpdate:
+    """Return the update of such variables: with whole optimizer state, or in parts as far as the optimizer allows it.
+
+    Args:
+        replicas: whose variables are updated. The part of the only replica is the whole state.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
+        settings: of the update.
+        variables: those that are trained; shapes and dtypes are enough.
+    """
+    if not settings.shards_state or replicas.num_replicas_in_sync == 1:
+        return WholeStateUpdate(replicas, optimizer, settings)
+    try:
+        return ShardedStateUpdate(replicas, optimizer, settings, variables)
+    except AcrossElementsError as error:
+        logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+        return WholeStateUpdate(replicas, optimizer, settings, variables)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from strategies.exchange.shards import Shards
 from strategies.gradients.accumulation import accumulator_dtypes
@@ -18,10 +17,10 @@ from strategies.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.programs.compilation import compiled_in_turn
 from strategies.programs.program import jit, shapes_of
 from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import ShardedTree
+from strategies.replicas.shards import PartOfArray, ShardedTree, shards_of
 from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
 from strategies.updates.arithmetic import add_stochastically
-from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, as_optimizer
+from strategies.updates.optimizers import AnyOptimizer, Arithmetic, Known, OptaxOptimizer, StepOptimizer
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -70,7 +69,7 @@ class VariableUpdate(ABC):
         self.mean_shards: Shards | None = None
         self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
         self._replicas = replicas
-        self._optimizer = as_optimizer(optimizer)
+        self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
         self._settings = settings
         self._first = np.int32(replicas.local_replicas.start)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
@@ -143,9 +142,9 @@ class VariableUpdate(ABC):
             return self.offloaded(jax.device_put(init(*arguments), device))
 
     def _compiled(self, function: Function) -> Function:
-        return self._in_turn(jit(function))
+        return self.in_turn(jit(function))
 
-    def _in_turn(self, program: jax.stages.Wrapped) -> Function:
+    def in_turn(self, program: jax.stages.Wrapped) -> Function:
         """Return the same program, which one instance of the host compiles where executables are kept."""
         return compiled_in_turn(program, self._replicas.devices.executables)
 
@@ -168,10 +167,11 @@ class VariableUpdate(ABC):
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
-    def _add(self, variables: Variables, changes: Gradients, control: jax.Array) -> Variables:
+    def _adding(self, bits_of: Callable[[int, jax.Array], jax.Array]) -> Arithmetic:
+        """Return the arithmetic of an update, with random bits for stochastic rounding: see `add_stochastically`."""
         if not self._settings.rounds_stochastically:
-            return optax.apply_updates(variables, changes)
-        return add_stochastically(variables, changes, lambda number, leaf: self._bits(number, leaf.shape, control))
+            return Arithmetic()
+        return Arithmetic(lambda variables, changes: add_stochastically(variables, changes, bits_of))
 
     def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
         """Random bits for a variable: of the step, the same on every instance."""
@@ -183,54 +183,88 @@ class VariableUpdate(ABC):
 
     def offloaded(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Move the state to where it lies between updates."""
-        if not self._settings.offloads_state:
-            return optimizer_state
-        return jax.device_put(optimizer_state, self._placement(HOST_MEMORY))
+        return self._moved(optimizer_state, HOST_MEMORY)
 
     def on_device(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Move the state to where it is updated."""
+        return self._moved(optimizer_state, None)
+
+    def _moved(self, optimizer_state: OptimizerState, kind: str | None) -> OptimizerState:
         if not self._settings.offloads_state:
             return optimizer_state
-        return jax.device_put(optimizer_state, self._placement(None))
-
-    def _placement(self, kind: str | None) -> jax.sharding.Sharding:
-        return jax.sharding.SingleDeviceSharding(self._replicas.variables_device, memory_kind=kind)
+        device = self._replicas.variables_device
+        return jax.device_put(optimizer_state, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
 
 
 @final
 class WholeStateUpdate(VariableUpdate):
-    """The whole optimizer state on every instance; see `VariableUpdate`."""
+    """The whole optimizer state on every instance while it is updated, by the same program for every optimizer.
 
-    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+    Between updates each instance has all of the state, or (its replicas / R) of it: then instances send their parts to
+    each other before each update.
+
+    Args:
+        replicas: see `VariableUpdate`.
+        optimizer: see `VariableUpdate`.
+        settings: see `VariableUpdate`; smaller arrays than its `min_elements` are whole on every instance.
+        variables: None if each instance keeps all of the state. Otherwise those that are trained; shapes and dtypes are
+            enough.
+    """
+
+    def __init__(
+        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables = None
+    ) -> None:
         super().__init__(replicas, optimizer, settings)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
-        self._program = self._in_turn(self._jitted)
+        self._program = self.in_turn(self._jitted)
+        if variables is not None:
+            shards = shards_of(replicas, settings.min_elements)
+            shapes = jax.eval_shape(self._optimizer.init, variables)
+            is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
+            self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
+            self._cut = self._compiled(self._state_shards.take)
 
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
         """See `VariableUpdate`."""
-        return self._optimizer.init(variables)
+        state = self._optimizer.init(variables)
+        if self._state_shards is None:
+            return state
+        # Behind a barrier: if XLA fused it with the cut, it could round otherwise.
+        return self._state_shards.take(jax.lax.optimization_barrier(state), first)
 
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> tuple[Variables, OptimizerState]:
-        """See `VariableUpdate`."""
-        variables, optimizer_state, self._reading = self._program(
-            variables, self.on_device(optimizer_state), means, control
-        )
-        return variables, self.offloaded(optimizer_state)
+        """See `VariableUpdate`; a collective call if instances have parts of the state."""
+        state = self.on_device(optimizer_state)
+        if self._state_shards is not None:
+            state = self._gathered(self._state_shards.whole(state))
+        variables, state, self._reading = self._program(variables, state, means, control)
+        if self._state_shards is not None:
+            state = self._cut(state, self._first)
+        return variables, self.offloaded(state)
+
+    def _gathered(self, whole: OptimizerState) -> OptimizerState:
+        leaves, structure = jax.tree.flatten(whole)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, PartOfArray):
+                array = leaf.gather(f"optimizer state/{number}")
+                leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
+        return jax.tree.unflatten(structure, leaves)
 
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
         """See `VariableUpdate`."""
-        return {"update": self._jitted.trace(*shapes_of((variables, optimizer_state, means)), control)}
+        state = optimizer_state if self._state_shards is None else self._state_shards.shapes
+        return {"update": self._jitted.trace(*shapes_of((variables, state, means)), control)}
 
     def traced(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
     ) -> tuple[Variables, OptimizerState, jax.Array]:
         """Return new variables, new optimizer state, and a token that is ready when they are; traceable."""
         gradients, norm = self._gradients(variables, means, control)
-        arithmetic = Arithmetic(lambda old, changes: self._add(old, changes, control))
+        arithmetic = self._adding(lambda number, leaf: self._bits(number, leaf.shape, control))
         known = Known(norm, loss_of(control))
         variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
         return variables, optimizer_state, jnp.zeros(())

@@ -190,7 +190,7 @@ IN_STRATEGIES = (
     Fault(
         name="what segments hand on is in the order of addresses",
         path="strategies/programs/jaxpr.py",
-        old="enumerate(_in_order(graph, every))",
+        old="enumerate(ordered)",
         new="enumerate(every)",
         caught_by="tests/strategies/test_jaxpr.py::test_the_same_function_is_always_cut_into_the_same_segments",
     ),
@@ -217,7 +217,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="the loss may have other bits where gradients are streamed",
-        path="strategies/gradients/gradient_programs.py",
+        path="strategies/gradients/computation.py",
         old="parts[Part(TAIL)] = bucket.layout.tail_view(buffers)",
         new="pass",
         caught_by="tests/strategies/test_gradients.py::test_streamed_gradients_have_the_same_bits",

@@ -99,3 +99,23 @@ def test_several_replicas_know_nothing_of_each_other(caplog):
         trained(num_replicas=2)
     assert IN_ONE not in caplog.text
     assert IN_PARTS not in caplog.text
+
+
+def test_other_gradients_that_change_nothing_yet_keep_it_in_parts(caplog):
+    """A learning rate of zero hides them while it warms up, and plain SGD keeps nothing of them."""
+    traces = []
+
+    def loss_fn(variables, batch, key):
+        """Its gradient is larger the more often it was traced, as a program of its own may round otherwise."""
+        traces.append(None)
+        product = (batch * variables).sum()
+        return product + len(traces) * (product - jax.lax.stop_gradient(product))
+
+    warming_up = optax.sgd(lambda count: jnp.where(count < STEPS, 0.0, 0.1))
+    trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, warming_up)
+    state = trainer.init(np.ones(3, np.float32))
+    with caplog.at_level(logging.INFO, "strategies.step"):
+        for _ in range(STEPS):
+            state, _ = trainer.step(state, np.ones((1, 3), np.float32))
+    assert "in parts: in one program they would have other bits" in caplog.text
+    assert IN_ONE not in caplog.text

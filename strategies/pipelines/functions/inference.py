@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,15 @@ import numpy as np
 
 from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
 from strategies.pipelines.pipelining import refuse_captured, refuse_what_meets
-from strategies.pipelines.running.driver import AbandonedError, Course, Drive, raise_first
-from strategies.pipelines.running.micro_batch import counting
+from strategies.pipelines.running.driver import Course, Drive, begin_devices, raise_first
+from strategies.pipelines.running.micro_batch import MicroBatch, tracing
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, ReplicaStages, StepArguments
 from strategies.pipelines.running.stage_gradients import Watch
 from strategies.pipelines.running.stage_programs import Executables, StagePrograms
 from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.pipelines.timetable import Timetable
 from strategies.programs.jaxpr import Graph
-from strategies.replicas.devices import DeviceGrid, ReplicaDevices
+from strategies.replicas.devices import DeviceGrid
 from strategies.replicas.replica_context import replica_context
 from strategies.replicas.replicas import Replicas
 from strategies.typing import Tree, Variables
@@ -56,12 +55,11 @@ class Inference:
         self._replicas = replicas
         self._timetable = timetable
         leaves, structure = jax.tree.flatten(variables)
-        self._count = len(leaves)
 
         def traced(*flat: jax.Array) -> Tree:
             *values, number, index = flat
             context = replicas.new_context(index, "pipeline", is_watched=True)
-            with replica_context(context), counting(number):
+            with replica_context(context), tracing(MicroBatch(number)):
                 out = function(jax.tree.unflatten(structure, values[: len(leaves)]), values[len(leaves) :])
             refuse_what_meets(context.has_feeds, context.is_independent, timetable)
             return jax.tree.map(jnp.asarray, out)
@@ -90,9 +88,13 @@ class Inference:
         """
         begin_s, grid = time.perf_counter(), self._replicas.grid  # which grows when instances are lost
         runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
+
+        def follow(device: int, position: int) -> None:
+            run, drive = runs[position]
+            drive.follow(device, run.perform)
+
         columns = grid.columns[: len(self._timetable.devices)]
-        begun = [future for device, column in enumerate(columns) for future in self._begin(device, column, runs)]
-        raise_first(begun)
+        raise_first(begin_devices(columns, follow, self._replicas.reducer.fail))
         of_replicas = dict(zip(grid.replicas, runs, strict=True))
         self._watch({replica: drive.spans for replica, (_, drive) in of_replicas.items()})
         return {replica: run.outputs_of(self._outputs) for replica, (run, _) in of_replicas.items()}
@@ -108,18 +110,10 @@ class Inference:
         devices = [column.device_of(position) for column in grid.columns]
         run = ReplicaStages(self._staged, self._programs, self._timetable.mapping, devices)
         number = len(self._staged.arguments) - 2
-        each: dict[int, Sequence[StageArray]] = dict(enumerate(zip(*elements, strict=True), self._count))
+        leaves = jax.tree.leaves(variables)
+        each: dict[int, Sequence[StageArray]] = dict(enumerate(zip(*elements, strict=True), len(leaves)))
         each[number] = [np.int32(micro_batch) for micro_batch in range(self._timetable.num_micro_batches)]
-        lasting = dict(enumerate(jax.tree.leaves(variables)))
+        lasting = dict(enumerate(leaves))
         lasting[number + 1] = np.int32(grid.replicas[position])
         run.prepare(StepArguments(lasting, each, {}))
-        return run, Drive(self._course, run.perform, begin_s)
-
-    def _begin(
-        self, device: int, column: ReplicaDevices, runs: Sequence[tuple[ReplicaStages, Drive]]
-    ) -> Sequence[Future[None]]:
-        return column.begin(lambda position: runs[position][1].follow(device), self._fail)
-
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, AbandonedError):
-            self._replicas.reducer.fail(error)
+        return run, Drive(self._course, begin_s)

@@ -20,7 +20,7 @@ from strategies.pipelines.functions.optimizer_function import OptimizerFunctionO
 from strategies.pipelines.functions.outfeed_rule import OutfeedRule
 from strategies.pipelines.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.pipelines.pipelining import Pipelining
-from strategies.pipelines.running.micro_batch import counting, knowing
+from strategies.pipelines.running.micro_batch import MicroBatch, get_current_iteration_counter, tracing
 from strategies.pipelines.timetable import Timed
 from strategies.pipelines.trace import Trace
 from strategies.programs.captures import Reads
@@ -126,7 +126,8 @@ class Pipeline:
             ValueError: if the last stage has outputs and there is no outfeed; and see `Trainer`.
         """
         refuse_in_replica("init of a pipeline")
-        self._reads = Reads(*self._functions.all_stages, *self._learning_function)
+        learning = [] if self._learning is None else [self._learning.optimizer_function]
+        self._reads = Reads(*self._functions.all_stages, *learning)
         closed, outputs = self._described(variables, model_state)
         self._reads.settle()
         if self._learning is None:
@@ -181,13 +182,9 @@ class Pipeline:
 
     # ---- what is computed
 
-    @property
-    def _learning_function(self) -> Sequence[OptimizerFunction]:
-        return [] if self._learning is None else [self._learning.optimizer_function]
-
     def _loss(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None
-        with knowing(key, model_state) as known:
+        with tracing(MicroBatch(get_current_iteration_counter(), key, model_state)) as known:
             outputs = listed(self._functions.outputs(variables, [leaf[0] for leaf in batch[1:]]))
             loss = self._functions.in_last_stage(self._learning.of, *outputs).loss
         return Outcome(loss, model_state=known.model_state, outputs=self._outfeed.chosen(outputs, loss))
@@ -205,12 +202,9 @@ class Pipeline:
             key: Key,
             model_state: Tree,
         ) -> Tree:
-            with (
-                replica_context(replicas.new_context(index, "shapes")),
-                counting(number),
-                knowing(None if self._learning is None else key, model_state),
-            ):
-                outputs = self._functions.described(variables, leaves)
+            micro_batch = MicroBatch(number, None if self._learning is None else key, model_state)
+            with replica_context(replicas.new_context(index, "shapes")), tracing(micro_batch):
+                outputs = self._functions.outputs(variables, leaves, are_made=False)
                 if self._learning is None:
                     return jax.tree.map(jnp.asarray, (outputs, None))
                 outputs = listed(outputs)
@@ -221,20 +215,15 @@ class Pipeline:
         closed, (outputs, _) = jax.make_jaxpr(traced, return_shape=True)(
             variables, self._functions.spec, np.int32(0), np.int32(0), jax.random.key(0), model_state
         )
-        self._take_constants(seen, outputs)
+        if self._learning is not None:
+            self._take_constants(self._learning, seen, outputs)
         return closed, outputs
 
-    def _take_constants(self, outputs: Sequence[Tree], shapes: Sequence[Tree]) -> None:
-        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant.
-
-        Raises:
-            ValueError: if it was made of what stages compute.
-        """
-        if self._learning is None:
-            return
+    def _take_constants(self, learning: Learning, outputs: Sequence[Tree], shapes: Sequence[Tree]) -> None:
+        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant."""
         if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(outputs)):
             known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
-            self._output = self._learning.of(*known)
+            self._output = learning.of(*known)
         assert self._output is not None
         if next(tracers_in(unwrapped(self._output.opt)), None) is not None:
             raise ValueError(
@@ -260,7 +249,7 @@ class Pipeline:
 
     def _outputs_without_learning(self, given: tuple[Variables, Tree], leaves: Sequence[jax.Array]) -> Tree:
         variables, model_state = given
-        with knowing(None, model_state):
+        with tracing(MicroBatch(get_current_iteration_counter(), model_state=model_state)):
             return self._functions.outputs(variables, leaves)
 
     def _watch(self, replicas: Mapping[int, Sequence[Timed]]) -> None:
@@ -289,8 +278,7 @@ class Pipeline:
         if queue is None or not jax.tree.leaves(of_each):
             return
         if self._outfeed.accumulates:
-            self._enqueue(queue, [self._outfeed.summed(own) for own in of_each])
-            return
+            of_each = [[self._outfeed.summed(own)] for own in of_each]
         for values in zip(*of_each, strict=True):
             self._enqueue(queue, values)
 
@@ -305,14 +293,12 @@ class Pipeline:
             self._enqueue(queue, [captured for _ in self.strategy.replicas.reducer.replication.local])
 
     def _enqueue(self, queue: OutfeedQueue, values: Sequence[Tree]) -> None:
-        """Feed out a value of each local replica."""
         number = self._fed.get(queue, 0)
         queue.put(self.strategy.replicas.reducer.replication, number, values)
         self._fed[queue] = number + 1
 
 
 def _or_zeros(value: Tree, shapes: Tree) -> Tree:
-    """Return a value that is known, and zeros in the place of one that is computed."""
     return jax.tree.map(
         lambda leaf, shape: jnp.zeros(shape.shape, shape.dtype) if isinstance(leaf, jax.core.Tracer) else leaf,
         value,

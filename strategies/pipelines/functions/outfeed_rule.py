@@ -96,7 +96,6 @@ class OutfeedRule:
         return jax.tree.map(self._sum, *outputs)
 
     def _dtype_for(self, output: np.ndarray | jax.ShapeDtypeStruct) -> np.dtype:
-        """That of the sum of an output."""
         dtype = self.dtype(output) if asks_for_each(self.dtype) else self.dtype
         try:
             found: np.dtype = np.dtype(output.dtype if dtype is None else dtype)

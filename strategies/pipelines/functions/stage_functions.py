@@ -45,24 +45,24 @@ class StageFunctions:
         """The shapes and dtypes of the arrays of an element."""
         return [] if self.infeed is None else list(self.infeed.spec.leaves)
 
-    def outputs(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
-        """Return what the last stage returns for an element; each array is made by an equation of its stage.
-
-        Raises:
-            ValueError: if a stage returns nothing.
-        """
-        return self._run(variables, leaves, _made_here)
-
-    def described(self, variables: Variables, leaves: Sequence[jax.Array]) -> Tree:
-        """Return the same where only shapes are asked for: an input that is handed through is still the constant."""
-        return self._run(variables, leaves, lambda result: result)
-
     def in_last_stage(self, function: Callable[..., _T], *arguments: Tree) -> _T:
         """Call a function as a part of the last stage."""
         with pipeline_stage(len(self.stages) - 1):
             return function(*arguments)
 
-    def _run(self, variables: Variables, leaves: Sequence[jax.Array], made: Callable[[Tree], Tree]) -> Tree:
+    def outputs(self, variables: Variables, leaves: Sequence[jax.Array], are_made: bool = True) -> Tree:
+        """Return what the last stage returns for an element.
+
+        Args:
+            variables: of all stages.
+            leaves: the arrays of the element.
+            are_made: whether an equation of a stage makes each array that the stage returns. If not, an input that is
+                handed through is still the constant.
+
+        Raises:
+            ValueError: if a stage returns nothing.
+        """
+        made = _made_here if are_made else lambda result: result
         values = list(self.inputs)
         named: Mapping[str, Tree] = {}
         if self.infeed is not None:

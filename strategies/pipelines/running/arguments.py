@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
-from strategies.pipelines.running.micro_batch import counting
+from strategies.pipelines.running.micro_batch import MicroBatch, tracing
 from strategies.pipelines.running.replica_run import StepArguments
 from strategies.pipelines.running.staged import StageArray, Staged
 from strategies.pipelines.timetable import Places
 from strategies.programs.jaxpr import Graph
+from strategies.programs.program import shapes_of
 from strategies.typing import Tree
 
 LOSS, TOTAL = range(2)
@@ -56,7 +57,8 @@ class Arguments:
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of all arguments, flat."""
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.like)]
+        found: list[jax.ShapeDtypeStruct] = jax.tree.leaves(shapes_of(self.like))
+        return found
 
     @property
     def places(self) -> tuple[range, ...]:
@@ -68,25 +70,22 @@ class Arguments:
     @property
     def weights(self) -> tuple[int, ...]:
         """The numbers of those that are trained."""
-        structure = jax.tree.structure(self.like[0])
-        numbers = jax.tree.unflatten(structure, list(self.places[0]))
+        numbers = jax.tree.unflatten(jax.tree.structure(self.like[0]), list(self.places[0]))
         return tuple(jax.tree.leaves(self.program.trainable.pick(numbers)))
 
     @property
     def varying(self) -> frozenset[int]:
         """The numbers of those that are others for each micro-batch."""
-        variables, batch, number, index, control, model_state, total = self.places
-        del variables, index, control
+        _, batch, number, _, _, model_state, total = self.places
         return frozenset([*batch, *number, *model_state, *total])
 
     def loss(self, *leaves: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array], Tree]:
         """Return the loss, the new sum of the values, the leaves of the new model state, and the outputs; traceable."""
         structure = jax.tree.structure(self.like)
         variables, part, number, index, control, model_state, total = jax.tree.unflatten(structure, leaves)
-        with counting(number):
-            loss, values, outcome = self.program.loss_of_micro_batch(
-                variables, part, number, index, control, model_state
-            )
+        own = (variables, part, number, index, control, model_state)
+        with tracing(MicroBatch(number)):
+            loss, values, outcome = self.program.loss_of_micro_batch(*own)
         after = [jnp.asarray(leaf) for leaf in jax.tree.leaves(outcome.model_state)]
         return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
 
@@ -105,30 +104,25 @@ class Arguments:
             ValueError: if stages on several devices read a variable; or one reads a leaf of the model state that
                 another one makes.
         """
-        stage_of = [stage for stage, numbers in enumerate(staged.numbers) for _ in numbers]
         for place, (path, _) in zip(self.places[0], jax.tree_util.tree_leaves_with_path(self.like[0]), strict=True):
-            where = {number: _device_of(staged, mapping, number) for number in staged.readers(place)}
-            if len({device for device in where.values() if device is not None}) > 1:
-                stages = sorted({stage_of[number] for number in where})
+            homes = [staged.homes[number] for number in staged.readers(place)]
+            devices = {mapping[stage][own] for stage, own in homes if len(staged.stages[stage]) == len(mapping[stage])}
+            if len(devices) > 1:
                 raise ValueError(
-                    f"stages {stages} use variable {jax.tree_util.keystr(path)}, and are on devices "
-                    f"{sorted({device for device in where.values() if device is not None})}; stages that share a "
-                    "variable must be on one device: map them to the same one"
+                    f"stages {sorted({stage for stage, _ in homes})} use variable {jax.tree_util.keystr(path)}, and "
+                    f"are on devices {sorted(devices)}; stages that share a variable must be on one device: map them "
+                    "to the same one"
                 )
-        names = self.program.rule.names
-        for place, name in zip(self.places[5], names, strict=True):
-            if place in staged.carried:
-                makers = {
-                    number
-                    for number, segment in enumerate(staged.segments)
-                    if staged.carried[place] in [part.result for part in segment.parts]
-                }
-                if others := set(staged.readers(place)) - makers:
-                    raise ValueError(
-                        f"leaf {name} of the model state is used by stage {stage_of[min(others)]}, and stage "
-                        f"{stage_of[min(makers)]} makes the new one, when the next micro-batch has been in the other "
-                        "stage already; use it in the stage that makes it only"
-                    )
+        for place, name in zip(self.places[5], self.program.rule.names, strict=True):
+            if place not in staged.carried:
+                continue
+            makers = staged.makers(staged.carried[place])
+            if others := set(staged.readers(place)) - set(makers):
+                raise ValueError(
+                    f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, and stage "
+                    f"{staged.homes[makers[0]][0]} makes the new one, when the next micro-batch has been in the other "
+                    "stage already; use it in the stage that makes it only"
+                )
 
     def given(
         self,
@@ -149,11 +143,3 @@ class Arguments:
         first[total] = np.zeros(len(self.program.names), np.float32)
         lasting = {**dict(zip(of_variables, variables, strict=True)), own: index, words: control}
         return StepArguments(lasting, each, first)
-
-
-def _device_of(staged: Staged, mapping: Places, number: int) -> int | None:
-    """Return the device of a segment; None if it is on several."""
-    for own, devices in zip(staged.numbers, mapping, strict=True):
-        if number in own:
-            return devices[number - own[0]] if len(own) == len(devices) else None
-    return None

@@ -113,21 +113,8 @@ def _with_model_state(name: str) -> MicroBatch:
 
 
 @contextmanager
-def counting(number: jax.Array) -> Iterator[None]:
-    """While what is computed of a micro-batch is traced."""
-    with _during(MicroBatch(number)):
-        yield
-
-
-@contextmanager
-def knowing(key: jax.Array | None, model_state: Tree) -> Iterator[MicroBatch]:
-    """While the functions of a pipeline are traced; tells what they have made of the model state."""
-    with _during(MicroBatch(get_current_iteration_counter(), key, model_state)) as known:
-        yield known
-
-
-@contextmanager
-def _during(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+def tracing(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+    """Have stages that are traced in the block ask this micro-batch; they leave their model state in it."""
     token = _current.set(micro_batch)
     try:
         yield micro_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,13 +108,9 @@ class ReplicaStages:
         self._moves = len(set(devices)) > 1
         self._lock = threading.Lock()
         self._results = {result: argument for argument, result in staged.carried.items()}
-        self._segments = {
-            (device, stage): [
-                number for number, where in zip(staged.numbers[stage], mapping[stage], strict=False) if where == device
-            ]
-            for device in range(len(devices))
-            for stage in range(len(mapping))
-        }
+        self._segments: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, (stage, place) in enumerate(staged.homes):
+            self._segments[mapping[stage][place], stage].append(number)
         self._takers = {value: len(staged.takers(value)) for segment in staged.segments for value in segment.gives}
         self._needed = [one.needed(keeping.runs_again(number)) for number, one in enumerate(programs)]
         self.sums: list[list[jax.Array] | None] = [None] * len(programs)
@@ -142,7 +138,7 @@ class ReplicaStages:
 
     def segments_of(self, device: int, stage: int) -> list[int]:
         """Return the segments of a stage that a device computes; its first device computes a stage of one function."""
-        return self._segments[device, stage]
+        return self._segments.get((device, stage), [])
 
     # ---- actions
 
@@ -180,7 +176,7 @@ class ReplicaStages:
         if self._keeping.offloads:
             kept.values, kept.residuals = back_on((kept.values, kept.residuals), device)
         if kept.residuals is None:
-            kept.residuals = programs.forward_again(device, kept.values)
+            kept.residuals = programs.forward(device, kept.values)[1]
         cotangents = [
             self._cotangents.pop((micro_batch, value, taker)) for value, takers in programs.slopes for taker in takers
         ]
@@ -243,7 +239,6 @@ class ReplicaStages:
             return self._handed.pop(key)
 
     def _here(self, values: list[StageArray], device: jax.Device) -> list[StageArray]:
-        """Values of other devices on this one."""
         if not self._moves:
             return values
         return [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]

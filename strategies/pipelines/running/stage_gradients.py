@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -16,13 +17,13 @@ from jax.extend import core
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Allocate, Bucket
-from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan
-from strategies.gradients.leaving import TAIL, Leaving, MeansMemory
-from strategies.pipelines.running.driver import AbandonedError, Drive, raise_first
+from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan, ReplicaRun
+from strategies.gradients.leaving import MeansMemory
+from strategies.pipelines.running.driver import Drive, begin_devices, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
-from strategies.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key
+from strategies.replicas.devices import DeviceGrid, borrow
 from strategies.typing import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
@@ -36,35 +37,31 @@ Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 class PipelinePlan(ReplicaPlan):
     """See `ReplicaPlan`."""
 
-    def __init__(
-        self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None = None, take: Take | None = None
-    ) -> None:
+    def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None, take: Take | None) -> None:
         self.stages = stages
+        self.leaving = stages.leaving
+        sums = [each for stage in stages.stages for each in stage.sum_shapes]
+        self.sum_bytes = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
+        self.watch = watch
+        self.take = take
         self._closed = closed
-        self._watch = watch
-        self._take = take
-
-    @property
-    def leaving(self) -> Leaving:
-        """See `ReplicaPlan`."""
-        return self.stages.leaving
 
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
         """See `ReplicaPlan`."""
         return self.stages.buckets_in(memory)
-
-    @property
-    def sum_bytes(self) -> int:
-        """See `ReplicaPlan`."""
-        return self.stages.sum_bytes
 
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
         """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """See `ReplicaPlan`."""
-        return self.stages.kept([column.device_of(0) for column in grid.columns])
+        """See `ReplicaPlan`; as `ReplicaStages.kept_bytes` counts it."""
+        plan = self.stages
+        nbytes = [0] * plan.timetable.num_stages
+        for number, (stage, _) in enumerate(plan.staged.homes):
+            device = grid.columns[plan.device_of(number)].device_of(0)
+            nbytes[stage] += plan.stages[number].kept_bytes(device, plan.keeping.runs_again(number))
+        return [Kept(stage, plan.timetable.stash(stage), of_stage) for stage, of_stage in enumerate(nbytes)]
 
     def equations(self) -> core.ClosedJaxpr:
         """See `ReplicaPlan`: what is computed of a micro-batch."""
@@ -74,42 +71,26 @@ class PipelinePlan(ReplicaPlan):
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> StageGradients:
         """See `ReplicaPlan`."""
-        return StageGradients(self.stages, grid, allocate, failed, self._watch, self._take)
+        return StageGradients(self, grid, allocate, failed)
 
 
 @final
 class StageGradients(ReplicaGradients):
     """See `ReplicaGradients`."""
 
+    _runs: Sequence[_ReplicaStep]
+
     def __init__(
-        self,
-        plan: StagePlan,
-        grid: DeviceGrid,
-        allocate: Allocate,
-        failed: Callable[[BaseException], None],
-        watch: Watch | None = None,
-        take: Take | None = None,
+        self, plan: PipelinePlan, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> None:
-        self.plan = plan
+        self._plan = plan
         self._grid = grid
-        self._watch = watch
-        self._take = take
         self._failed = failed
-        self._memory = MeansMemory(plan.leaving, allocate)
-        self.buckets = plan.buckets_in(self._memory)
-        at_once = _at_once(plan, grid)
-        self._runs = [_ReplicaStep(plan, grid, position, at_once) for position in range(len(grid.replicas))]
-        self._begun: list[Future[None]] = []
-
-    @property
-    def means(self) -> list[np.ndarray]:
-        """See `ReplicaGradients`."""
-        return self._memory.means
-
-    @property
-    def tail(self) -> np.ndarray:
-        """See `ReplicaGradients`."""
-        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
+        stages, at_once = plan.stages, _at_once(plan.stages, grid)
+        runs = [_ReplicaStep(stages, grid, position, at_once) for position in range(len(grid.replicas))]
+        memory = MeansMemory(plan.leaving, allocate)
+        parts = [*(bucket.parts for bucket in stages.buckets), stages.state_parts]
+        super().__init__(memory, plan.buckets(memory), parts, runs)
 
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """See `ReplicaGradients`."""
@@ -118,65 +99,17 @@ class StageGradients(ReplicaGradients):
         begin_s = time.perf_counter()
         for run, arguments in zip(self._runs, of_replicas, strict=True):
             run.prepare(flat, arguments, others, begin_s)
-        columns = self._grid.columns[: len(self.plan.timetable.devices)]
-        self._begun = [future for device, column in enumerate(columns) for future in self._begin(device, column)]
-
-    def _begin(self, device: int, column: ReplicaDevices) -> list[Future[None]]:
-        """Have a device of all local replicas do what it has to do."""
-        return column.begin(lambda position: self._runs[position].follow(device), self._fail)
-
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, AbandonedError):
-            self._failed(error)
-
-    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
-        """See `ReplicaGradients`."""
-        for number, bucket in enumerate(self.buckets):
-            if bucket is self.buckets[-1]:
-                self._end()
-            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
-            for run in self._runs:
-                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
-                    of_buffer.append(borrow(array))
-            yield bucket, contributions
-
-    def _finished(self, run: _ReplicaStep, number: int) -> Sequence[jax.Array]:
-        """Return the buffers of a bucket, when a replica has filled them."""
-        if self.buckets[number] is self.buckets[-1]:
-            return run.end()
-        run.finished[number].wait()
-        if run.is_broken:
-            self._end()
-        return run.buffers[number]
+        columns = self._grid.columns[: len(self._plan.stages.timetable.devices)]
+        self._begun = begin_devices(columns, lambda device, position: self._runs[position].follow(device), self._failed)
 
     def _end(self) -> None:
-        """Wait until all devices have ended; raises what the first of them has raised that was not told to end."""
         begun, self._begun = self._begun, []
         raise_first(begun)
         runs = dict(zip(self._grid.replicas, self._runs, strict=True))
-        if self._watch is not None:
-            self._watch({replica: run.drive.spans for replica, run in runs.items()})
-        if self._take is not None:
-            self._take({replica: run.outputs for replica, run in runs.items()})
-
-    def kept(self) -> list[list[jax.Array]]:
-        """See `ReplicaGradients`."""
-        return [run.kept for run in self._runs]
-
-    def leaves(self) -> list[list[np.ndarray]]:
-        """See `ReplicaGradients`."""
-        found: list[dict[int, np.ndarray]] = [{} for _ in self._runs]
-        parts = [bucket.parts for bucket in self.plan.buckets] + [self.plan.state_parts]
-        for own, (bucket, contributions) in zip(parts, self.collect(), strict=True):
-            for leaves, buffers in zip(found, zip(*contributions, strict=True), strict=True):
-                views = bucket.layout.views(buffers)
-                leaves.update({part.result: view.reshape(-1) for part, view in zip(own, views, strict=True)})
-                if bucket is self.buckets[-1]:
-                    leaves[TAIL] = bucket.layout.tail_view(buffers)
-        kept = [
-            [np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in run.kept] for run in self._runs
-        ]
-        return [[*(leaves[number] for number in sorted(leaves)), *own] for leaves, own in zip(found, kept, strict=True)]
+        if self._plan.watch is not None:
+            self._plan.watch({replica: run.drive.spans for replica, run in runs.items()})
+        if self._plan.take is not None:
+            self._plan.take({replica: run.outputs for replica, run in runs.items()})
 
 
 def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object]:
@@ -190,20 +123,17 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
-class _ReplicaStep:
+class _ReplicaStep(ReplicaRun):
     """One local replica.
 
     Attributes:
-        buffers: of each bucket; what one step has left there, the next one takes over.
-        finished: for each bucket of a segment whether its buffers are ready, or never will be.
-        is_broken: whether a device has raised something, or there was no step yet.
-        kept: for the next step.
         drive: the drivers of the last step.
     """
 
     def __init__(
         self, plan: StagePlan, grid: DeviceGrid, position: int, at_once: AbstractContextManager[object]
     ) -> None:
+        super().__init__(len(plan.buckets))
         self._plan = plan
         self._at_once = at_once
         self._is_cpu = grid.first.is_cpu
@@ -211,10 +141,6 @@ class _ReplicaStep:
         self._instruments = grid.first.instruments
         self._number = grid.replicas[position]
         self._of_segment = {bucket.segment: (number, bucket) for number, bucket in enumerate(plan.buckets)}
-        self.buffers: list[Sequence[jax.Array]] = []
-        self.finished = [threading.Event() for _ in plan.buckets]
-        self.is_broken = True
-        self.kept: list[jax.Array] = []
 
     def prepare(self, variables: Sequence[jax.Array], arguments: Sequence[Tree], others: Tree, begin_s: float) -> None:
         """Take the arguments of a step.
@@ -226,10 +152,10 @@ class _ReplicaStep:
             begin_s: when the step begins.
         """
         plan = self._plan
-        plan.compile(self._devices)
         for finished in self.finished:
             finished.clear()
         if self.is_broken:  # no buffers yet, or what is left of donated ones
+            plan.executables(self._devices)  # compiled here, before several threads ask for them
             self._replica = ReplicaStages(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
@@ -239,7 +165,7 @@ class _ReplicaStep:
         rows = [borrow(leaf) if self._is_cpu else leaf for leaf in jax.tree.leaves(batch)]
         self._replica.prepare(plan.arguments.given(variables, rows, self._index, self._control, state))
         self._flags: dict[int, jax.Array] = {}
-        self.drive = Drive(plan.course, self._perform, begin_s, at_once=self._at_once)
+        self.drive = Drive(plan.course, begin_s)
 
     def _zeros(self, segment: int | None, layout: FlatLayout) -> tuple[jax.Array, ...]:
         device = self._devices[0 if segment is None else self._plan.device_of(segment)]
@@ -255,7 +181,7 @@ class _ReplicaStep:
     def follow(self, device: int) -> None:
         """Do what a device has to do, in this thread."""
         try:
-            self.drive.follow(device)
+            self.drive.follow(device, self._perform, self._at_once)
         except BaseException:
             self.is_broken = True
             for finished in self.finished:
@@ -290,17 +216,17 @@ class _ReplicaStep:
             found = self._plan.stages[segment].zeros(device)
         return back_on(found[place], device) if self._plan.keeping.offloads_sums else found[place]
 
-    def end(self) -> Sequence[jax.Array]:
-        """Return the buffers of what is no gradient, when all devices have ended."""
+    def wait(self, number: int) -> Sequence[jax.Array]:
+        """See `ReplicaRun`: the last bucket, of what is no gradient, is computed when all devices have ended."""
         plan, device = self._plan, self._devices[0]
         *_, state, (total,) = plan.arguments.places
         carried = self._replica.carried
         flags = [self._flags[number] for number in range(len(plan.buckets))] if plan.program.needs_flags else []
         values = [carried[total], self._index, self._control, *(carried[place] for place in state), *flags]
         values = [jax.device_put(value, device) if isinstance(value, jax.Array) else value for value in values]
-        made = jax.block_until_ready(plan.end(device)(*values, *self.buffers[-1]))
+        made = jax.block_until_ready(plan.end(device)(*values, *self.buffers[number]))
         count = len(plan.state_layout.buffers)
-        self.buffers[-1] = made[:count]
+        self.buffers[number] = made[:count]
         self.kept = list(made[count:])
         self._replica.release()
-        return self.buffers[-1]
+        return self.buffers[number]

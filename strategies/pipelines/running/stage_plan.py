@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ import numpy as np
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.shards import Shards
-from strategies.gradients.computation import Kept
 from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.gradients.replica_program import ReplicaProgram
 from strategies.pipelines.running.arguments import Arguments
@@ -91,18 +89,13 @@ class StagePlan:
         self.stages = [StagePrograms(staged, number, sums, self._executables) for number in range(count)]
         gradients = program.num_gradients
         self.leaving = Leaving(tuple(program.results), shards, len(program.results) - gradients)
-        self.buckets = [self._bucket(number) for number in reversed(range(count)) if self._owned(number)]
+        self.buckets = [bucket for number in reversed(range(count)) if (bucket := self._bucket(number)).leaves]
         self.state_parts = [Part(TAIL + 1 + leaf) for leaf in range(gradients, len(program.results))]
         self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
         self.course = Course.of(timetable)
         self._found: dict[tuple[int, jax.Device], jax.stages.Compiled] = {}
 
     def _refuse_shared_weights(self) -> None:
-        """Refuse weights whose gradient is that of several segments, which add it up for all micro-batches.
-
-        Raises:
-            ValueError: there is one, and gradients are mapped.
-        """
         for leaf, place in enumerate(self.staged.weights):
             if len(self.staged.readers(place)) > 1:
                 raise ValueError(
@@ -112,17 +105,10 @@ class StagePlan:
 
     # ---- what leaves with which segment
 
-    def _owned(self, number: int) -> list[int]:
-        """Return the gradients that leave with a segment; with the first one also those that no segment has."""
-        found = []
-        for leaf, place in enumerate(self.staged.weights):
-            readers = self.staged.readers(place) or [0]
-            if readers[0] == number:
-                found.append(leaf)
-        return found
-
     def _bucket(self, number: int) -> StageBucket:
-        leaves = self._owned(number)
+        """Return the gradients that leave with a segment; with the first one also those that no segment has."""
+        weights = enumerate(self.staged.weights)
+        leaves = [leaf for leaf, place in weights if (self.staged.readers(place) or [0])[0] == number]
         sums = tuple(
             tuple((reader, self.stages[reader].weights.index(place)) for reader in self.staged.readers(place))
             for place in (self.staged.weights[leaf] for leaf in leaves)
@@ -138,7 +124,7 @@ class StagePlan:
     # ---- programs
 
     def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
-        """Return all compiled programs for the devices of a replica, by what they compute."""
+        """Return all programs for the devices of a replica, by what they compute; compiled when first asked for."""
         found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
@@ -147,46 +133,20 @@ class StagePlan:
             found[f"{self._named(bucket.segment)}, sums"] = self.finish(bucket, devices[self.device_of(bucket.segment)])
         return {**found, "end of the step": self.end(devices[0])}
 
-    @property
-    def sum_bytes(self) -> int:
-        """The bytes of a replica's accumulators."""
-        sums = [each for stage in self.stages for each in stage.sum_shapes]
-        return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in sums)
-
     def _named(self, number: int) -> str:
-        """Return the name of a segment."""
-        stage, own = next((stage, own) for stage, own in enumerate(self.staged.numbers) if number in own)
-        return f"stage {stage}" if len(own) == 1 else f"stage {stage}, segment {number - own[0]}"
-
-    def kept(self, devices: Sequence[jax.Device]) -> list[Kept]:
-        """Return the memory that stages need for backward passes, as `ReplicaStages.kept_bytes` counts it."""
-        found = []
-        for stage, own in enumerate(self.staged.numbers):
-            of_segments = [
-                self.stages[number].kept_bytes(devices[self.device_of(number)], self.keeping.runs_again(number))
-                for number in own
-            ]
-            found.append(Kept(stage, self.timetable.stash(stage), sum(of_segments)))
-        return found
-
-    def compile(self, devices: Sequence[jax.Device]) -> None:
-        """Compile all programs for the devices of a replica."""
-        for number, stage in enumerate(self.stages):
-            stage.compiled(devices[self.device_of(number)])
-        for bucket in self.buckets:
-            self.finish(bucket, devices[self.device_of(bucket.segment)])
-        self.end(devices[0])
+        stage, place = self.staged.homes[number]
+        return f"stage {stage}" if len(self.staged.stages[stage]) == 1 else f"stage {stage}, segment {place}"
 
     def device_of(self, number: int) -> int:
         """Return the device of a segment."""
-        pairs = zip(self.staged.numbers, self.timetable.mapping, strict=True)
-        return next(devices[number - own[0]] for own, devices in pairs if number in own)
+        stage, place = self.staged.homes[number]
+        return self.timetable.mapping[stage][place]
 
     def finish(self, bucket: StageBucket, device: jax.Device) -> jax.stages.Compiled:
         """Return the program `(*accumulators, *buffers) -> (*buffers, which gradients are not finite)`."""
         key = (bucket.segment, device)
         if key not in self._found:
-            shapes = [self._sum_shape(reader) for sums in bucket.sums for reader in sums]
+            shapes = [self.stages[segment].sum_shapes[place] for sums in bucket.sums for segment, place in sums]
             self._found[key] = self._compiled(device, self._finishing(bucket), shapes, bucket.layout)
         return self._found[key]
 
@@ -214,10 +174,6 @@ class StagePlan:
         buffers = [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in layout.buffers]
         donated = range(len(shapes), len(shapes) + len(buffers))
         return self._executables.compiled(device, function, [*shapes, *buffers], donated)
-
-    def _sum_shape(self, reader: tuple[int, int]) -> jax.ShapeDtypeStruct:
-        number, place = reader
-        return self.stages[number].sum_shapes[place]
 
     def _finishing(self, bucket: StageBucket) -> Callable[..., tuple[jax.Array, ...]]:
         count = sum(map(len, bucket.sums))

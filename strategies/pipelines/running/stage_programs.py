@@ -22,8 +22,8 @@ from strategies.comparing.agreement import lines_of
 from strategies.gradients.accumulation import accumulated, mapped
 from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import EquationGroup, Graph, Variable, cut, every_equation, variables
-from strategies.programs.program import DeviceProgram
+from strategies.programs.jaxpr import Atom, EquationGroup, Graph, Variable, cut, every_equation, variables
+from strategies.programs.program import DeviceProgram, shapes_of
 from strategies.programs.segments import Part, ProgramSegment
 from strategies.typing import Function
 
@@ -91,7 +91,8 @@ class StagePrograms:
             self.slopes, self.has_loss = (), False
         self._accumulators = accumulators
         self.closed = self._traced()
-        self._forward, self._inputs, self._weights, outputs = self._cut()
+        *self._passes, outputs = self._cut()
+        self._forward, self._inputs, self._weights = self._passes
         self._outputs = outputs
         self._handed = outputs.function(*map(_Handed, range(len(outputs.inputs) + len(outputs.takes))))
         self.sum_shapes = [accumulators.shapes[place] for place in self.weights]
@@ -118,10 +119,12 @@ class StagePrograms:
     def _traced(self) -> core.ClosedJaxpr:
         """Trace `(*values, *cotangents) -> (*parts, *gives, *gradients of takes, *gradients of the weights)`."""
         segment, staged = self.segment, self._staged
-        given = [staged.arguments[place] for place in segment.inputs] + [staged.shapes[one] for one in segment.takes]
+        given = segment.read(staged.arguments, staged.shapes)
         cotangents = [staged.shapes[value] for value, takers in self.slopes for _ in takers]
         if self.has_loss:
-            cotangents.append(self._loss_shape(given))
+            cotangents.append(
+                jax.eval_shape(lambda *values: self._differentiated(segment.function(*values))[-1], *given)
+            )
         count = len(given)
         steep = [count - len(segment.takes) + segment.takes.index(value) for value in self.steep]
         weights = [segment.inputs.index(place) for place in self.weights]
@@ -150,13 +153,6 @@ class StagePrograms:
 
         return jax.make_jaxpr(whole)(*given, *cotangents)
 
-    def _loss_shape(self, given: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-        place = [part.result for part in self.segment.parts].index(self._staged.loss or 0)
-        shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda *values: tuple(self.segment.function(*values)), *given)[
-            place
-        ]
-        return shape
-
     def _differentiated(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the results of the segment that have cotangents."""
         parts = self.segment.parts
@@ -175,17 +171,14 @@ class StagePrograms:
         backward = _reading(graph, behind)
         steep = graph.results[results : results + len(self.steep)]
         of_inputs = graph.ancestors(steep) & backward
-        outputs = {Part(number): atom for number, atom in enumerate(graph.results[:results])}
+        outputs = _parts(graph.results[:results])
         handed = {graph.place(atom) for atom in outputs.values()}
         again = _movements(graph) | self._lasting(graph)
         repeated = {id(graph.equations[number]) for number in again - handed}
         groups = [
             EquationGroup(set(range(len(graph.equations))) - backward),
-            EquationGroup(of_inputs, {Part(number): atom for number, atom in enumerate(steep)}),
-            EquationGroup(
-                backward - of_inputs,
-                {Part(number): atom for number, atom in enumerate(graph.results[results + len(self.steep) :])},
-            ),
+            EquationGroup(of_inputs, _parts(steep)),
+            EquationGroup(backward - of_inputs, _parts(graph.results[results + len(steep) :])),
             EquationGroup((), outputs),
         ]
         return cut(graph, groups, lambda equation: id(equation) in repeated)
@@ -225,29 +218,20 @@ class StagePrograms:
         return self._compiled[device]
 
     def _compile(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
-        values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.closed.in_avals]
+        values = shapes_of(self.closed.in_avals)
         kept: dict[int, jax.ShapeDtypeStruct] = {}
-        found: list[jax.stages.Compiled | None] = []
-        for one in self._passes[:2]:
-            if one is self._inputs and not self.steep:
-                found.append(None)
-                continue
-            given = [values[place] for place in one.inputs] + [kept[number] for number in one.takes]
-            program = self._executables.compiled(device, one.function, given)
-            found.append(program)
-            made = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.out_info)]
-            kept.update(zip(one.gives, made[len(one.parts) :], strict=True))
-        given = [values[place] for place in self._weights.inputs] + [kept[number] for number in self._weights.takes]
-        if not self.weights:
-            return [*found, None]
-        given += [*self.sum_shapes, jax.ShapeDtypeStruct((), jnp.int32)]
-        donated = range(self._first, self._first + len(self.weights))
-        found.append(self._executables.compiled(device, self._accumulated, given, donated))
+        found: list[jax.stages.Compiled | None] = [None] * len(PASSES)
+        for number, one in enumerate(self._passes[:WEIGHTS]):
+            if number == FORWARD or self.steep:
+                program = self._executables.compiled(device, one.function, one.read(values, kept))
+                made = shapes_of(jax.tree.leaves(program.out_info))
+                kept.update(zip(one.gives, made[len(one.parts) :], strict=True))
+                found[number] = program
+        if self.weights:
+            given = [*self._weights.read(values, kept), *self.sum_shapes, jax.ShapeDtypeStruct((), jnp.int32)]
+            donated = range(self._first, self._first + len(self.weights))
+            found[WEIGHTS] = self._executables.compiled(device, self._accumulated, given, donated)
         return found
-
-    @property
-    def _passes(self) -> tuple[ProgramSegment, ProgramSegment, ProgramSegment]:
-        return self._forward, self._inputs, self._weights
 
     # ---- running
 
@@ -275,22 +259,17 @@ class StagePrograms:
         return [jax.device_put(np.zeros(one.shape, one.dtype), device, may_alias=False) for one in self.sum_shapes]
 
     def forward(
-        self, device: jax.Device, values: Sequence[StageArray]
+        self, device: jax.Device, values: Sequence[StageArray | None]
     ) -> tuple[list[StageArray], dict[int, jax.Array]]:
-        """Return the parts and what is given; and what the backward passes read of it, by numbers."""
-        found = self._run_forward(device, values)
-        given = [values[place] for place in self._outputs.inputs] + [found[one] for one in self._outputs.takes]
+        """Return the parts and what is given; and what the backward passes read of it, by numbers.
+
+        Where the forward pass runs again, only the values that `needed` names have to be there.
+        """
+        made = self._run(device, FORWARD, self._forward.read(values, {}))
+        found = dict(zip(self._forward.gives, made, strict=True))
+        given = self._outputs.read(values, found)
         handed = [given[one] if isinstance(one, _Handed) else one for one in self._handed]
         return handed, {number: found[number] for number in self._kept}
-
-    def forward_again(self, device: jax.Device, values: Sequence[StageArray | None]) -> dict[int, jax.Array]:
-        """Return what the backward passes read, made once more of the values that `needed` names."""
-        found = self._run_forward(device, values)
-        return {number: found[number] for number in self._kept}
-
-    def _run_forward(self, device: jax.Device, values: Sequence[StageArray | None]) -> dict[int, jax.Array]:
-        made = self._run(device, FORWARD, [values[place] for place in self._forward.inputs])
-        return dict(zip(self._forward.gives, made, strict=True))
 
     def _run(self, device: jax.Device, number: int, given: Sequence[StageArray | None]) -> Sequence[jax.Array]:
         """Run one of the three passes; all of its results are ready when one is."""
@@ -307,11 +286,6 @@ class StagePrograms:
         read = {*self._inputs.takes, *self._weights.takes}
         return [number for number in self._forward.gives if number in read]
 
-    @cached_property
-    def _last_read(self) -> frozenset[int]:
-        """The values that the backward pass for the inputs is the last to read."""
-        return frozenset(self._inputs.takes) - frozenset(self._weights.takes)
-
     def backward_inputs(
         self, device: jax.Device, values: Sequence[StageArray | None], kept: dict[int, jax.Array]
     ) -> list[jax.Array]:
@@ -325,11 +299,10 @@ class StagePrograms:
         inputs = self._inputs
         if not self.steep:
             return []
-        given = [values[place] for place in inputs.inputs] + [kept[number] for number in inputs.takes]
-        made = self._run(device, INPUTS, given)
+        made = self._run(device, INPUTS, inputs.read(values, kept))
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
-        for number in self._last_read:
-            del kept[number]
+        for number in set(inputs.takes) - set(self._weights.takes):
+            del kept[number]  # nothing reads it any more
         return list(made[: len(inputs.parts)])
 
     def backward_weights(
@@ -349,15 +322,17 @@ class StagePrograms:
             sums: the accumulators, in the order of `weights`.
             number: of the micro-batch, an int32 scalar.
         """
-        weights = self._weights
         if not self.weights:
             return []
-        given = [values[place] for place in weights.inputs] + [kept[one] for one in weights.takes]
-        return list(self._run(device, WEIGHTS, [*given, *sums, number]))
+        return list(self._run(device, WEIGHTS, [*self._weights.read(values, kept), *sums, number]))
 
 
 class _Handed(int):
     """The number of a value, in its place where a segment without equations is evaluated."""
+
+
+def _parts(atoms: Sequence[Atom]) -> dict[Part, Atom]:
+    return {Part(number): atom for number, atom in enumerate(atoms)}
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:

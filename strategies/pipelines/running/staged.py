@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.programs.segments import ProgramSegment
+from strategies.programs.segments import Part, ProgramSegment
 from strategies.typing import MapGradient
 
 StageArray: TypeAlias = jax.Array | np.ndarray | np.generic
@@ -45,17 +45,16 @@ class Staged:
         return tuple(segment for stage in self.stages for segment in stage)
 
     @cached_property
-    def numbers(self) -> tuple[range, ...]:
-        """The numbers of each stage's segments."""
-        ends = [sum(map(len, self.stages[: place + 1])) for place in range(len(self.stages))]
-        return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """The stage of each segment, and the segment's place in the stage."""
+        return tuple((number, place) for number, stage in enumerate(self.stages) for place in range(len(stage)))
 
     @cached_property
     def shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
         """The shapes and dtypes of what stages hand on."""
         found: dict[int, jax.ShapeDtypeStruct] = {}
         for segment in self.segments:
-            given = [self.arguments[place] for place in segment.inputs] + [found[number] for number in segment.takes]
+            given = segment.read(self.arguments, found)
             made = jax.eval_shape(lambda *values, one=segment: tuple(one.function(*values)), *given)
             found.update(zip(segment.gives, made[len(segment.parts) :], strict=True))
         return found
@@ -78,6 +77,10 @@ class Staged:
     def readers(self, argument: int) -> list[int]:
         """Return the numbers of the segments that read an argument."""
         return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
+
+    def makers(self, result: int) -> list[int]:
+        """Return the numbers of the segments that make a result: of the one, if it is no argument."""
+        return [number for number, segment in enumerate(self.segments) if Part(result) in segment.parts]
 
 
 @dataclass(frozen=True)

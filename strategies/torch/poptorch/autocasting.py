@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator, ExitStack
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 
 from popdist.switches import require_switches
 from strategies.torch.threads import ThreadValue
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 _is_heeded = ThreadValue(True)
 
@@ -70,13 +69,6 @@ class autocast(ContextDecorator):
         self._entered.pop().close()
 
 
-def heeded_by(function: Callable[P, T], is_heeded: bool) -> Callable[P, T]:
+def heeded_by(function: F, is_heeded: bool) -> F:
     """Return a function that heeds `autocast` in its thread, or not: `Options.Precision.autocastEnabled`."""
-    if is_heeded:
-        return function
-
-    def in_full(*arguments: P.args, **named: P.kwargs) -> T:
-        with _is_heeded.being(False):
-            return function(*arguments, **named)
-
-    return in_full
+    return function if is_heeded else _is_heeded.being(False)(function)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, final
 
 import torch
 
@@ -14,9 +14,6 @@ from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.torch.poptorch.enums import AutoStage
 from strategies.torch.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Block(torch.nn.Module):
@@ -86,13 +83,9 @@ def removeBlocks(module: torch.nn.Module) -> None:
             del hooks[key]
 
 
-def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator: all that the function calls is in the block."""
-    return _in_block(user_id, ipu_id)
-
-
 @contextmanager
-def _in_block(user_id: str | None, ipu_id: int | None) -> Iterator[None]:
+def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
+    """Decorate a function: all that it calls is in the block."""
     with Block(user_id, ipu_id):
         yield
 

@@ -13,7 +13,7 @@ import torch
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
 from strategies.data.iterators import prefetched
-from strategies.data.layout import epoch_order
+from strategies.data.layout import Layout, epoch_order
 from strategies.errors import StrategyError
 from strategies.torch.poptorch.enums import DataLoaderMode
 from strategies.torch.poptorch.errors import SmallDataError
@@ -107,7 +107,6 @@ class DataLoader:
         self._is_dealt = auto_distributed_partitioning
         self._mode = DataLoaderMode(mode)
         self._buffers = _buffers_of({"buffer_size": options._Popart.buffers or BUFFERS, **(async_options or {})})
-        self._epoch = 0
         self._drops = drop_last
         self._is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         self._collate = collate_fn or torch.utils.data.default_collate
@@ -140,37 +139,44 @@ class DataLoader:
     @property
     def combinedBatchSize(self) -> int:
         """Rows of a batch of this instance."""
-        return self._micro_batches * self._local * self._batch_size
+        return len(self._places)
 
     @property
     def _micro_batches(self) -> int:
         return self.options.device_iterations * self.options.Training.gradient_accumulation
 
     @property
-    def _local(self) -> int:
-        return len(self.options.strategy.replicas.local_replicas)
+    def _layout(self) -> Layout:
+        """The rows of each micro-batch, which is a step of the layout."""
+        replicas = self.options.strategy.replicas
+        local = replicas.local_replicas
+        if self._is_dealt:
+            return Layout(self._batch_size, replicas.num_replicas_in_sync, local)
+        return Layout(self._batch_size, len(local), range(len(local)))
 
     @property
-    def _replicas(self) -> tuple[int, range]:
-        """The replicas among which the data set is dealt out, and those of them that are here."""
-        replicas = self.options.strategy.replicas
-        if not self._is_dealt:
-            return self._local, range(self._local)
-        return replicas.num_replicas_in_sync, replicas.local_replicas
+    def _places(self) -> np.ndarray:
+        """The places of this instance's rows among those of all instances, for one batch."""
+        layout = self._layout
+        return np.concatenate([layout.positions(number) for number in range(self._micro_batches)])
 
     @property
     def _rows_of_all(self) -> int:
-        return self._micro_batches * self._replicas[0] * self._batch_size
+        return self._micro_batches * self._layout.global_batch_size
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether other instances take rows of the same batches."""
+        return len(self._layout.local_replicas) < self._layout.total_replicas
 
     @property
     def _length(self) -> int:
-        """The number of elements in an epoch."""
         return len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
 
     def _refuse_samplers(self, sampler: Iterable[int]) -> None:
         if not hasattr(sampler, "__len__"):
             raise TypeError(f"the sampler is a {type(sampler).__name__}, which has no length; give it a __len__")
-        if self._replicas[0] != self._local and type(sampler) not in SAMPLERS:
+        if self._has_others and type(sampler) not in SAMPLERS:
             raise StrategyError(
                 f"the sampler is a {type(sampler).__name__}, and each of several instances would ask its own for an "
                 f"order, which has to be the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
@@ -183,7 +189,7 @@ class DataLoader:
                 f"the data set has {length} elements, and a batch of all replicas takes {self._rows_of_all}; use a "
                 "smaller batch_size, deviceIterations or gradientAccumulation"
             )
-        if length % self._rows_of_all and not self._drops and self._replicas[0] != self._local:
+        if length % self._rows_of_all and not self._drops and self._has_others:
             raise StrategyError(
                 f"{length} elements are no multiple of the {self._rows_of_all} of a batch of all instances, and "
                 "drop_last is False; a shorter batch cannot be dealt out to several instances: use drop_last=True"
@@ -206,36 +212,22 @@ class DataLoader:
             yield from self._loader
 
     def _of_stream(self) -> Generator[Batch, None, None]:
-        total, local = self._replicas
-        elements = iter(self._loader)
-        while rows := list(itertools.islice(elements, self._rows_of_all)):
-            if len(rows) < self._rows_of_all and self._drops:
+        elements, whole, places = iter(self._loader), self._rows_of_all, self._places.tolist()
+        while rows := list(itertools.islice(elements, whole)):
+            if len(rows) == whole:
+                rows = [rows[place] for place in places]
+            elif self._drops:
                 return
-            if len(rows) < self._rows_of_all and total != len(local):
+            elif self._has_others:
                 raise StrategyError(
-                    f"the stream ends with {len(rows)} elements that do not fill the {self._rows_of_all} of a batch of "
+                    f"the stream ends with {len(rows)} elements that do not fill the {whole} of a batch of "
                     "all instances, and drop_last is False; a shorter batch cannot be dealt out to several instances: "
                     "use drop_last=True"
                 )
-            picked = rows if total == len(local) else [rows[number] for number in self._places(total, local)]
-            yield self._collate(picked)
-
-    def _places(self, total: int, local: range) -> list[int]:
-        """Return the places of the local replicas' rows among those of all, for one batch."""
-        size = self._batch_size
-        places = np.arange(self._micro_batches * total * size).reshape(self._micro_batches, total, size)
-        rows: list[int] = places[:, local.start : local.stop].reshape(-1).tolist()
-        return rows
-
-    def next_epoch(self) -> Iterator[list[int]]:
-        """Begin an epoch, and return the numbers of the elements in each of its batches."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._rows_of(epoch)
+            yield self._collate(rows)
 
     def _rows_of(self, epoch: int) -> Iterator[list[int]]:
-        total, local = self._replicas
-        order = self._order_of(epoch)
-        places = np.array(self._places(total, local))
+        order, places = self._order_of(epoch), self._places
         whole, rest = divmod(len(order), self._rows_of_all)
         for number in range(whole):
             yield order[number * self._rows_of_all + places].tolist()
@@ -243,10 +235,9 @@ class DataLoader:
             yield order[whole * self._rows_of_all :].tolist()
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the elements of an epoch; a sampler that draws has the same numbers on all instances."""
         if self._sampler is None:
-            return np.asarray(epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle))
-        with drawing_from(seed_of(self.options.seed, 0, epoch, 0)):
+            return epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
+        with drawing_from(seed_of(self.options.seed, 0, epoch, 0)):  # the same numbers on all instances
             return np.fromiter(map(int, self._sampler), np.int64)
 
     def terminate(self) -> None:
@@ -271,10 +262,11 @@ class _Rows:
     """The elements of each batch, for PyTorch's loader."""
 
     def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+        self._loader, self._epoch = loader, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.next_epoch()
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._loader._rows_of(epoch)
 
     def __len__(self) -> int:
         return len(self._loader)

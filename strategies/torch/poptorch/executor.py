@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
 
 from popdist.switches import require_switches
@@ -21,6 +20,7 @@ from strategies.pipelines.trace import Trace
 from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
+from strategies.torch.poptorch.autocasting import heeded_by
 from strategies.torch.poptorch.blocks import FoundStages
 from strategies.torch.poptorch.enums import AutoStage, MeanReductionStrategy, OutputMode, ReductionType
 from strategies.torch.poptorch.module_state import Modes, WrittenBuffers, make_groupable
@@ -32,7 +32,15 @@ from strategies.torch.poptorch.optimizer_base import (
     tell_rounding,
 )
 from strategies.torch.poptorch.options import Options
-from strategies.torch.poptorch.outputs import Anchored, calling, loss_function, names_of, put_together, refuse_unknown
+from strategies.torch.poptorch.outputs import (
+    Anchored,
+    joined,
+    loss_function,
+    names_of,
+    outputs_and_losses,
+    put_together,
+    refuse_unknown,
+)
 from strategies.torch.poptorch.profiling import Counters, Latency
 from strategies.torch.poptorch.saved_models import packed, read_model, unpacked
 from strategies.torch.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
@@ -79,7 +87,7 @@ class PoplarExecutor:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | PoplarExecutor,
         options: Options | None,
         training: bool,
         optimizer: torch.optim.Optimizer | None,
@@ -88,6 +96,8 @@ class PoplarExecutor:
         options = Options() if options is None else options
         if not isinstance(options, Options):
             raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
+        if isinstance(model, PoplarExecutor):
+            model = model.model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"the model is a {type(model).__name__}; give a torch.nn.Module, whose forward calls a function, say"
@@ -98,28 +108,26 @@ class PoplarExecutor:
         self.model: torch.nn.Module = model
         self.options = options
         self._is_training = training
-        self._optimizer = optimizer
         self._map_gradient = map_gradient
         self._trainer: Trainer | None = None
         self._inference: InferenceReplicas | None = None
         self._calls = 0  # of an inference
         self._counters = Counters()
         self._modes = Modes(model)
-        replicas = options.strategy.replicas
-        self._states = WrittenBuffers(model, len(replicas.local_replicas), replicas.num_replicas_in_sync == 1)
+        self._states = WrittenBuffers(model, options.strategy.replicas)
         if training:
-            self._optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-        self._shards = self._optimizer is not None and shards_state(options, self._optimizer)
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        self._shards = optimizer is not None and shards_state(options, optimizer)
         refuse_unknown(options.anchors, model, self._shards, options.device_iterations)
         mode, every, count = self._mode, options.output_every, options.Training.gradient_accumulation
         followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
         self._anchored = Anchored(followed, model)
-        if self._optimizer is not None:
-            self._scale, limit = scale_and_limit(self._optimizer)
+        if optimizer is not None:
+            self._scale, limit = scale_and_limit(optimizer)
             self._clipping = Clipping(limit)
-            self._updates = [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
-            tell_rounding(options, self._optimizer, model)
-            self._trainer = self._new_trainer(self._optimizer)
+            self._updates = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
+            tell_rounding(options, optimizer, model)
+            self._trainer = self._new_trainer(optimizer)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
                 f"gradientAccumulation is {options.Training.gradient_accumulation}, and an inference accumulates none; "
@@ -192,7 +200,7 @@ class PoplarExecutor:
             began_s = time.perf_counter()
             rounds = every[iteration * count : (iteration + 1) * count]
             in_order = [each for of_replica in zip(*rounds, strict=True) for each in of_replica]
-            self.trainer.step(jax.tree.map(lambda *leaves: _united(leaves), *in_order))
+            self.trainer.step(joined(in_order))
             self._counters.add(began_s, time.perf_counter())
             self._anchored.look()
             found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
@@ -203,9 +211,10 @@ class PoplarExecutor:
     def _infer(self, batch: Batch) -> list[list[Tree]]:
         rounds = self._rounds_of(batch)
         if self._inference is None:
-            replicas, call = self.options.strategy.replicas, calling(self.options.Precision.autocasts)
+            autocasts = self.options.Precision.autocasts
+            call = heeded_by(lambda *called: outputs_and_losses(*called)[0], autocasts)
             self._inference = InferenceReplicas(
-                replicas, ReplicaMemory(self.model), call, self.options.seed, self._pipeline()
+                self.options.strategy.replicas, ReplicaMemory(self.model), call, self.options.seed, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
@@ -414,7 +423,8 @@ class PoplarExecutor:
             )
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
         if export_model:
-            content |= {"model": self.model, "optimizer": packed(self._optimizer)}
+            optimizer = None if self._trainer is None else packed(self._trainer.optimizer)
+            content |= {"model": self.model, "optimizer": optimizer}
         torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
@@ -459,7 +469,7 @@ def trainingModel(
         optimizer: of its parameters; None for SGD with a learning rate of 0.01.
         map_gradient: None, or a function of each micro-batch's gradients, see `TorchOptions`; PopTorch has none.
     """
-    return PoplarExecutor(_module_of(model), options, True, optimizer, map_gradient)
+    return PoplarExecutor(model, options, True, optimizer, map_gradient)
 
 
 def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
@@ -469,7 +479,7 @@ def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | N
         model: a module, or a model of it.
         options: frozen from here on.
     """
-    return PoplarExecutor(_module_of(model), options, False, None)
+    return PoplarExecutor(model, options, False, None)
 
 
 def load(
@@ -493,13 +503,3 @@ def load(
     if edit_opts_fn is not None:
         edit_opts_fn(options)
     return PoplarExecutor(content["model"], options, content["training"], unpacked(content["optimizer"]))
-
-
-def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
-    return model.model if isinstance(model, PoplarExecutor) else model
-
-
-def _united(leaves: Sequence[Tree]) -> Tree:
-    if len(leaves) == 1 or not isinstance(leaves[0], torch.Tensor):
-        return leaves[0]
-    return torch.cat(tuple(leaves))

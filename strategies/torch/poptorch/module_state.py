@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from strategies.errors import StrategyError
+from strategies.replicas.replicas import Replicas
 from strategies.torch.module_parts import slots_of
 from strategies.torch.poptorch.enums import CommGroupType, VariableRetrievalMode
 from strategies.torch.replica_groups import ReplicaGroups, group_replicas
@@ -45,7 +46,8 @@ class Modes:
                     "a training model is called for the first time with its module in evaluation mode, so dropout is "
                     "off and statistics stay; call model.train() before, unless that is meant"
                 )
-        others = {each: each.training for each in self._module.modules() if each.training is not self._of(each)}
+        now = {each: each.training for each in self._module.modules()}
+        others = {each: mode for each, mode in now.items() if mode is not self._taken.get(each, mode)}
         if others and not self._has_told and self._module not in others:
             self._has_told = True
             logger.warning(
@@ -54,16 +56,12 @@ class Modes:
                 type(next(iter(others))).__name__,
             )
         for each in others:
-            each.training = self._of(each)
+            each.training = self._taken[each]
         try:
             yield
         finally:
             for each, mode in others.items():
                 each.training = mode
-
-    def _of(self, module: torch.nn.Module) -> bool:
-        mode: bool = self._taken.get(module, module.training)
-        return mode
 
 
 class WrittenBuffers:
@@ -73,13 +71,12 @@ class WrittenBuffers:
 
     Args:
         module: of which they are.
-        count: of local replicas.
-        is_single: whether there is one replica on all instances.
+        replicas: on which it runs.
     """
 
-    def __init__(self, module: torch.nn.Module, count: int, is_single: bool) -> None:
-        self._module, self._is_single = module, is_single
-        self._own: list[dict[int, torch.Tensor]] = [{} for _ in range(count)]
+    def __init__(self, module: torch.nn.Module, replicas: Replicas) -> None:
+        self._module, self._is_single = module, replicas.num_replicas_in_sync == 1
+        self._own: list[dict[int, torch.Tensor]] = [{} for _ in replicas.local_replicas]
 
     @property
     def masters(self) -> Sequence[Sequence[torch.Tensor]] | None:

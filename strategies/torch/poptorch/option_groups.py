@@ -49,7 +49,11 @@ class OptionGroup(Accepting):
 
     def _set(self: Self, name: str, value: object, **attributes: object) -> Self:
         """Take the value that a method was given, and keep attributes that follow from it."""
-        self._refuse_frozen(name)
+        if self._is_frozen:
+            raise StrategyError(
+                f"{self._title}.{name} is set after a model or a data loader was made with these options; set it "
+                "before, or change a clone: options.clone()"
+            )
         self._values[name] = value
         vars(self).update(attributes)
         return self
@@ -100,20 +104,11 @@ class OptionGroup(Accepting):
             if not name.startswith("_"):
                 yield from (f"{name}.{option}" for option in group._options_known() if option != "toDict")
 
-    def _refuse_frozen(self, name: str) -> None:
-        if self._is_frozen:
-            raise StrategyError(
-                f"{self._title}.{name} is set after a model or a data loader was made with these options; set it "
-                "before, or change a clone: options.clone()"
-            )
-
     def _accept(self: Self, name: str, value: object, why: str) -> Self:
-        """Take an option that changes nothing here, and say so once."""
         tell_once(f"{self._title}.{name}", why)
         return self._set(name, value)
 
     def _set_switch(self: Self, name: str, value: bool, **attributes: object) -> Self:
-        """See `_set`, of what is True or False, and nothing that counts as one of them."""
         require_switches(**{name: value})
         return self._set(name, value, **attributes)
 
@@ -131,9 +126,8 @@ class OptionGroup(Accepting):
         return f"{self._title}({', '.join(f'{name}={value!r}' for name, value in self.toDict().items())})"
 
 
-_REDUCTION = "Options.Training.accumulationAndReplicationReductionType"
 _OF_NUMBERS = {
-    "accumulationAndReplicationReductionType": _REDUCTION,
+    "accumulationAndReplicationReductionType": "Options.Training.accumulationAndReplicationReductionType",
     "accumulationFactor": "Options.Training.gradientAccumulation",
     "automaticLossScalingSettings.enabled": "Options.Training.setAutomaticLossScaling",
     "enableFloatingPointChecks": "Options.Precision.enableFloatingPointExceptions",

@@ -370,7 +370,6 @@ class PopdistOptions(Options):
         return strategy
 
     def _recorded(self) -> Strategy:
-        """See `Options`: the instances are connected already."""
         tell_too_late()
         return self.strategy
 

@@ -13,11 +13,9 @@ import strategies.torch.poptorch.enums as enums
 from strategies.torch.poptorch.option_groups import OptionGroup, TensorLocationSettings
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_MADE_OF: Mapping[str, type] = {
-    **{name: getattr(blocks, name) for name in ("ParallelPhasedExecution", "Phase", "PipelinedExecution")},
-    **{name: getattr(blocks, name) for name in ("SerialPhasedExecution", "ShardedExecution", "Stage")},
-    "TensorLocationSettings": TensorLocationSettings,
-}
+_STAGES = (blocks.ParallelPhasedExecution, blocks.Phase, blocks.PipelinedExecution)
+_SHARDS = (blocks.SerialPhasedExecution, blocks.ShardedExecution, blocks.Stage)
+_MADE_OF: Mapping[str, type] = {kind.__name__: kind for kind in (*_STAGES, *_SHARDS, TensorLocationSettings)}
 """Classes of which a line may make values, as in `poptorch.Stage("B1")`."""
 _METHODS = {blocks.Stage: ("ipu",), blocks.Phase: ("ipus",)}
 _OF_A_FILE = ("from_json", "loadFromFile")

@@ -7,7 +7,7 @@ looked at without being returned from the model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from typing import TypeAlias
@@ -32,20 +32,6 @@ GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
 """Before the name of a parameter: its mean gradient over micro-batches and replicas, and its value after an update."""
 
 
-def calling(autocasts: bool) -> Callable[[torch.nn.Module, Batch], Tree]:
-    """Return a function that calls a module and returns its outputs; the program is told that an executor calls.
-
-    Args:
-        autocasts: whether `poptorch.autocast` is heeded inside of it.
-    """
-
-    def call_in_model(module: torch.nn.Module, batch: Batch) -> Tree:
-        outputs, _ = outputs_and_losses(module, batch)
-        return outputs
-
-    return heeded_by(call_in_model, autocasts)
-
-
 def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
     """Call the module, and return its outputs and the losses that it has marked.
 
@@ -68,20 +54,17 @@ def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Ba
 
     Args:
         factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
-        autocasts: see `calling`.
+        autocasts: whether `poptorch.autocast` is heeded inside of the module.
     """
 
     def loss_fn(module: torch.nn.Module, batch: Batch) -> LossAndOutputs:
         outputs, marked = outputs_and_losses(module, batch)
         loss = loss_of(outputs, marked)
-        return (loss if factor == 1 else with_gradient_of(loss, factor)), {}, outputs
+        if factor != 1:
+            loss = loss.detach() + factor * (loss - loss.detach())  # the value that metrics tell stays
+        return loss, {}, outputs
 
     return heeded_by(loss_fn, autocasts)
-
-
-def with_gradient_of(loss: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return the loss with so many times its gradient, so that what is told of the loss is the loss."""
-    return loss.detach() + factor * (loss - loss.detach())
 
 
 def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,9 +127,9 @@ def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
         ValueError: if n does not divide the number of micro-batches.
     """
     if mode is OutputMode.Sum:
-        return _joined([_sum(of_replica) for of_replica in zip(*rounds, strict=True)])
+        return joined([_sum(of_replica) for of_replica in zip(*rounds, strict=True)])
     if mode is OutputMode.Final:
-        return _joined(rounds[-1])
+        return joined(rounds[-1])
     if mode is OutputMode.EveryN:
         if len(rounds) % every:
             raise ValueError(
@@ -154,10 +137,11 @@ def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
                 "deviceIterations x gradientAccumulation"
             )
         rounds = rounds[every - 1 :: every]
-    return _joined([each for of_replicas in rounds for each in of_replicas])
+    return joined([each for of_replicas in rounds for each in of_replicas])
 
 
-def _joined(trees: Sequence[Tree]) -> Tree:
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Join the tensors of several trees along their first axis, and scalars along a new one."""
     return jax.tree.map(lambda *leaves: _join(leaves), *trees) if len(trees) > 1 else trees[0]
 
 
@@ -264,16 +248,11 @@ class Anchored:
 
     def look(self) -> None:
         """Keep the values after an update."""
-        for short, tensor in self._tensors():
-            self.seen[short].append(tensor.detach().clone())
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for short, anchor in self.anchors.items():
-            name = anchor.name.removeprefix(UPDATED).removeprefix(GRADIENT)
-            parameter = self.module.get_parameter(name)
-            is_gradient = anchor.name.startswith(GRADIENT)
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield short, gradient if is_gradient else parameter
+            tensor: torch.Tensor = self.module.get_parameter(anchor.name.removeprefix(UPDATED).removeprefix(GRADIENT))
+            if anchor.name.startswith(GRADIENT):
+                tensor = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            self.seen[short].append(tensor.detach().clone())
 
     def of_call(self, short: str) -> torch.Tensor:
         """Return the values of one of the anchored tensors.

@@ -60,10 +60,8 @@ def read_model(filename: str | Path, is_trusted: bool) -> Content:
     return content
 
 
-def packed(optimizer: torch.optim.Optimizer | None) -> Content | None:
+def packed(optimizer: torch.optim.Optimizer) -> Content:
     """Return what an optimizer is made of, without the defaultdict of its state, which only trusted files may have."""
-    if optimizer is None:
-        return None
     made_of = optimizer.__getstate__()
     return {"class": type(optimizer), "made_of": {**made_of, "state": dict(made_of["state"])}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from popdist.switches import require_switches
@@ -17,16 +17,13 @@ ONE_MEMORY = "all tensors lie in the memory of the host"
 
 Self = TypeVar("Self", bound="Accepting")
 
-_told: set[str] = set()
-
 logger = logging.getLogger(__name__)
 
 
+@cache
 def tell_once(what: str, why: str) -> None:
     """Log that something changes nothing here, the first time that this process meets it."""
-    if what not in _told:
-        _told.add(what)
-        logger.info("%s changes nothing here: %s", what, why)
+    logger.info("%s changes nothing here: %s", what, why)
 
 
 @dataclass(frozen=True)
@@ -102,5 +99,4 @@ class Accepting:
         return self._accept(name, method.called(name, *arguments, **named), method.why)
 
     def _accept(self: Self, name: str, value: object, why: str) -> Self:
-        """Take a value that changes nothing."""
         return self

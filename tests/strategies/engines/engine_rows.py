@@ -19,7 +19,6 @@ from strategies.core.engine import Engine
 from strategies.core.evaluation import Evaluator
 from strategies.core.step import StepLoop
 from strategies.data.every_row import every_row
-from strategies.step.step_record import NoRecorder
 from strategies.train_state import TrainState
 
 REPLICAS = 6
@@ -108,7 +107,7 @@ def in_numpy(
 ) -> Iterator[Training]:
     given = NumpyOptions(before_loss=before_loss, **options)
     replicas, engine = strategy.replicas, NumpyEngine(strategy.replicas, given)
-    loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, NoRecorder())
+    loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, None)
     evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part)
     first = engine.restore(TrainState(variables(), None, 0))
     yield Training(

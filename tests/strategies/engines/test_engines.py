@@ -45,8 +45,6 @@ def on_all(on_instances):
 class Witness:
     """An instrument and a watcher of steps, which notes what it sees in one list."""
 
-    is_on = True
-
     def __init__(self):
         self.seen = []
 

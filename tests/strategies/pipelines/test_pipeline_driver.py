@@ -23,13 +23,13 @@ def timetables():
             yield pytest.param(schedule.timetable(placed(mapping), 8, True), id=f"{name}, {word}")
 
 
-def follow(drive, devices):
+def follow(drive, devices, perform, **options):
     """The errors of all drivers, each in a thread of its own."""
     errors = [None] * devices
 
     def one(device):
         try:
-            drive.follow(device)
+            drive.follow(device, perform, **options)
         except BaseException as error:
             errors[device] = error
 
@@ -52,8 +52,8 @@ def test_an_action_begins_when_all_is_done_that_it_depends_on(timetable):
             assert not [one for one in timetable.dependencies(action) if parts[one]]
             parts[action] -= 1
 
-    drive = Drive(Course.of(timetable), perform)
-    assert follow(drive, len(timetable.devices)) == [None] * len(timetable.devices)
+    drive = Drive(Course.of(timetable))
+    assert follow(drive, len(timetable.devices), perform) == [None] * len(timetable.devices)
     assert not any(parts.values())
     for device, actions in enumerate(timetable.devices):
         assert [span.action for span in drive.spans if span.device == device] == list(actions)
@@ -66,8 +66,8 @@ def test_a_single_device_waits_for_nobody():
 
 def test_times_are_those_of_the_clock_since_the_begin():
     timetable = SCHEDULES["sequential"].timetable(placed([0, 0]), 1, False)
-    drive = Drive(Course.of(timetable), lambda device, action: None, 10.0, itertools.count(11).__next__)
-    drive.follow(0)
+    drive = Drive(Course.of(timetable), 10.0, itertools.count(11).__next__)
+    drive.follow(0, lambda device, action: None)
     assert [(span.begin_s, span.end_s) for span in drive.spans] == [(1, 2), (3, 4)]
 
 
@@ -79,7 +79,7 @@ def test_all_end_when_one_of_them_fails(timetable):
         if action == bad:
             raise ArithmeticError("no")
 
-    errors = follow(Drive(Course.of(timetable), perform), len(timetable.devices))
+    errors = follow(Drive(Course.of(timetable)), len(timetable.devices), perform)
     assert all(error is None or isinstance(error, ArithmeticError | AbandonedError) for error in errors)
     assert [type(errors[device]) for device in set(timetable.mapping[1])].count(ArithmeticError) >= 1
 
@@ -93,7 +93,7 @@ def test_those_who_wait_are_told_to_give_up():
         stopped.wait(60)
 
     stopped = threading.Event()
-    drive = Drive(Course.of(timetable), perform)
+    drive = Drive(Course.of(timetable))
 
     def stop():
         begun.wait(60)
@@ -102,7 +102,7 @@ def test_those_who_wait_are_told_to_give_up():
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    errors = follow(drive, 2)
+    errors = follow(drive, 2, perform)
     stopper.join()
     assert [type(error) for error in errors] == [AbandonedError] * 2
     assert "device 1 gives up before the forward of stage 1 for micro-batch 0" in str(errors[1])
@@ -133,5 +133,5 @@ def test_actions_are_carried_out_and_timed_within_what_limits_their_number():
         assert threading.get_ident() in gate.inside
         done.append(action)
 
-    assert follow(Drive(Course.of(timetable), perform, clock=clock, at_once=gate), 4) == [None] * 4
+    assert follow(Drive(Course.of(timetable), clock=clock), 4, perform, at_once=gate) == [None] * 4
     assert (len(done), gate.inside) == (sum(map(len, timetable.devices)), set())

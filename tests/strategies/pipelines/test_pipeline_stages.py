@@ -83,12 +83,12 @@ def run(pipeline, timetable, recomputes=False, perform=lambda action: None, offl
         if action.kind is not ActionKind.UPDATE:
             one.perform(device, action)
 
-    drive = Drive(Course.of(timetable), act)
+    drive = Drive(Course.of(timetable))
     errors = []
 
     def follow(device):
         try:
-            drive.follow(device)
+            drive.follow(device, act)
         except BaseException as error:
             errors.append(error)
 
