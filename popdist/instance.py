@@ -23,6 +23,11 @@ def replica_block(index: int, count: int, total_replicas: int) -> range:
     return range(start, start + share + (index < rest))
 
 
+def replica_blocks(count: int, total_replicas: int) -> list[range]:
+    """Return the replicas of each of `count` instances; see `replica_block`."""
+    return [replica_block(index, count, total_replicas) for index in range(count)]
+
+
 @dataclass(frozen=True)
 class Instance:
     """One process of a job and its block of replicas.

@@ -28,9 +28,6 @@ def wrong_type(name: str, value: object, way_out: str) -> TypeError:
     return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
 
 
-# ---- whole numbers
-
-
 def positive(name: str, value: object) -> int:
     """Return `value` as an int; raise TypeError or ValueError, naming `name`, unless it is an integer above zero."""
     return at_least(1, name, value)
@@ -52,9 +49,6 @@ def integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
-
-
-# ---- axes
 
 
 def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
@@ -101,9 +95,6 @@ def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
     rest = [length for place, length in enumerate(array.shape) if place not in axes]
     rows = np.moveaxis(array, axes, range(len(axes))).reshape(int(np.prod(lengths)), *rest)
     return [np.asarray(row, order="C") for row in np.ascontiguousarray(rows)]
-
-
-# ---- names of options
 
 
 def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ Semantics: the original's `cross_replica_ops`, `all_to_all_op`, `reduce_scatter_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def replication_index() -> jax.Array:
 
 def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """Return the sum over the replicas of a group; its gradient is the sum of their gradients."""
-    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("sum"), x)
+    return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Reduce("sum")), x)
 
 
 def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
@@ -42,7 +42,7 @@ def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthog
 
     Float16 does not overflow on the way. Integers are truncated towards zero.
     """
-    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).reducer("mean"), x)
+    return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Reduce("mean")), x)
 
 
 def replication_normalise(x: Tree) -> Tree:
@@ -79,7 +79,7 @@ def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bo
 
     A replica's gradient is the sum of the gradients of what all of them got of its value.
     """
-    return jax.tree.map(_ReplicaGroup(replica_group_size, orthogonal).gather, x)
+    return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Gather()), x)
 
 
 def all_to_all(
@@ -146,13 +146,11 @@ class _ReplicaGroup:
         self._total = self._context.num_replicas_in_sync
         self._size = len(self._groups.members(self._total)[0])
 
-    def reducer(self, op: str) -> Callable[[Tree], jax.Array]:
-        """Gives the reduction over the group."""
-        return lambda x: self._collect(Reduce(op), x)
-
-    def gather(self, x: Tree) -> jax.Array:
-        """Return the values of the group, in order, along a new first axis."""
-        return self._collect(Gather(), x)
+    def collect(self, kind: CollectiveKind, x: Tree) -> jax.Array:
+        """Return this replica's result of a collective of its group."""
+        context = self._context
+        name, index = context.next_name(), context.replica_id_in_sync_group
+        return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)
 
     def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
         """Return this replica's blocks of what all have, one behind the other."""
@@ -165,7 +163,7 @@ class _ReplicaGroup:
                 f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; it must "
                 "be a multiple of their number"
             )
-        return self._collect(BlockExchange(split, concat), x)
+        return self.collect(BlockExchange(split, concat), x)
 
     def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
         """Return this replica's part of the reduction of vectors."""
@@ -194,8 +192,3 @@ class _ReplicaGroup:
             gathered = collect(Gather(), self._groups, index, value, name)
             return reduce_in_order(op, [gathered[member] for member in range(self._size)])
         return collect(Reduce(op), self._groups, index, value, name)
-
-    def _collect(self, kind: CollectiveKind, x: Tree) -> jax.Array:
-        context = self._context
-        name, index = context.next_name(), context.replica_id_in_sync_group
-        return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -77,29 +76,15 @@ class Defaults:
     attaches: bool = True
 
 
-class HasDefaults(Protocol):
-    """The part of a strategy that the files below strategies need."""
+_in_force = Defaults()
 
-    @property
-    def defaults(self) -> Defaults:
-        """The defaults for what is made for this strategy."""
-
-
-@dataclass
-class _InForce:
-    """The defaults of this process, for strategies that are given none."""
-
-    defaults: Defaults = Defaults()
-
-
-_process = _InForce()
-
-_strategy: ContextVar[HasDefaults | None] = ContextVar("defaults", default=None)
+_of_strategy: ContextVar[Callable[[], Defaults] | None] = ContextVar("defaults", default=None)
 
 
 def put_in_force(defaults: Defaults) -> None:
     """Make these the defaults of strategies that are given none, and of what is made without a strategy."""
-    _process.defaults = defaults
+    global _in_force
+    _in_force = defaults
 
 
 def in_force() -> Defaults:
@@ -107,7 +92,7 @@ def in_force() -> Defaults:
 
     Two places read them: a strategy that is given no defaults, and `current_defaults` outside of a strategy's scope.
     """
-    return _process.defaults
+    return _in_force
 
 
 def current_defaults() -> Defaults:
@@ -115,15 +100,15 @@ def current_defaults() -> Defaults:
 
     It is for what is made without a strategy at hand: infeeds, `Pipelining`, pipelines of functions.
     """
-    strategy = _strategy.get()
-    return in_force() if strategy is None else strategy.defaults
+    of_strategy = _of_strategy.get()
+    return in_force() if of_strategy is None else of_strategy()
 
 
 @contextmanager
-def current_defaults_of(strategy: HasDefaults) -> Iterator[None]:
-    """Make this strategy's defaults the current ones inside the block."""
-    token = _strategy.set(strategy)
+def current_defaults_of(of_strategy: Callable[[], Defaults]) -> Iterator[None]:
+    """Make a strategy's defaults, whatever they are when they are read, the current ones inside the block."""
+    token = _of_strategy.set(of_strategy)
     try:
         yield
     finally:
-        _strategy.reset(token)
+        _of_strategy.reset(token)

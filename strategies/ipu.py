@@ -39,7 +39,6 @@ class SingleProcess(Membership):
         super().__init__(ipus_per_replica, defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
         number, spanned = self._num_replicas, self._ipus_per_replica
         if number is None:
             number, spanned = replicas_of_process(self.defaults, spanned)

@@ -36,7 +36,6 @@ class MpiJob(Membership):
         return popdist.can_carry_on()
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
         return popdist.carry_on(), popdist.communicator()
 
 
@@ -103,10 +102,7 @@ class IPUHorovodStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        variables_on_host: bool = False,
-        ipus_per_replica: int | None = None,
-        defaults: Defaults | None = None,
+        self, variables_on_host: bool = False, ipus_per_replica: int | None = None, defaults: Defaults | None = None
     ) -> None:
         membership = HorovodJob(ipus_per_replica, defaults)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)

@@ -128,7 +128,6 @@ class _Loop:
         return iterate
 
     def flat_condition(self, *leaves: jax.Array) -> jax.Array:
-        """Return whether the loop goes on."""
         assert self.condition is not None
         answer = jnp.asarray(self.condition(*jax.tree.unflatten(self.structure, leaves)))
         if answer.shape != () or answer.dtype != np.bool_:
@@ -191,9 +190,6 @@ def _run(loop: _Loop, inputs: Tree, count: Leaf) -> Tree:
     return variables[0] if len(variables) == 1 else variables or None
 
 
-# ---- loops in programs
-
-
 def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Leaf) -> Values:
     """Put the loop into the program that is being traced."""
     token = program.token
@@ -211,9 +207,6 @@ def _inline_alone(loop: _Loop, leaves: Values, count: Leaf) -> Values:
     """Put the loop into a program that is none of ours, or in which JAX differentiates without compiling."""
     with tracing(current_program()) as program:
         return _inline(loop, program, leaves, count)
-
-
-# ---- loops called from Python
 
 
 class _Program:
@@ -274,9 +267,6 @@ def _call(loop: _Loop, leaves: Values, count: Leaf) -> Values:
         if len(_programs) > PROGRAMS_KEPT:
             _programs.popitem(last=False)
     return program(leaves, dynamic)
-
-
-# ---- arguments
 
 
 def _count(name: str, n: object) -> Leaf:

@@ -64,6 +64,12 @@ class Strategy(ABC):
         add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
         variables_on_host: whether variables and optimizer state live in host memory.
 
+    Attributes:
+        replicas: all of them, as what is built on strategies sees them: a step, a checkpoint, a variable.
+        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
+        progress: see above.
+        variables_on_host: see above.
+
     Raises:
         TypeError: a switch is not True or False.
         DeviceError: its defaults keep this process from devices.
@@ -87,16 +93,12 @@ class Strategy(ABC):
             add_ipu_cross_replica_reductions=add_cross_replica_reductions,
             variables_on_host=variables_on_host,
         )
-        self._replicas = Replicas(
+        self.replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
-
+        self.num_replicas_in_sync = self.replicas.num_replicas_in_sync
+        self.progress, self.variables_on_host = self.replicas.progress, variables_on_host
         self._iterators = Iterators()
-
-    @property
-    def replicas(self) -> Replicas:
-        """All of them, as what is built on strategies sees them: a step, a checkpoint, a variable."""
-        return self._replicas
 
     @property
     def defaults(self) -> Defaults:
@@ -105,52 +107,42 @@ class Strategy(ABC):
         They are those that the strategy was given. If it was given none, they are those of the configuration that is in
         force (`strategies.config`) when something is made for it.
         """
-        return self._replicas.defaults
+        return self.replicas.defaults
 
     # ---- who is there
 
     @property
     def instance(self) -> Instance:
         """The instance with the replicas that this process drives, as the instances are numbered now."""
-        return self._replicas.instance
+        return self.replicas.instance
 
     @property
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
-        return self._replicas.communicator
-
-    @property
-    def progress(self) -> Progress:
-        """The line to the supervisor of this instance."""
-        return self._replicas.progress
+        return self.replicas.communicator
 
     @property
     def instruments(self) -> Instruments:
         """The instruments attached to this instance."""
-        return self._replicas.instruments
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """R, the replicas of all instances."""
-        return self._replicas.num_replicas_in_sync
+        return self.replicas.instruments
 
     @property
     def num_instances(self) -> int:
         """n, the processes that drive them."""
         note_question("strategy.num_instances")
-        return self._replicas.num_instances
+        return self.replicas.num_instances
 
     @property
     def instance_index(self) -> int:
         """The index of this instance, 0 to n - 1."""
         note_question("strategy.instance_index")
-        return self._replicas.instance_index
+        return self.replicas.instance_index
 
     @property
     def local_replicas(self) -> range:
         """The global indices of this instance's replicas."""
         note_question("strategy.local_replicas")
-        return self._replicas.local_replicas
+        return self.replicas.local_replicas
 
     @property
     def is_chief(self) -> bool:
@@ -160,7 +152,7 @@ class Strategy(ABC):
         `on_chief` ask. It is none where some carry on after the chief has come to its end.
         """
         note_question("strategy.is_chief")
-        return self._replicas.is_chief
+        return self.replicas.is_chief
 
     def on_chief(self, function: Callable[[], object]) -> None:
         """Have one instance do what is to be done once, such as to report a result; a collective call.
@@ -176,17 +168,12 @@ class Strategy(ABC):
             PeerLostError: on the others, if the chief is lost and they cannot carry on.
         """
         refuse_in_replica("strategy.on_chief")
-        self._replicas.on_chief(function)
+        self.replicas.on_chief(function)
 
     @property
     def extended(self) -> StrategyExtended:
         """The role of this instance, with the original's names; the chief writes files."""
         return StrategyExtended(self.is_chief, self.is_chief, self.reduce)
-
-    @property
-    def variables_on_host(self) -> bool:
-        """Whether variables and optimizer state live in host memory."""
-        return self._replicas.variables_on_host
 
     def update_ipu_config(self, config: Tree) -> Tree:
         """Write into a configuration which of how many processes this is.
@@ -197,8 +184,8 @@ class Strategy(ABC):
             config: an `IPUConfig`; it is changed, and returned.
         """
         distribution = config.experimental.multi_replica_distribution
-        distribution.process_count = self._replicas.num_instances
-        distribution.process_index = self._replicas.instance_index
+        distribution.process_count = self.replicas.num_instances
+        distribution.process_index = self.replicas.instance_index
         return config
 
     def for_stages(self, stages: int) -> Strategy:
@@ -218,7 +205,7 @@ class Strategy(ABC):
     @property
     def can_carry_on(self) -> bool:
         """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
-        return self._replicas.can_carry_on
+        return self.replicas.can_carry_on
 
     def carry_on(self) -> None:
         """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
@@ -228,7 +215,7 @@ class Strategy(ABC):
         Raises:
             LifeCycleError: the job cannot go on.
         """
-        self._replicas.carry_on()
+        self.replicas.carry_on()
 
     # ---- values
 
@@ -244,11 +231,11 @@ class Strategy(ABC):
             aggregation: how replicas' values are reduced: "sum", "mean" or "only_first_replica".
         """
         refuse_in_replica("strategy.variable")
-        return make_variable(self._replicas, initial, synchronization, aggregation)
+        return make_variable(self.replicas, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
-        """`function(r)` for the global index r of each local replica."""
-        return self._replicas.per_replica(function)
+        """Return `function(r)` for the global index r of each local replica."""
+        return self.replicas.per_replica(function)
 
     def dealt(self, tree: Tree) -> PerReplica:
         """Return each local replica's rows of a tree in which they lie one after another along the first axis.
@@ -264,7 +251,7 @@ class Strategy(ABC):
         Raises:
             ValueError: if the arrays cannot be divided among the local replicas, or are a batch for others.
         """
-        return self._replicas.dealing.split(tree)
+        return self.replicas.dealing.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
         """Return a pytree that `run` gives whole to every replica, without asking whether it is a batch."""
@@ -280,7 +267,7 @@ class Strategy(ABC):
             ValueError: integers do not fit into 32 bits, where JAX has no more.
         """
         refuse_in_replica("strategy.broadcast")
-        return self._replicas.broadcast(tree, root)
+        return self.replicas.broadcast(tree, root)
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
         """Reduce over all replicas of all instances, in the order of the tree; the same result on every instance.
@@ -303,7 +290,7 @@ class Strategy(ABC):
                 there is no such axis, or nothing along it.
         """
         refuse_in_replica("strategy.reduce")
-        return self._replicas.reduce(op, values_of(value), axis)
+        return self.replicas.reduce(op, values_of(value), axis)
 
     def gather(self, value: Tree, axis: int) -> Tree:
         """Return the values of all replicas one after another along an axis, in replica order, on every instance.
@@ -322,7 +309,7 @@ class Strategy(ABC):
             ValueError: see `reduce`; or the values are scalars, which have no axis.
         """
         refuse_in_replica("strategy.gather")
-        return concatenated(self._replicas, values_of(value), axis)
+        return concatenated(self.replicas, values_of(value), axis)
 
     # ---- programs
 
@@ -357,7 +344,7 @@ class Strategy(ABC):
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
         given = self._iterators.placed([*args, *kwargs.values()])
-        named = [self._replicas.dealing.deal_argument(values_of(value)) for value in given]
+        named = [self.replicas.dealing.deal_argument(values_of(value)) for value in given]
         program, state = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -369,7 +356,10 @@ class Strategy(ABC):
             (np.int32(replica), held, *of_replica)
             for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        executables = self._compiled(program, arguments)
+        executables = [
+            program.compiled(self.replicas.devices.device_of(position), *of_replica)
+            for position, of_replica in enumerate(arguments)
+        ]
         if not state.is_current:  # the function has built a model, and nothing has run yet
             return self.run(function, args, kwargs)
         results = self._run(executables, arguments)
@@ -391,13 +381,6 @@ class Strategy(ABC):
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
-    def _compiled(self, program: DeviceProgram, arguments: Sequence[Sequence[Tree]]) -> list[jax.stages.Compiled]:
-        """Compile the program for each local replica."""
-        return [
-            program.compiled(self._replicas.devices.device_of(position), *of_replica)
-            for position, of_replica in enumerate(arguments)
-        ]
-
     def _run(self, executables: Sequence[jax.stages.Compiled], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
         """Run the program on the arguments of each local replica, and return the results."""
 
@@ -405,10 +388,10 @@ class Strategy(ABC):
             result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
             return jax.tree.map(borrow, result), changes
 
-        reducer = self._replicas.reducer
+        reducer = self.replicas.reducer
         reducer.begin()
         with reducer.ending():
-            results = self._replicas.devices.each(compute, reducer.fail)
+            results = self.replicas.devices.each(compute, reducer.fail)
         if reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
             raise reducer.last_error
         return results
@@ -416,29 +399,22 @@ class Strategy(ABC):
     def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
         """Return the compiled function, and the variables that it has besides its arguments."""
         key = function, names
-        found = self._replicas.programs.get(key)
+        found = self.replicas.programs.get(key)
         if found is not None and all(is_same() for is_same in found[2]):
             return found[:2]
-        state, constants = self._state_of(function), list[Callable[[], bool]]()
-        constants.append(lambda: state.is_current)
-        program = self._replicas.devices.compile(self._for_one_replica(function, names, state, constants))
-        self._replicas.programs[key] = program, state, constants
+        objects = Reads(function, follows_keras=True).of_keras
+        state = keras_room().KerasState(objects, self.replicas) if objects else NOTHING_HELD
+        constants: list[Callable[[], bool]] = [lambda: state.is_current]
+        program = self.replicas.devices.compile(self._for_one_replica(function, names, state, constants))
+        self.replicas.programs[key] = program, state, constants
         return program, state
 
-    def _state_of(self, function: Function) -> HeldState:
-        objects = Reads(function, follows_keras=True).of_keras
-        return keras_room().KerasState(objects, self._replicas) if objects else NOTHING_HELD
-
     def _for_one_replica(
-        self,
-        function: Function,
-        names: tuple[str, ...],
-        state: HeldState,
-        constants: list[Callable[[], bool]],
+        self, function: Function, names: tuple[str, ...], state: HeldState, constants: list[Callable[[], bool]]
     ) -> Function:
         def one_replica(index: jax.Array, held: Sequence[Tree], *values: Tree) -> Tree:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))
-            context = self._replicas.new_context(index, "run", is_watched=True)
+            context = self.replicas.new_context(index, "run", is_watched=True)
             reads = Reads(function, follows_keras=True)
             with replica_context(context), state.inside(held) as changes:
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
@@ -493,11 +469,11 @@ class Strategy(ABC):
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
             prefetch=prefetch if prefetch is not None else 2 if self.defaults.prefetches else 0,
-            place=lambda batch: self._replicas.dealing.batch(batch),
+            place=lambda batch: self.replicas.dealing.batch(batch),
             communicator=self.communicator,
             instruments=self.instruments,
         )
-        self._replicas.adopt(dataset, gradient_accumulation_count * batch_size)
+        self.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
         return dataset
 
     def distribute_datasets_from_function(
@@ -522,7 +498,7 @@ class Strategy(ABC):
         Raises:
             ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
         """
-        with keras_in_scope(get_strategy), current_defaults_of(self):
+        with keras_in_scope(get_strategy), current_defaults_of(lambda: self.defaults):
             token = _scope.set(self)
             try:
                 yield self

@@ -43,18 +43,13 @@ class TrainState:
     model_state: Tree = None
 
     def __post_init__(self) -> None:
-        _alive[id(self)] = weakref.ref(self, partial(_forget, id(self)))
+        _alive[id(self)] = self
 
 
-_alive: dict[int, weakref.ref[TrainState]] = {}
-
-
-def _forget(identity: int, _: weakref.ref[TrainState]) -> None:
-    _alive.pop(identity, None)
+_alive: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
 
 
 def is_trained(leaf: Leaf) -> bool:
     """Return whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
-    states = [state for reference in list(_alive.values()) if (state := reference()) is not None]
-    trees = [(state.variables, state.optimizer_state, state.model_state) for state in states]
+    trees = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
     return any(leaf is other for other in jax.tree.leaves(trees))

@@ -16,7 +16,7 @@ Tree: TypeAlias = Any
 """A pytree of arrays."""
 
 Leaf: TypeAlias = Any
-"""An array of a pytree: of JAX or NumPy, a tracer of one, or its shape and dtype."""
+"""An array of a pytree: of JAX, NumPy or PyTorch, a tracer of one, or its shape and dtype."""
 
 Variables: TypeAlias = Tree
 """The trained variables, by which a loss function is differentiated: a pytree of floating-point arrays."""

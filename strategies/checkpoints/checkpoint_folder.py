@@ -53,17 +53,17 @@ logger = logging.getLogger(__name__)
 
 STATE = "state"
 MAX_FAILED = 16
-"""How many writes that have failed may still have threads."""
+"""The most failed writes whose threads may still run."""
 PIECE_BYTES = 1 << 28
-"""What orbax gets as one array: it may hold a second copy of it. (Few large arrays are written faster than many: 22 MB
-in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
+"""The bytes that orbax gets as one array: it may hold a second copy of them. (Few large arrays are written faster than
+many: 22 MB in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
 _MODES = ("max", "min")
 _COMPLETE = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """What a checkpoint says besides the arrays.
+    """The facts in a checkpoint besides the arrays.
 
     Attributes:
         step: updates that were made.
@@ -90,7 +90,7 @@ class SavedTraining:
 
     @classmethod
     def from_json(cls, text: str) -> SavedTraining:
-        """What `to_json` wrote; ValueError for anything else."""
+        """Return the facts that `to_json` wrote; raise ValueError for anything else."""
         try:
             values = json.loads(text)
             position, packing = values.pop("position"), Packing.from_lists(values.pop("packing"))
@@ -189,8 +189,6 @@ class CheckpointFolder:
             )
         return None
 
-    # ---- one checkpoint
-
     def of_step(self, step: int) -> Path:
         """Where the checkpoint of a step is, if there is one."""
         return self.path / f"step_{step:08d}"
@@ -226,7 +224,7 @@ class CheckpointFolder:
         os.close(descriptor)
 
     def read(self, path: Path) -> tuple[SavedTraining, dict[str, np.ndarray]]:
-        """What a checkpoint says, and its arrays by their names.
+        """Return the facts in a checkpoint, and its arrays by their names.
 
         Args:
             path: of a checkpoint without a fault, see `fault_of`.
@@ -283,7 +281,7 @@ def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """What orbax gets; it refuses empty arrays."""
+    """Cut arrays into pieces for orbax, which refuses empty arrays."""
     found = {}
     for dtype, array in flat.items():
         size = PIECE_BYTES // array.itemsize
@@ -312,7 +310,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the operating system said; tensorstore puts it behind a long way through its layers.
+    """Return the message of the operating system; tensorstore puts it behind a long way through its layers.
 
     Where one of its writes has failed, another one may find the lock of that one: that is not the reason.
     """
@@ -336,9 +334,6 @@ def _without_tracebacks_of_orbax() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_not_of_orbax)
-
-
-# ---- the best of them
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ NICE = 10
 the MLP: a step takes 1.37 times as long without this, 0.99 with it, and 1.13 with 5; but fewer are made.)"""
 RESIDUALS = ".residuals"
 WRITE_LIMIT_S = 600.0
-"""How long anybody waits for a checkpoint to be written."""
+"""The most seconds that anybody waits for a checkpoint to be written."""
 
 
 class Checkpoints:
@@ -374,9 +374,7 @@ class Checkpoints:
 
     # ---- restoring
 
-    def _read(
-        self, arrays: Mapping[str, Leaf], other_replicas: bool = False
-    ) -> tuple[SavedTraining | None, dict[str, Any]]:
+    def _read(self, arrays: Mapping[str, Leaf], other_replicas: bool) -> tuple[SavedTraining | None, dict[str, Any]]:
         """Return what instance 0 has read, on all instances; the others keep their own arrays for now."""
         found, fault = None, ""
         if self._folder is not None:
@@ -398,7 +396,7 @@ class Checkpoints:
         }
 
     def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
-        """What this instance is to have in place of `leaf`, of an array that instance 0 has read; a collective call."""
+        """Return the array that takes the place of `leaf`, from the array that instance 0 has read. Collective."""
         if _is_on_host(leaf):  # JAX would take 32 of its 64 bits
             received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
@@ -460,17 +458,17 @@ def _stand_back() -> None:
 
 
 def _is_on_host(leaf: Leaf) -> bool:
-    """Whether it is memory in which a training goes on, or a part of an array there."""
+    """Return whether a leaf is memory in which a training goes on, or a part of an array there."""
     return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
 
 
 def _room(leaf: Leaf) -> Any:
-    """An array of that shape and dtype, to be filled."""
+    """Return an array of that shape and dtype, to be filled."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
 def _like(leaf: Leaf, array: jax.Array) -> Any:
-    """What this instance has of an array, as of `leaf`, and where that lies."""
+    """Return this instance's part of an array, placed like `leaf`."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)
     return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) and not is_key(leaf) else array

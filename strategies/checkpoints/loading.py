@@ -44,7 +44,8 @@ def load_variables(
         ValueError: if both `step` and `best` are given.
     """
     checkpoint = find_checkpoint(path, step=step, best=best)
-    return _variables(checkpoint, like)
+    found = _named(checkpoint, VARIABLES)
+    return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, best: Best | None = None) -> Path:
@@ -97,11 +98,6 @@ def load_part(checkpoint: Path, part: str) -> Tree:
     return _nested(checkpoint, found) if found else {}
 
 
-def _variables(checkpoint: Path, like: Variables) -> Variables:
-    found = _named(checkpoint, VARIABLES)
-    return _nested(checkpoint, found) if like is None else _structured(checkpoint, found, like)
-
-
 def _named(checkpoint: Path, part: str) -> dict[str, np.ndarray]:
     _, arrays = CheckpointFolder(checkpoint.parent, keep=1).read(checkpoint)
     return {
@@ -138,7 +134,7 @@ def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:
 
 
 def _keys(checkpoint: Path, name: str) -> list[Any]:
-    """What leads to an array: `['a'][0].b` as ["", "a", 0, "b"]."""
+    """Return the keys that lead to an array: of `['a'][0].b` ["", "a", 0, "b"]."""
     try:
         node: Any = ast.parse(f"x{name}", mode="eval").body
         keys = []

@@ -59,9 +59,6 @@ class Packing:
         return found
 
 
-# ---- what a program saves besides arrays: values that JSON can write
-
-
 def plain_values(extra: Any) -> dict[str, Any]:
     """A copy of the program's own values as JSON gives them back: tuples are lists then.
 
@@ -74,15 +71,15 @@ def plain_values(extra: Any) -> dict[str, Any]:
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; it is a dictionary with strings as keys")
+    plain = {}
     for name, value in extra.items():
         try:
-            json.dumps(value, default=_plain)
+            plain[name] = json.loads(json.dumps(value, default=_plain))
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"extra[{name!r}] cannot be saved ({error}); use numbers, strings, lists and dictionaries, and keep "
                 "arrays in the state"
             ) from error
-    plain: dict[str, Any] = json.loads(json.dumps(dict(extra), default=_plain))
     return plain
 
 
@@ -110,11 +107,8 @@ def _plain(value: Leaf) -> object:
     raise TypeError(f"it is of type {type(value).__name__}")
 
 
-# ---- arrays in memory of the host in which a training goes on
-
-
 class Age:
-    """How often what lies in some memory has been replaced.
+    """The age of some memory: how often its content has been replaced.
 
     Attributes:
         number: of replacements.

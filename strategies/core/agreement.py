@@ -18,7 +18,7 @@ Terms = Sequence[Mapping[str, str | Sequence[str]]]
 
 They come in groups. A fact of a later group may differ because one of an earlier group does.
 """
-_MOST = 4  # differences that are named
+_MOST = 4  # differences that a message names
 _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
 
@@ -26,15 +26,15 @@ _ARGUMENTS = "; start all with the same arguments"
 def insist_on_agreement(
     members: Members, terms: Terms, name: str = "digests of options and programs", way_out: str = _ARGUMENTS
 ) -> None:
-    """Compare what decides the result with that of all other instances; a collective call.
+    """Compare the facts that decide the result between all instances. Collective.
 
-    Instances exchange 32 bytes each where they agree, and everything where they do not.
+    If the instances agree, each sends 32 bytes; if not, each sends all of its facts.
 
     Args:
         members: the instances.
-        terms: of this instance.
-        name: of the call, for messages.
-        way_out: at the end of a message about values.
+        terms: the facts of this instance.
+        name: the name of the call, for messages.
+        way_out: the end of a message about values.
 
     Raises:
         DisagreementError: on all instances, with the same text, if they do not agree.
@@ -54,13 +54,13 @@ def insist_on_agreement(
 
 
 def broadcast_text(communicator: Communicator, text: str, root: int, name: str) -> str:
-    """The text that rank `root` has, on all ranks; a collective call.
+    """Return the text of rank `root` on all ranks. Collective.
 
     Args:
         communicator: connects the ranks.
-        text: of this rank.
-        root: whose text is wanted.
-        name: of the text, for messages.
+        text: the text of this rank.
+        root: the rank whose text is returned.
+        name: the name of the text, for messages.
     """
     data = np.frombuffer(text.encode(), np.uint8).copy()
     size = communicator.broadcast(np.array([data.size], np.int64), root, name=f"size of {name}")
@@ -69,11 +69,11 @@ def broadcast_text(communicator: Communicator, text: str, root: int, name: str) 
 
 
 def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
-    """Return which instances differ, and in what.
+    """Return a message that names the differences, and the instances that differ.
 
     Args:
         told: the terms of each instance, by its number; not all are the same.
-        way_out: at the end of a message about values.
+        way_out: the end of a message about values.
     """
     for groups in zip(*told.values(), strict=True):
         of_instances = dict(zip(told, groups, strict=True))
@@ -91,7 +91,7 @@ def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
 
 
 def _of_value(name: str, values: Mapping[int, str | Sequence[str]], instances: Sequence[int]) -> str:
-    """For example: instance 1 has seed 3, instances 0 and 2 seed 4."""
+    """Describe a difference, such as: instance 1 has seed 3, instances 0 and 2 seed 4."""
     having: dict[str, list[int]] = {}
     for instance in instances:
         having.setdefault(f"{name} {values[instance]}" if instance in values else f"no {name}", []).append(instance)
@@ -102,7 +102,7 @@ def _of_value(name: str, values: Mapping[int, str | Sequence[str]], instances: S
 
 
 def _of_program(name: str, programs: Mapping[int, Sequence[str]]) -> str:
-    """The first line in which the programs of two instances differ."""
+    """Describe the first line in which the programs of two instances differ."""
     (first, wanted), *others = programs.items()
     instance, lines = next((each, found) for each, found in others if found != wanted)
     pairs = enumerate(itertools.zip_longest(lines, wanted, fillvalue="nothing"), 1)

@@ -30,10 +30,10 @@ class Passing:
     """The rules of a pass through a data set.
 
     Attributes:
-        title: what is done, for messages.
-        step: with whose state.
+        title: the name of the work, for messages.
+        step: the number of steps behind the state, for messages.
         tell: begins to compute a batch; see `Engine.tell`.
-        survives: whether the other instances can go on without one that is lost.
+        survives: whether the other instances can go on without a lost one.
     """
 
     title: str
@@ -43,12 +43,12 @@ class Passing:
 
 
 class DataPass:
-    """Goes through the rest of a data set once, with all instances that there are.
+    """A pass through the rest of a data set, by all instances together.
 
     Args:
         members: the instances.
-        passing: see there.
-        rows: of the data set.
+        passing: the rules of the pass.
+        rows: the rows of the data set.
         to_all: whether all instances get the results, or instance 0 alone.
     """
 
@@ -85,7 +85,7 @@ class DataPass:
         return surviving(self._members, lambda: self._next(done), lambda: self._catch_up(done))
 
     def _next(self, done: int) -> Told:
-        """Return the results of the batch that comes after so many; nothing behind the last one."""
+        """Return the results of batch number `done`, counted from 0; an empty list after the last batch."""
         while True:
             self._begin()
             title = f"{self._passing.title} at step {self._passing.step}"
@@ -100,7 +100,7 @@ class DataPass:
                 return told
 
     def _begin(self) -> None:
-        """Have so many batches computed that no replica waits for this thread."""
+        """Begin as many batches as the engine wants ahead, so that no replica waits for this thread."""
         while len(self._begun) <= self._ahead:
             batch = next(self._batches, None)
             if batch is None:
@@ -114,9 +114,9 @@ class DataPass:
         return _ELSEWHERE if found is None else [ToldRows(leaves, local[0].build, mask) for *leaves, mask in found]
 
     def _catch_up(self, done: int) -> Told | None:
-        """After a loss, return nothing if others are through; None: go on with what an instance has not got.
+        """Prepare to go on after a loss: return None, to repeat from the first batch that an instance lacks.
 
-        Who is through has met all others at the end, where they have got everything.
+        If others have ended the pass, and this instance had met them at its end, return an empty list.
         """
         self._stop()
         meeting, own = meet(self._members), self._members.done_so_far.passes
@@ -133,7 +133,7 @@ class DataPass:
         return None
 
     def _stop(self) -> None:
-        """Give up what was begun, once no replica computes any more."""
+        """Drop the batches that were begun, once no replica computes any more."""
         self._batches.close()
         while self._begun:
             with suppress(Exception):  # nobody has asked for it

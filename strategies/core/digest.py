@@ -20,10 +20,10 @@ Digest = tuple[int, int]
 
 
 def digest_of_arrays(arrays: Iterable[np.ndarray]) -> Digest:
-    """Return a number for the bits of all arrays, and another one; one flipped bit changes both.
+    """Return two numbers that depend on all bits of the arrays; one flipped bit changes both.
 
-    Exclusive or, and sum, of the arrays' 64-bit words, which goes as fast as memory can be read. It finds accidents.
-    Somebody can make other arrays with the same digest on purpose.
+    They are the exclusive or and the sum of 64-bit words, computed as fast as memory can be read. A digest finds
+    accidents; it is no protection against arrays that were made to have the same digest.
     """
     mixed = total = 0
     for array in arrays:
@@ -48,8 +48,8 @@ def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, h
 
     Args:
         members: the instances.
-        arrays: with the same names, shapes and dtypes on all instances.
-        step: for messages.
+        arrays: the arrays by name, with the same names, shapes and dtypes on all instances.
+        step: the number of steps so far, for messages.
         heals: whether a majority may hand its state to the others, in a job that carries on.
 
     Raises:
@@ -77,12 +77,12 @@ def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, h
 
 
 def insist_on_same_bits(members: Members, arrays: Mapping[str, np.ndarray], step: int) -> None:
-    """Compare arrays that have to be the same everywhere, also in a job that could carry on; a collective call.
+    """Refuse to go on if arrays have other bits on any instance, also in a job that could carry on. Collective.
 
     Args:
         members: see `majority_of`.
-        arrays: see there.
-        step: for messages.
+        arrays: see `majority_of`.
+        step: see `majority_of`.
 
     Raises:
         DivergenceError: on all instances if their bits differ.
@@ -91,7 +91,7 @@ def insist_on_same_bits(members: Members, arrays: Mapping[str, np.ndarray], step
 
 
 def _first_difference(members: Members, arrays: Mapping[str, np.ndarray]) -> str:
-    """Describe the first array that is not the same everywhere. A collective call, made only after a difference."""
+    """Describe the first array that differs between instances. Collective; called after a difference only."""
     own = np.array([digest_of_arrays([array]) for array in arrays.values()], np.uint64)
     gathered = members.communicator.all_gather(own, name="digests of each array")
     first = int(np.argmax((gathered != gathered[0]).any(axis=(0, 2))))

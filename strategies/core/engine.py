@@ -27,11 +27,11 @@ They lie in the memory of the host or of a device; an engine and its exchange kn
 
 
 class EngineState(Protocol):
-    """The state of a training, as its engine has it; the loop only asks how far it is."""
+    """The state of a training, in the form that its engine uses. The loop reads these two values only."""
 
     @property
     def step(self) -> int:
-        """The number of steps that were made."""
+        """The number of steps so far."""
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -39,10 +39,10 @@ class EngineState(Protocol):
 
 
 class Exchange(Protocol):
-    """Makes means over all replicas of all instances: by messages, in shared memory, or by a compiled program."""
+    """The exchange of gradients between instances: by messages, in shared memory, or by a compiled program."""
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """Begin to make the means of a bucket. Collective. `Engine.arrived` sees them."""
+        """Begin to compute the means of a bucket over all replicas. Collective. `Engine.arrived` returns them."""
 
 
 class PendingStep(Protocol):
@@ -50,10 +50,10 @@ class PendingStep(Protocol):
 
     @property
     def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
-        """Each bucket of gradients, when it is ready. The loop reads all of them once, in this order.
+        """Each bucket of gradients, as soon as it is ready. The loop reads all of them once, in this order.
 
         Raises:
-            Exception: what a replica has raised, when no replica computes any more; the state is unchanged.
+            Exception: the error of a replica, once no replica computes any more; the state is unchanged.
         """
 
     @property
@@ -66,10 +66,10 @@ class Arrived:
     """The results of an exchange.
 
     Attributes:
-        names: of the metrics.
-        tail: their means over all replicas, float32; there may be more behind them.
-        notice: the share of the replicas to whose instance a notice was given.
-        is_finite: whether the step may be applied; True where nobody wants to know.
+        names: the names of the metrics.
+        tail: their means over all replicas, float32; other values may follow.
+        notice: the share of the replicas whose instances had a notice.
+        is_finite: whether the step may be applied; True if gradients are not checked.
         gradients: returns the mean gradients, and how they are cut into shards, for records.
     """
 
@@ -97,11 +97,11 @@ class Engine(ABC, Generic[State, Pending]):
 
     @abstractmethod
     def begin(self, state: State, batch: Batch, notice: bool) -> Pending:
-        """Begin a step; does not wait for it. A collective call where batches of such shapes are new.
+        """Begin a step, and do not wait for it. Collective if batches of such shapes are new.
 
         Args:
-            state: not to be used up before the step has ended.
-            batch: of all local replicas.
+            state: the state, which nobody may use up before the step has ended.
+            batch: the batch of all local replicas.
             notice: whether this instance was given a notice, which travels with the gradients.
 
         Raises:
@@ -110,7 +110,7 @@ class Engine(ABC, Generic[State, Pending]):
 
     @abstractmethod
     def arrived(self, pending: Pending) -> Arrived:
-        """Return what the exchange of all buckets has brought; may be a collective call.
+        """Return the results of the exchange of all buckets. May be collective.
 
         Raises:
             NonFiniteGradientError: if gradients are checked.
@@ -121,37 +121,36 @@ class Engine(ABC, Generic[State, Pending]):
         """Return the state after the step. If what has arrived is not finite, only the step and the scale change.
 
         Args:
-            pending: the step, which has arrived.
-            scale: of the next loss.
+            pending: the step, whose exchange has arrived.
+            scale: the scale of the next loss; None without loss scaling.
         """
 
     @abstractmethod
     def tell(self, task: EvaluationTask, state: State, batch: Masked) -> Begun:
-        """Begin to compute what a task tells of the rows of each local replica; does not wait for it.
+        """Begin to compute the results of a task for the rows of each local replica, and do not wait for them.
 
-        A collective call where the task, or batches of such shapes, are new. The state stays as it is. After an error
-        the engine may be told of the next batch, or of another task. What the engine keeps for it, such as threads,
-        ends with the engine.
+        Collective if the task, or batches of such shapes, are new. The state stays as it is. After an error the engine
+        can begin another batch or task. Threads and other resources of tasks end with the engine.
 
         Args:
             task: the work; engines prepare equal tasks once.
-            state: not to be used up before the last batch is waited for.
-            batch: of all local replicas: one of a data set of the strategy, or host arrays.
+            state: the state, which nobody may use up before the last batch has been waited for.
+            batch: the batch of all local replicas: one of a data set of the strategy, or host arrays.
 
         Raises:
             DisagreementError: on all instances, if they would not compute the same.
-            ValueError: if the state was used up, also when it is waited for; or the batch is for other replicas.
+            ValueError: here or from `Begun.wait`, if the state was used up; or the batch is for other replicas.
         """
 
     @abstractmethod
     def share(self, state: State, root: int) -> State:
-        """Return the state of rank `root`, and the parts of it that only this instance has; a collective call.
+        """Return the state of rank `root`; parts that only this instance has stay its own. Collective.
 
-        If `root` is lost meanwhile, the state is as it was: no part of it changes before all of them have arrived.
+        If `root` is lost meanwhile, the state is as it was: no part changes before all parts have arrived.
 
         Args:
-            state: on `root` what all get; elsewhere one with arrays of the same shapes, which are not read.
-            root: the rank.
+            state: on `root` the state that all get; elsewhere a state with arrays of the same shapes, not read.
+            root: the rank whose state is shared.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Evaluating and predicting: what all replicas tell of every batch of a data set, merged in a fixed order.
+"""Evaluation and prediction: the results of all replicas for every batch of a data set, merged in a fixed order.
 
 A replica's results depend on its rows alone; which rows it gets depends on the number of replicas and the batch size.
-All instances get the results of all replicas, and merge them themselves: replica by replica, and batch by batch.
+Every instance gets the results of all replicas, and merges them replica by replica and batch by batch.
 """
 
 from __future__ import annotations
@@ -25,27 +25,22 @@ from strategies.typing import Batch, Metric, Numbers, Tree
 if TYPE_CHECKING:
     from strategies.data.every_row import EveryRow
 
-
 EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow]"
-"""Returns the rows of a data set, given what connects the instances, and the number of local replicas."""
+"""(data set, communicator of the instances, number of local replicas) -> the rows of the data set."""
 
 
 class Evaluator(Generic[State, Pending]):
-    """Evaluates and predicts with a state, which stays as it is.
+    """An evaluator: it evaluates and predicts with a state, which stays as it is.
 
     Args:
         members: the instances.
-        engine: computes.
+        engine: computes the results.
         every_row: see `EveryRowOf`.
         own_part: the part of the state that no other instance has, in words; None if there is none.
     """
 
     def __init__(
-        self,
-        members: Members,
-        engine: Engine[State, Pending],
-        every_row: EveryRowOf,
-        own_part: str | None,
+        self, members: Members, engine: Engine[State, Pending], every_row: EveryRowOf, own_part: str | None
     ) -> None:
         self._members = members
         self._engine = engine
@@ -54,12 +49,12 @@ class Evaluator(Generic[State, Pending]):
         self._has_warned = False
 
     def evaluate(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Evaluation:
-        """Return the merged metrics of all rows, and tell sinks of them; see `Trainer.evaluate`.
+        """Return the merged metrics of all rows, and hand them to sinks; see `Trainer.evaluate`.
 
         Args:
-            task: tells metrics by their names.
-            state: of the training.
-            dataset: whose rows count once each.
+            task: computes metrics by their names.
+            state: the state of the training.
+            dataset: the data set, each row of which counts once.
         """
         found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
         tell_evaluation(self._members, state.step, found)
@@ -71,8 +66,8 @@ class Evaluator(Generic[State, Pending]):
         """Yield the outputs for the rows of each batch, in the order of the data; see `Trainer.predict`.
 
         Args:
-            task: tells something of each row.
-            state: of the training.
+            task: computes an output for each row.
+            state: the state of the training.
             dataset: see `evaluate`.
             to_all: whether all instances get the outputs; if not, all but instance 0 get None.
         """
@@ -85,7 +80,7 @@ class Evaluator(Generic[State, Pending]):
         return _predictions_of(self._pass(task, state, rows, to_all), rows.is_interleaved)
 
     def told(self, task: EvaluationTask, state: State, dataset: Iterable[Batch]) -> Generator[Told, None, None]:
-        """Yield what a task tells of each batch on all replicas; taking a batch is a collective call."""
+        """Yield a task's results for each batch on all replicas. Taking one is a collective call."""
         return self._pass(task, state, self._rows(dataset))
 
     def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
@@ -102,18 +97,15 @@ class Evaluator(Generic[State, Pending]):
         return DataPass(self._members, passing, rows, to_all).results()
 
 
-# ---- what is found
-
-
 class Mergeable(Protocol):
-    """A metric of some rows, as a pytree of arrays; that of more rows is merged from several."""
+    """A metric of some rows, as a pytree of arrays. Metrics of different rows can be merged."""
 
     def merge(self, other: Self) -> Self:
         """Return the metric of the rows of both; neither is changed."""
 
 
 class ReadAsValue(ABC):
-    """A metric that users read as its value."""
+    """A metric that `Evaluation` gives to users as its value."""
 
     @property
     @abstractmethod
@@ -124,7 +116,7 @@ class ReadAsValue(ABC):
 class Evaluation(Mapping[str, Metric]):
     """The result of `Trainer.evaluate`, the same bits on every instance.
 
-    Under its name each metric that is a `Mean` is its value, and any other what was merged.
+    Under its name a metric that is a `Mean` appears as its value. Any other metric appears as it was merged.
 
     Attributes:
         merged: the metrics as they were merged, to be merged further.

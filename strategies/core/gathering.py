@@ -7,27 +7,27 @@ from typing import TypeAlias
 
 import numpy as np
 
-from popdist.instance import replica_block
+from popdist.instance import replica_blocks
 from strategies.core.members import Members
 
 OfReplicas: TypeAlias = Sequence[Sequence[np.ndarray]]
-"""For each replica its arrays."""
+"""The arrays of each replica."""
 
 
 def gather_arrays(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]]:
-    """Return the arrays of each replica of all instances, in their order; a collective call.
+    """Return the arrays of every replica of all instances, in the order of the replicas. Collective.
 
     Args:
         members: the instances.
-        local: the arrays of each local replica; all replicas have as many, of the same shapes and dtypes.
-        name: of the call.
+        local: the arrays of each local replica; all replicas have equally many, of the same shapes and dtypes.
+        name: the name of the call, for messages.
     """
     whole = members.communicator.all_gather(_message(members, local), name=name)
     return _unpacked(members, whole, local[0])
 
 
 def gather_arrays_on_first(members: Members, local: OfReplicas, name: str) -> list[list[np.ndarray]] | None:
-    """See `gather_arrays`, for instance 0 alone; None on the others."""
+    """Return what `gather_arrays` returns, on instance 0 alone; None on the others. Collective."""
     whole = members.communicator.gather(_message(members, local), name=name)
     return None if whole is None else _unpacked(members, whole, local[0])
 
@@ -44,36 +44,23 @@ def replicas_where(members: Members, is_so: Iterable[bool], name: str) -> list[i
     return [replica for replica, [one] in enumerate(gathered) if one]
 
 
-def _blocks(members: Members) -> list[range]:
-    """Return the replicas of each instance."""
-    count = members.communicator.size
-    return [replica_block(rank, count, members.num_replicas_in_sync) for rank in range(count)]
-
-
 def _message(members: Members, local: OfReplicas) -> np.ndarray:
     """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
-    packed = [np.concatenate([_bytes_of(array) for array in arrays]) for arrays in local]
-    message = np.zeros((max(map(len, _blocks(members))), packed[0].size), np.uint8)
+    packed = [
+        np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]) for arrays in local
+    ]
+    blocks = replica_blocks(members.communicator.size, members.num_replicas_in_sync)
+    message = np.zeros((max(map(len, blocks)), packed[0].size), np.uint8)
     message[: len(packed)] = packed
     return message
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 def _unpacked(members: Members, whole: np.ndarray, like: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return the arrays of all replicas, from the messages of all instances."""
-    rows = [whole[rank, row] for rank, block in enumerate(_blocks(members)) for row in range(len(block))]
-    return [_arrays_in(row, like) for row in rows]
-
-
-def _arrays_in(data: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    found = []
-    begin = 0
-    for one in like:
-        array = np.empty(one.shape, one.dtype)
-        array.reshape(-1).view(np.uint8)[:] = data[begin : begin + array.nbytes]
-        begin += array.nbytes
-        found.append(array)
-    return found
+    ends = np.cumsum([array.nbytes for array in like])[:-1]
+    blocks = replica_blocks(len(whole), members.num_replicas_in_sync)
+    rows = [whole[rank, row] for rank, block in enumerate(blocks) for row in range(len(block))]
+    return [
+        [part.copy().view(array.dtype).reshape(array.shape) for part, array in zip(parts, like, strict=True)]
+        for parts in (np.split(row, ends) for row in rows)
+    ]

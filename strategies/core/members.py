@@ -1,4 +1,4 @@
-"""The instances of a job, as everything in this room knows them."""
+"""The instances of a job, as the loop of steps, evaluations and records see them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from strategies.typing import Batch
 class InstanceProgress:
     """The progress of an instance in the sequence of operations that all instances do together.
 
-    Where one is lost some may have done what others have not. Nobody is ahead by more than one thing: for the next one
-    it needs those who are behind.
+    After a loss, instances differ by one operation at most, because every operation needs all of them.
 
     Attributes:
-        done: how many things `surviving` has seen it do.
-        passes: how often it has gone through a data set without training.
-        batches: of the pass in which it is, those of which it knows what all replicas have told; 0 outside of a pass.
-        share: hands the result of what it has done last to those who have not done it, given the rank that has it, in a
-            collective call; None where they need nothing.
+        done: the number of operations that are complete.
+        passes: the number of passes through data sets, without training, that have ended.
+        batches: the number of batches of the present pass whose results have arrived; 0 outside of a pass.
+        share: hands the result of the last operation to instances that lack it, given a rank that has it. Collective.
+            None if they need nothing.
     """
 
     done: int = 0
@@ -41,13 +40,13 @@ class InstanceProgress:
 
 
 class ReplicaPrograms(Protocol):
-    """The running programs of the local replicas, which may call back into Python: collectives and feeds."""
+    """The running programs of the local replicas. They call back into Python for collectives and feeds."""
 
     def begin(self) -> None:
-        """Drop what is left of programs that have failed half-way."""
+        """Drop the remains of programs that have failed half-way."""
 
     def ending(self) -> AbstractContextManager[None]:
-        """End the programs when the block does; raise what a callback has raised where the framework hides it."""
+        """End the programs with the block. If the framework hides the error of a callback, raise that error."""
 
 
 class Members(Protocol):
@@ -102,7 +101,7 @@ class Members(Protocol):
         """Whether the job goes on where an instance is lost."""
 
     def carry_on(self) -> None:
-        """Go on with those that are left; a collective call of theirs."""
+        """Take over the replicas of lost instances, together with the other remaining instances. Collective."""
 
     def replicas_batch(self, batch: Batch) -> Batch:
         """Return the batch of the same step for the replicas that this instance drives since it has carried on."""

@@ -15,11 +15,10 @@ from strategies.sinks.sink import Reading
 from strategies.typing import Leaf, Metric
 
 EVALUATION = "evaluation/"
-"""In front of the names of what evaluations find, in sinks."""
-
+"""The prefix of the names of evaluations' metrics in sinks."""
 
 UnreadArray: TypeAlias = Leaf
-"""An array of NumPy, or one on a device, which may still be being computed; `np.asarray` waits for it."""
+"""An array of NumPy, or an array on a device that may be unfinished; `np.asarray` waits for it."""
 
 
 class Metrics(Mapping[str, float]):
@@ -27,8 +26,8 @@ class Metrics(Mapping[str, float]):
 
     Attributes:
         names: "loss", and those that the loss function gave.
-        means: float32, in the order of the names; there may be more behind them. An array on a device may still be
-            being computed: whoever reads a metric waits for it.
+        means: float32, in the order of the names; other values may follow. An array on a device may be unfinished:
+            reading a metric waits for it.
     """
 
     def __init__(self, names: tuple[str, ...], means: UnreadArray) -> None:
@@ -51,7 +50,7 @@ class Metrics(Mapping[str, float]):
         return len(self.names)
 
     def loss_at_hand(self) -> float | None:
-        """Return the loss, unless it is still being computed, is gone, or there is none."""
+        """Return the loss; None if there is none, it is unfinished, or its memory was given up."""
         means = self.means
         if not self.names:
             return None
@@ -64,12 +63,12 @@ class Metrics(Mapping[str, float]):
 
 
 def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | None) -> Metrics:
-    """Return the metrics of a step, and those of its loss scale where there is one.
+    """Return the metrics of a step; with loss scaling also "loss_scale" and "skipped_steps".
 
     Args:
-        names: of the metrics.
-        tail: their means, and what has travelled behind them.
-        scale: of the next loss.
+        names: the names of the metrics.
+        tail: their means, and other values behind them.
+        scale: the scale of the next loss; None without loss scaling.
     """
     if scale is None:
         return Metrics(names, tail)
@@ -86,15 +85,15 @@ def tell_end(
     step: int,
     tails: UnreadArray | None = None,
 ) -> None:
-    """Tell who looks, and sinks of metrics, that a step has ended well.
+    """Tell instruments and sinks of metrics that a step has ended well.
 
     Args:
         members: the instances.
-        rows_of_all: returns the rows of all local replicas in the batch.
-        local: how many replicas the batch is for.
-        metrics: of the step.
-        step: how many were made with it.
-        tails: the metrics of each of several steps that were made in one program, with as many rows each.
+        rows_of_all: returns the number of rows of all local replicas in the batch.
+        local: the number of replicas to which the batch belongs.
+        metrics: the metrics of the step.
+        step: the number of steps so far, this one included.
+        tails: the metrics of each step, if one program has made several, with equally many rows.
     """
     instruments, sinks = members.instruments, members.sinks
     waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
@@ -105,7 +104,7 @@ def tell_end(
     for each in sinks:
         samples = rows // local * members.num_replicas_in_sync
         for number in range(count):
-            read = reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
+            read = _reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
             each.tell(step - count + 1 + number, read, samples)
     if counts:
         instruments.steps_made(count, count * rows, metrics.loss_at_hand)
@@ -114,19 +113,19 @@ def tell_end(
 
 
 def tell_evaluation(members: Members, step: int, found: Mapping[str, Metric]) -> None:
-    """Tell sinks of metrics what an evaluation has found.
+    """Hand the metrics of an evaluation to sinks.
 
     Args:
         members: the instances.
-        step: how many steps were made before.
-        found: by its names; what is no scalar is left out, and said to be.
+        step: the number of steps before the evaluation.
+        found: the metrics by name. Those that are no scalars are left out; a message in the log names them.
     """
     for sinks in members.sinks:
         sinks.log_scalars({f"{EVALUATION}{name}": value for name, value in found.items()}, step)
 
 
-def reading(metrics: Metrics) -> Reading:
-    """Has metrics read later, and keeps no more than they need."""
+def _reading(metrics: Metrics) -> Reading:
+    """Return a function that reads metrics later; it keeps no more than they need."""
     names, means = metrics.names, metrics.means
     if isinstance(means, np.ndarray):
         means = means[: len(names)].copy()
@@ -137,18 +136,15 @@ def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[st
     return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))
 
 
-# ---- to all instances at the same step
-
-
 class StepNotice:
-    """A flag that is given to any instance and taken note of by all at the end of the same step.
+    """A notice that any instance may be given, and that all instances know at the end of the same step.
 
-    `Trainer` sends it along with the metrics, so it costs no message of its own. What is given while a step is
-    computed travels with the next one.
+    `Trainer` sends it along with the metrics, so it costs no message of its own. A notice that is given during a step
+    travels with the next step.
 
     Attributes:
-        number: what was given to this instance, such as the number of a signal; 0 before.
-        is_agreed: whether an instance had been given one when it began the last step; the same on all instances.
+        number: the notice that this instance was given, such as the number of a signal; 0 before.
+        is_agreed: whether any instance had a notice when it began the last step; the same on all instances.
     """
 
     def __init__(self) -> None:
@@ -157,13 +153,13 @@ class StepNotice:
 
     @property
     def is_given(self) -> bool:
-        """Whether this instance was given one."""
+        """Whether this instance was given a notice."""
         return self.number != 0
 
     def give(self, number: int) -> None:
-        """Give it to this instance; may be called by a signal handler."""
+        """Give this instance a notice; may be called by a signal handler."""
         self.number = number
 
     def agree(self, replicas: float) -> None:
-        """Take note of what came with the last step: the share of the replicas to whose instance it was given."""
+        """Set `is_agreed` from the share of replicas whose instances had a notice, which came with the last step."""
         self.is_agreed = replicas > 0

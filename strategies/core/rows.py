@@ -16,8 +16,8 @@ class EvaluationTask(ABC):
     """The work on every batch of an evaluation or prediction. An engine prepares equal tasks once.
 
     Attributes:
-        title: what is done, for messages.
-        is_exact: whether it gets the rows that count and no others. They come first in a batch.
+        title: the name of the work, for messages.
+        is_exact: whether the task gets only the rows that count, which come first in a batch.
     """
 
     title: ClassVar[str]
@@ -31,7 +31,7 @@ class EvaluationTask(ABC):
 
     @abstractmethod
     def __call__(self, *arguments: Tree, **named: Tree) -> Tree:
-        """Return what a replica computes of its rows.
+        """Compute the results of a replica for its rows.
 
         Args:
             arguments: of JAX, traced, `variables, batch, mask, key`, and the model state if there is one; of PyTorch
@@ -46,7 +46,7 @@ class EvaluationTask(ABC):
         On all replicas these arrays have the same structure, shapes and dtypes.
 
         Args:
-            computed: what the call has returned, on the host.
+            computed: the value that `__call__` has returned, on the host.
             mask: bool `[rows]`, False for rows that do not count.
         """
 
@@ -57,7 +57,7 @@ class ToldRows:
 
     Attributes:
         leaves: the arrays of the results, on the host.
-        build: makes the tree of the results of such leaves.
+        build: makes the tree of the results from such leaves.
         mask: bool `[rows]`, False for rows that do not count.
     """
 
@@ -67,7 +67,7 @@ class ToldRows:
 
     @property
     def tree(self) -> Tree:
-        """The results as their task has told them."""
+        """The results, as `EvaluationTask.told` has returned them."""
         return self.build(self.leaves)
 
 
@@ -80,9 +80,9 @@ class Begun:
     """A batch that is being computed.
 
     Attributes:
-        wait: returns the results of the local replicas, or raises what one of them has raised, when no replica
-            computes any more.
-        ahead: how many more batches may be begun before this one is waited for.
+        wait: returns the results of the local replicas, or raises the error of one of them, once no replica computes
+            any more.
+        ahead: how many more batches may begin before `wait` of this one is called.
     """
 
     wait: Callable[[], Told]
@@ -90,7 +90,7 @@ class Begun:
 
 
 def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the rows that count, which come first, and zeros for the others.
+    """Return the rows that count, which come first, followed by zeros for the others.
 
     Args:
         rows: `[at least as many as count, ...]`.
@@ -102,10 +102,10 @@ def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def in_order(told: Told, is_interleaved: bool) -> Tree:
-    """Return the rows that count of what all replicas tell, in the order of the data set.
+    """Return the results of all replicas for the rows that count, in the order of the data set.
 
     Args:
-        told: of a batch, by a task that tells something of each row.
+        told: the results for a batch, one for each row.
         is_interleaved: see `EveryRow`.
     """
 

@@ -16,13 +16,7 @@ from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
-from strategies.core.survival import (
-    LOSSES,
-    meet,
-    repeated,
-    together,
-    warn_of_loss,
-)
+from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
@@ -38,16 +32,16 @@ class StepWatcher(Protocol):
 
         Args:
             snapshot: the `TrainState` before the step.
-            batch: of the local replicas.
-            gradients: the means, like the variables that are trained, or what `shards` makes of some of them.
-            shards: how mean gradients are cut; None: they are whole. A collective call where they are cut.
+            batch: the batch of the local replicas.
+            gradients: the mean gradients, like the trained variables; some may be cut by `shards`.
+            shards: how mean gradients are cut; None if they are whole. If they are cut, this is a collective call.
         """
 
     def updated(self, snapshot: TrainState, metrics: Metrics) -> None:
         """Record that a step is complete.
 
         Raises:
-            SystemExit: with status 0, after the last step that is to be made.
+            SystemExit: with status 0, after the last step that is to be recorded.
         """
 
 
@@ -69,18 +63,18 @@ class StepRules(Generic[State]):
 
 
 class StepLoop(Generic[State, Pending]):
-    """Makes one step after another, with the instances that there are.
+    """The maker of training steps: the order of a step, and what is done around it.
 
     Args:
         members: the instances.
-        engine: computes.
-        rules: see there.
-        scaling: of losses; None without.
-        watcher: is told of every step; None if nothing is recorded.
+        engine: computes the steps.
+        rules: the rules of the steps.
+        scaling: the scaling of losses; None if they are not scaled.
+        watcher: told of every step; None if nothing is recorded.
 
     Attributes:
-        notice: travels with the gradients of every step.
-        metrics: of the last step; None before the first one.
+        notice: the notice that travels with the gradients of every step.
+        metrics: the metrics of the last step; None before the first one.
         scaling: see above.
     """
 
@@ -127,11 +121,11 @@ class StepLoop(Generic[State, Pending]):
     # ---- around it
 
     def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make one update; where instances are lost that had nothing alone, with those that are left.
+        """Make one update. If instances are lost meanwhile and the others have all of the state, these make it.
 
         Args:
-            state: used up.
-            batch: of the local replicas.
+            state: the state, which is used up.
+            batch: the batch of the local replicas.
 
         Returns:
             The new state, and the metrics as means over all replicas.
@@ -153,14 +147,14 @@ class StepLoop(Generic[State, Pending]):
         return state, metrics
 
     def _checked(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make a step of a state that all instances have, whose programs end well."""
+        """Make a step, after a comparison of the state's bits where it is time; end its programs."""
         programs = self._members.reducer
         programs.begin()
         with programs.ending():
             return self._one_step(self._compared(state), batch)
 
     def _compared(self, state: State) -> State:
-        """Return the state, or that of most instances where this one has other bits."""
+        """Return the state; if this instance has other bits than most, return theirs."""
         every = self._rules.digest_every
         if not every or not state.step or state.step % every:
             return state
@@ -170,11 +164,11 @@ class StepLoop(Generic[State, Pending]):
     # ---- together with the others
 
     def start(self, begun: Callable[[], State], local: Callable[[], State]) -> State:
-        """Return the first state, the same on all instances; a collective call.
+        """Return the first state, the same on all instances. Collective.
 
         Args:
-            begun: returns it; a collective call.
-            local: returns one with arrays of the same shapes, for an instance that comes late.
+            begun: returns the first state. Collective.
+            local: returns a state with arrays of the same shapes, for an instance that is late.
         """
         if part := self._rules.own_part:
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
@@ -182,9 +176,9 @@ class StepLoop(Generic[State, Pending]):
         return together(self._members, begun, self._share, local)
 
     def _repeated(self, loss: BaseException, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make the step once more, on the batch of the replicas that this instance drives then.
+        """Repeat a step after a loss, on the batch of the replicas that this instance drives since then.
 
-        An instance that has not made it takes over the result where others have.
+        If others have completed the step and this instance has not, take over their result.
         """
 
         def catch_up() -> tuple[State, Metrics] | None:
@@ -200,7 +194,7 @@ class StepLoop(Generic[State, Pending]):
         return repeated(self._members, loss, lambda: self._checked(state, batch), catch_up)
 
     def _share(self, state: State, root: int) -> State:
-        """Return the state of instance `root`, with its metrics and notice; a collective call."""
+        """Return the state of rank `root`, and take over its metrics and notice. Collective."""
         own = self.metrics
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
@@ -211,12 +205,12 @@ class StepLoop(Generic[State, Pending]):
         return state
 
     def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
-        """Note that the only replica has made several steps otherwise.
+        """Note that the only replica has made several steps in one program.
 
         Args:
-            state: after them.
-            batches: of the steps, of equal shapes.
-            metrics: of the last step.
+            state: the state after these steps.
+            batches: the batch of each step, of equal shapes.
+            metrics: the metrics of the last step.
             tails: the metrics of each step.
         """
         self.metrics = metrics

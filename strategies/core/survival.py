@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOSSES = (PeerLostError, BrokenError)
-"""The errors that are raised where another instance is lost."""
+"""The errors of a collective call if another instance is lost."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SurvivorMeeting:
-    """The progress of all instances that are left after a loss, as they have told each other.
+    """The progress of the remaining instances after a loss, as they have told each other.
 
     Attributes:
-        is_late: whether others have done what this one is about to do.
-        newest: the rank of one that has done most.
+        is_late: whether others have completed the operation that this instance is about to do.
+        newest: the rank of an instance that has completed most.
         passes: for each rank its `InstanceProgress.passes`, int64.
         batches: for each rank its `InstanceProgress.batches`, int64.
     """
@@ -49,21 +49,19 @@ def surviving(
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
 ) -> T:
-    """Do something together with the other instances, whichever of them are lost meanwhile.
+    """Return the result of an operation of all instances. If some are lost meanwhile, repeat it without them.
 
     Args:
         members: the instances.
-        attempt: does it; it may be repeated when it has failed half-way because an instance was lost.
-        catch_up: called on all instances that are left, after they have taken over the replicas; begins with `meet`,
-            whatever the others are about to do; returns the result where another instance had done it already, and None
-            where it is to be attempted once more.
-        share: hands what was done to those who are late, given it and the rank that has it, in a collective call; None
-            where they need nothing. It is kept until the next thing is done, and what was done too, where members
-            carry on without those that are lost.
+        attempt: the operation. It is repeated if a loss has interrupted it.
+        catch_up: called on all remaining instances, after they have taken over the replicas. It begins with `meet`. It
+            returns the result if another instance had completed the operation, and None if it is to be repeated.
+        share: hands the result to the instances that lack it, given the result and a rank that has it. Collective. None
+            if they need nothing. If the job can carry on, it is kept, with the result, until the next operation ends.
 
     Raises:
-        PeerLostError: if an instance is lost and the job was not started to go on without it, or if those that are left
-            do not find each other, or go on without this one.
+        PeerLostError: if the job was not started to go on without a lost instance, or the remaining instances do not
+            find each other, or they go on without this one.
     """
     try:
         done = attempt()
@@ -74,14 +72,14 @@ def surviving(
 
 
 def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int], T], local: Callable[[], T]) -> T:
-    """Return the result of a collective call on all instances, whichever of them are lost meanwhile.
+    """Return the result of a collective call. If instances are lost meanwhile, the remaining ones repeat it.
 
     Args:
         members: the instances.
-        attempt: makes the call.
-        share: hands the result to those who are late, given it, or on those something like it, and the rank that has
-            it; a collective call.
-        local: returns something like the result.
+        attempt: the call.
+        share: returns the result of a rank on all instances, given a value and that rank. The value is the result on
+            instances that have it, and that of `local` on the others. Collective.
+        local: returns a value with arrays of the same shapes as the result.
     """
 
     def catch_up() -> T | None:
@@ -92,11 +90,11 @@ def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int
 
 
 def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
-    """Do again, with the instances that are left, what has failed half-way.
+    """Repeat an operation with the remaining instances after a loss has interrupted it.
 
     Args:
         members: the instances.
-        loss: one of `LOSSES`, with which it has failed.
+        loss: the error of the operation, one of `LOSSES`.
         attempt: see `surviving`.
         catch_up: see there.
 
@@ -106,7 +104,7 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
     while members.can_carry_on:
         logger.info("an instance is lost: %s", loss)
         with members.communicator.instruments.during[RECOVERY]:
-            members.carry_on()  # itself begins again for whoever is lost meanwhile; what it raises is final
+            members.carry_on()  # repeats itself if more instances are lost; what it raises is final
         try:
             with members.communicator.instruments.during[RECOVERY]:
                 done = catch_up()
@@ -117,11 +115,11 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:
-    """Say why the others could not go on without an instance, where the job was started to go on.
+    """Warn that a job, which was started to go on without lost instances, cannot.
 
     Args:
         members: the instances.
-        reason: in words; None where they could.
+        reason: in words; None if the job can go on.
     """
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
@@ -130,11 +128,7 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
 
 
 def warn_where_none_goes_on(members: Members) -> None:
-    """Say, on one instance, that the job ends with the first one that is lost though it was started to go on.
-
-    Args:
-        members: the instances.
-    """
+    """Warn, on one instance, if the job was started to go on without lost instances and these members never can."""
     is_to_go_on = is_to_carry_on() and members.communicator.size > 1
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
@@ -145,11 +139,11 @@ def warn_where_none_goes_on(members: Members) -> None:
 
 
 def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -> str | None:
-    """Return the reason why the other instances cannot replace one that is lost; None if they can.
+    """Return the reason why the other instances cannot replace a lost one; None if they can.
 
     Args:
-        has_feeds: whether its loss function has feeds.
-        dataset: the one of its batches; None where they are of no data set.
+        has_feeds: whether the loss function has feeds.
+        dataset: the data set of the batches; None if they come from none.
     """
     if has_feeds:
         return "the queues of feeds belong to the replicas that an instance has had from the beginning"
@@ -161,12 +155,9 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
 
 
 def meet(members: Members) -> SurvivorMeeting:
-    """Find out who has done what, and hand it to those who are late; a collective call.
+    """Compare the progress of all instances, and share the last result with those that are late. Collective.
 
-    Those who are late take it, with the same call as `InstanceProgress.share` of the others, once this returns.
-
-    Args:
-        members: the instances.
+    Late instances take part in that sharing, by the same call as `InstanceProgress.share`, once this returns.
     """
     progress = members.done_so_far
     own = np.array([progress.done, progress.passes, progress.batches])

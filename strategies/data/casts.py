@@ -27,7 +27,7 @@ _Change = Callable[[DTypes, str, Numbers], Numbers]
 
 @dataclass(frozen=True)
 class Cast:
-    """What becomes of an array on the device: `array.astype(dtype) * scale`, the factor in that dtype.
+    """The conversion of an array on the device: `array.astype(dtype) * scale`, the factor in that dtype.
 
     Attributes:
         dtype: of the result.

@@ -20,18 +20,17 @@ from strategies.data.layout import Layout, Position, Remainder
 from strategies.data.replication import Replication
 from strategies.data.sequential import from_iterable, from_shards, from_values
 from strategies.data.sources import (
-    ArraySource,
     DataSource,
-    InputContext,
     Masked,
     RandomAccessSource,
     SourceFactory,
     Steps,
+    common_length,
+    read_elements,
+    take_rows,
 )
 from strategies.errors import StrategyError
 from strategies.typing import Batch, Data
-
-__all__ = ["Batch", "DistributedDataset", "InputContext", "Masked", "Position"]
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +81,10 @@ class DistributedDataset:
         communicator: connects the instances; None where there is only this one.
         instruments: see how each batch is waited for.
 
+    Attributes:
+        num_read_ahead: how many batches are prepared before they are asked for.
+        is_last_outdated: whether the batch that was yielded last is for other replicas than the present ones.
+
     Raises:
         TypeError: when the source is of no known kind, or an argument is of the wrong type.
         ValueError: when the source is empty or inconsistent, or smaller than one global batch.
@@ -108,7 +111,7 @@ class DistributedDataset:
         require_switches(shuffle=shuffle)
         self._seed = at_least(0, "seed", seed)
         self._shuffle = shuffle
-        self._prefetch = at_least(0, "prefetch", prefetch)
+        self.num_read_ahead = at_least(0, "prefetch", prefetch)
         self._transfer_dtype = transfer_dtype
         self._place = place
         self._instruments = instruments or Instruments()
@@ -116,7 +119,7 @@ class DistributedDataset:
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._last: Batch = None
-        self._is_last_outdated = False
+        self.is_last_outdated = False
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
         if self.dropped:
@@ -168,11 +171,6 @@ class DistributedDataset:
         if self._resume is not None and self._resume[0] == epoch:
             start, self._resume = self._resume[1], None
         return self._read(epoch, start)
-
-    @property
-    def num_read_ahead(self) -> int:
-        """How many batches are prepared before they are asked for."""
-        return self._prefetch
 
     @property
     def pads(self) -> bool:
@@ -263,7 +261,7 @@ class DistributedDataset:
                 "an instance is lost, and the others can only read data sets of arrays, grain.MapDataset and other "
                 "random access instead"
             )
-        self._is_last_outdated = True
+        self.is_last_outdated = True
         self._layout = replace(self._layout, local_replicas=local_replicas)
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
@@ -272,16 +270,11 @@ class DistributedDataset:
         given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
         return self._last is not None and any(one is self._last for one in given)
 
-    @property
-    def is_last_outdated(self) -> bool:
-        """Whether the batch that was yielded last is for other replicas than the present ones."""
-        return self._is_last_outdated
-
     def read_again(self) -> Batch:
-        """The batch of the step that was yielded last, for the present local replicas."""
+        """Return the batch of the step that was yielded last, for the present local replicas."""
         epoch, step = self._consumed
         batches = self._source.batches(epoch, step - 1)
-        self._last, self._is_last_outdated = self._moved(next(batches)), False
+        self._last, self.is_last_outdated = self._moved(next(batches)), False
         batches.close()
         return self._last
 
@@ -302,10 +295,11 @@ class DistributedDataset:
         while source is not self._source:  # it is another one since the replicas were redistributed
             source = self._source
             start = self._consumed[1]
-            batches = prefetched(self._placed(epoch, start), self._prefetch)
+            placed = (self._moved(batch) for batch in source.batches(epoch, start))
+            batches = prefetched(placed, self.num_read_ahead)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
-                    self._consumed, self._last, self._is_last_outdated = (epoch, step), batch, False
+                    self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
                     yield batch
                     if source is not self._source:
                         break
@@ -331,12 +325,8 @@ class DistributedDataset:
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
     def _padding_after(self, last: Masked) -> Masked:
-        """A batch of which no element counts, for instances that have come to their end before others."""
+        """Return a batch of which no element counts, for an instance whose data have ended before those of others."""
         return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
-
-    def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        for batch in self._source.batches(epoch, start):
-            yield self._moved(batch)
 
     def _moved(self, batch: Batch) -> Batch:
         """The batch on the devices."""
@@ -350,11 +340,9 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
         TypeError: when it is none, or can only be gone through once.
         ValueError: when it cannot be dealt out as `layout` says.
     """
+    source = as_grain_source(source) or source
     if isinstance(source, SourceFactory):
         return source.open(layout, seed=seed, shuffle=shuffle)
-    random_access = as_grain_source(source)
-    if random_access is not None:
-        return random_access.open(layout, seed=seed, shuffle=shuffle)
     if layout.remainder == "short" and not _is_random_access(source):
         raise ValueError("remainder is 'short', which is for arrays and random access; use 'drop' or 'pad'")
     if callable(getattr(source, "shard", None)):
@@ -364,9 +352,11 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
     if isinstance(source, Mapping) and jax.tree_util.all_leaves([source]):
         source = dict(source)  # a mapping that JAX does not know to be one
     if _is_pytree_of_arrays(source):
-        return ArraySource(source, layout, seed=seed, shuffle=shuffle)
+        arrays = jax.tree.map(np.asarray, source)
+        steps = Steps(arrays, common_length(arrays), layout, seed=seed, shuffle=shuffle, read=take_rows)
+        return RandomAccessSource(steps)
     if _is_random_access(source):
-        return RandomAccessSource(Steps(source, layout, seed=seed, shuffle=shuffle))
+        return RandomAccessSource(Steps(source, len(source), layout, seed=seed, shuffle=shuffle, read=read_elements))
     return from_iterable(source, layout)
 
 

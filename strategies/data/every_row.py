@@ -89,7 +89,6 @@ class _OfDataset(EveryRow):
         self._begin = dataset.position()
 
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """See `EveryRow`."""
         self.leave(start)
         for batch in self.dataset.epoch(self._begin.epoch):
             if isinstance(batch, Masked):
@@ -99,7 +98,6 @@ class _OfDataset(EveryRow):
                 yield Masked(batch, np.ones(rows, bool))
 
     def leave(self, done: int) -> None:
-        """See `EveryRow`."""
         self.dataset.restore(replace(self._begin, step=self._begin.step + done))
 
 
@@ -169,7 +167,7 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
 
 
 def _row_of(values: Batch) -> tuple[jax.tree_util.PyTreeDef, list[tuple[tuple[int, ...], np.dtype]]]:
-    """What all batches have alike."""
+    """Return the structure, shapes and dtypes that all batches share."""
     leaves, structure = jax.tree.flatten(values)
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 

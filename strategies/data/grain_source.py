@@ -19,9 +19,9 @@ import numpy as np
 
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
-from strategies.data.layout import Layout
-from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, Steps
-from strategies.typing import Batch, Data, Element
+from strategies.data.layout import Indices, Layout
+from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, SourceFactory, Steps, stacked
+from strategies.typing import Batch, Data
 
 ENDLESS = 2**60
 """Steps that workers are told of; and more elements than a data set can have."""
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GrainSource:
+class GrainSource(SourceFactory):
     """A `grain.MapDataset` that `Strategy.distribute_dataset` deals out, loaded by processes if wanted.
 
     In epoch e element i of n is `dataset[e * n + i]`: grain's random transforms draw other numbers in every epoch, and
@@ -86,25 +86,27 @@ class GrainSource:
 
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
         """The local replicas' share; ValueError if it does not fill a step."""
-        steps = Steps(self.dataset, layout, seed=seed, shuffle=shuffle, read=read_of_epoch)
+        length = len(self.dataset)
+        steps = Steps(self.dataset, length, layout, seed=seed, shuffle=shuffle, read=read_of_epoch)
         if self.num_workers == 0:
             return RandomAccessSource(steps)
         return WorkerSource(steps, self.num_workers, self.worker_buffer_size)
 
 
-def read_of_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
-    """Read an element of a `grain.MapDataset`, whose random transforms know the epoch by the index.
+def read_of_epoch(source: RandomAccess, epoch: int, indices: Indices) -> Batch:
+    """Read elements of a `grain.MapDataset`, whose random transforms know the epoch by the index.
 
     Raises:
         ValueError: if a filter of grain has left a hole.
     """
-    element = source[epoch * len(source) + index]
-    if element is None:
-        raise ValueError(
-            f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
-            "unequally many; filter the records before grain reads them, or mark elements instead"
-        )
-    return element
+    elements = [source[epoch * len(source) + int(index)] for index in indices]
+    for index, element in zip(indices, elements, strict=True):
+        if element is None:
+            raise ValueError(
+                f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
+                "unequally many; filter the records before grain reads them, or mark elements instead"
+            )
+    return stacked(elements)
 
 
 def as_grain_source(source: Data) -> GrainSource | None:
@@ -206,7 +208,7 @@ class _From:
 
 
 def begin_worker(index: int, count: int) -> None:
-    """What a worker process does first: it ends with its instance, and knows nothing of launchers and devices."""
+    """Prepare a worker process: it ends with its instance, and knows nothing of launchers and devices."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the instance ends it
     threading.Thread(target=_end_with_parent, name="end-with-instance", daemon=True).start()
     for name in list(os.environ):

@@ -109,7 +109,7 @@ def in_lockstep(
     """
     last: Any = _ENDED
     for step in count(start):
-        if is_reading_ahead():
+        if _is_reading_ahead.get():
             raise StrategyError(
                 f"batch {step} of {whole} is read ahead in a thread, and taking it is a collective call, which all "
                 "instances make in one order; take batches in the program itself, or give an infeed what "
@@ -175,11 +175,6 @@ def reading_ahead() -> Iterator[None]:
         yield
     finally:
         _is_reading_ahead.reset(token)
-
-
-def is_reading_ahead() -> bool:
-    """Whether this thread computes items before they are asked for."""
-    return _is_reading_ahead.get()
 
 
 def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:

@@ -15,7 +15,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """How elements are dealt to the replicas, and which of the replicas live here.
+    """The rule by which elements are dealt to replicas, and the replicas that live here.
 
     Step s takes positions `[s * B * R, (s + 1) * B * R)` of the epoch's order (B: `elements_per_replica`, R:
     `total_replicas`); replica r takes positions `[r * B, (r + 1) * B)` of those. Instances play no part.
@@ -119,14 +119,14 @@ class Layout:
 
     @property
     def described(self) -> str:
-        """What one replica takes in one step, for messages."""
+        """The number of elements that one replica takes in one step, for messages."""
         count = self.gradient_accumulation_count
         return str(self.batch_size) if count == 1 else f"{self.batch_size} x {count} accumulated"
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a program has read a data set, and the data set it belongs to.
+    """The place in a data set up to which a program has read it, and the identity of the data set.
 
     Attributes:
         epoch: the epoch being read.

@@ -38,7 +38,6 @@ class SequentialSource(DataSource):
     steps: int | None = None
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
         for step, rounds in enumerate(self._batches_of_rounds()):
             if step >= start:
                 yield self._stack(rounds)

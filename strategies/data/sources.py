@@ -1,6 +1,6 @@
 """Data sets as one instance sees them, and what a function that makes one knows about its reader.
 
-There is the interface, the kind that holds arrays, and the kind whose elements can be read one by one in any order.
+There is the interface, and the kind whose elements can be read in any order: arrays, and objects with `[i]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.per_replica import PerReplica
-from strategies.typing import Batch, Element, Tree
+from strategies.typing import Batch, Data, Element, Tree
 
 
 class Masked(NamedTuple):
@@ -63,32 +63,6 @@ class SourceFactory(ABC):
         """
 
 
-class ArraySource(DataSource):
-    """A pytree of arrays that share their leading length; a step gathers the local replicas' rows."""
-
-    is_random_access = True
-
-    def __init__(self, arrays: Tree, layout: Layout, *, seed: int, shuffle: bool) -> None:
-        self._arrays = jax.tree.map(np.asarray, arrays)
-        self._layout = layout
-        self._seed = seed
-        self._shuffle = shuffle
-        self.length: int = common_length(self._arrays)
-        layout.check_length(self.length)
-        self.steps: int = layout.steps(self.length)
-
-    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
-        order = epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle)
-        for step in range(start, self.steps):
-            positions = self._layout.positions(step, self.length)
-            values = self._rows(order[positions % self.length])
-            yield Masked(values, positions < self.length) if self._layout.pads else values
-
-    def _rows(self, indices: NDArray[np.int64]) -> Batch:
-        return jax.tree.map(lambda array: array.take(indices, axis=0), self._arrays)
-
-
 def stacked(elements: Sequence[Element]) -> Batch:
     """Elements as one batch; ValueError when they differ in structure or shapes, or are several replicas'."""
     if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(elements[0])):
@@ -123,35 +97,47 @@ def common_length(arrays: Tree) -> int:
 
 
 class RandomAccess(Protocol):
-    """What has a length and can be asked for element i."""
+    """An object with a length and `[i]`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Element: ...
 
 
-ReadElement: TypeAlias = Callable[[RandomAccess, int, int], Element]
-"""(elements, epoch, index) -> the element as it is in that epoch; can be pickled."""
+Read: TypeAlias = Callable[[Data, int, Indices], Batch]
+"""(source, epoch, indices) -> a batch of these elements as they are in that epoch; can be pickled."""
 
 
-def same_in_every_epoch(source: RandomAccess, epoch: int, index: int) -> Element:
-    """Read an element of an object with `[i]`."""
-    return source[index]
+def take_rows(arrays: Tree, epoch: int, indices: Indices) -> Batch:
+    """Read rows of a pytree of arrays, the same in every epoch."""
+    return jax.tree.map(lambda array: array.take(indices, axis=0), arrays)
+
+
+def read_elements(source: RandomAccess, epoch: int, indices: Indices) -> Batch:
+    """Read elements of an object with `[i]`, the same in every epoch."""
+    return stacked([source[int(index)] for index in indices])
 
 
 class Steps:
-    """What the local replicas take at every step of all epochs, counted from step 0 of epoch 0.
+    """The batches of the local replicas at every step of all epochs, counted from step 0 of epoch 0.
 
-    It can be pickled; processes that read different steps of one data set need nothing else, and agree.
+    It can be pickled; processes that read different steps of one data set need nothing else, and agree. Several
+    threads may read.
+
+    Args:
+        source: the elements.
+        length: how many there are.
+        layout: deals them out.
+        seed: of the shuffle.
+        shuffle: whether they are shuffled.
+        read: reads some of them.
 
     Raises:
         ValueError: if the elements do not fill one step.
     """
 
-    def __init__(
-        self, source: RandomAccess, layout: Layout, *, seed: int, shuffle: bool, read: ReadElement = same_in_every_epoch
-    ) -> None:
-        self.length = len(source)
+    def __init__(self, source: Data, length: int, layout: Layout, *, seed: int, shuffle: bool, read: Read) -> None:
+        self.length = length
         layout.check_length(self.length)
         self.per_epoch = layout.steps(self.length)
         self._source = source
@@ -164,15 +150,15 @@ class Steps:
     def read(self, number: int) -> Batch:
         """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         epoch, step = divmod(number, self.per_epoch)
-        order = self._order_of(epoch)
         positions = self._layout.positions(step, self.length)
-        values = stacked([self._read(self._source, epoch, int(i)) for i in order[positions % self.length]])
+        values = self._read(self._source, epoch, self._order_of(epoch)[positions % self.length])
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
-        return self._order[1]
+        known = self._order  # another thread may replace it
+        if known is None or known[0] != epoch:
+            known = self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
+        return known[1]
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_order": None}
@@ -189,14 +175,13 @@ class RandomAccessSource(DataSource):
         self.steps: int = steps.per_epoch
 
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`."""
         for step in range(start, self.steps):
             yield self._steps.read(epoch * self.steps + step)
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes a data set knows about its reader (`tf.distribute.InputContext`).
+    """The facts about its reader that a function gets which makes a data set (`tf.distribute.InputContext`).
 
     Attributes:
         num_input_pipelines: how many times the function is called in the whole job: once per instance.

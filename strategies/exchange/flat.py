@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
-
-Leaf: TypeAlias = Any
-"""An array of NumPy, JAX or PyTorch, a tracer of one, or its shape and dtype."""
+from strategies.typing import Leaf
 
 FLOAT32 = np.dtype(np.float32)
 LARGE_BYTES = 1 << 20
@@ -82,27 +79,25 @@ class FlatLayout:
         return cls(shapes, dtypes, tail, multiple)
 
     @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """All buffers; the one of float32, which has the tail, comes first."""
-        return self._plan[1]
-
-    @property
-    def places(self) -> tuple[tuple[str, int], ...]:
-        """For each leaf the name of its buffer, and where it begins there."""
-        return self._plan[0]
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each leaf the number of its buffer, and where it begins there."""
+        found = {
+            leaf: (number, start)
+            for number, buffer in enumerate(self.buffers)
+            for leaf, start in zip(buffer.leaves, buffer.starts, strict=True)
+        }
+        return tuple(found[leaf] for leaf in range(len(found)))
 
     @cached_property
-    def _plan(self) -> tuple[tuple[tuple[str, int], ...], tuple[Buffer, ...]]:
-        """For each leaf its buffer and where it begins there; and the buffers."""
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers; the one of float32, which has the tail, comes first."""
         dtypes, ends = {FLOAT32.name: FLOAT32}, {FLOAT32.name: 0}
         lying: dict[str, list[tuple[int, int]]] = {FLOAT32.name: []}
-        places = []
         for number, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
             size = math.prod(shape)
             name = f"{dtype.name}/{number}" if size * dtype.itemsize >= LARGE_BYTES else dtype.name
             alignment = _ALIGNMENT_BYTES // dtype.itemsize
             start = -(-ends.get(name, 0) // alignment) * alignment
-            places.append((name, start))
             lying.setdefault(name, []).append((number, start))
             dtypes[name], ends[name] = dtype, start + size
             if name != dtype.name:
@@ -112,7 +107,7 @@ class FlatLayout:
         for name, end in ends.items():
             leaves, starts = zip(*lying[name], strict=True) if lying[name] else ((), ())
             buffers.append(Buffer(name, dtypes[name], end, leaves, starts))
-        return tuple(places), tuple(buffers)
+        return tuple(buffers)
 
     def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The leaves in host buffers, nothing copied."""
@@ -120,17 +115,12 @@ class FlatLayout:
 
     def view(self, leaf: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """The leaf of that number in host buffers, nothing copied."""
-        shape, (_, start) = self.shapes[leaf], self.places[leaf]
-        return arrays[self.buffer_of(leaf)][start : start + math.prod(shape)].reshape(shape)
+        shape, (number, start) = self.shapes[leaf], self.places[leaf]
+        return arrays[number][start : start + math.prod(shape)].reshape(shape)
 
     def buffer_of(self, leaf: int) -> int:
         """Return the number of the buffer in which a leaf lies."""
-        return self._numbers[self.places[leaf][0]]
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """For each name the number of the buffer."""
-        return {buffer.name: number for number, buffer in enumerate(self.buffers)}
+        return self.places[leaf][0]
 
     def tail_view(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """The tail in host buffers, nothing copied."""

@@ -22,7 +22,9 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode, registers, steps
-from strategies.exchange.flat import FLOAT32, Leaf, private_memory
+from popdist.instance import replica_blocks
+from strategies.exchange.flat import FLOAT32, private_memory
+from strategies.typing import Leaf
 
 BLOCK = 64
 """Values that share a scale: as many float32 results as begin at addresses that XLA reads in place."""
@@ -209,16 +211,14 @@ class Int8Reduction:
     Args:
         layout: of the payloads, the same on all instances.
         communicator: connects the instances.
-        replicas: their number on all instances together. They are spread as evenly as can be: the first instances
-            have one more.
+        replicas: their number on all instances together.
     """
 
     def __init__(self, layout: Int8Layout, communicator: Communicator, replicas: int) -> None:
         self._layout = layout
         self._communicator = communicator
         self._replicas = replicas
-        each, more = divmod(replicas, communicator.size)
-        self._counts = [each + (rank < more) for rank in range(communicator.size)]
+        self._counts = [len(block) for block in replica_blocks(communicator.size, replicas)]
         self._steps = steps(tuple(TreeNode(replica, replica + 1) for replica in range(replicas)))
         self._rows = np.empty((max(1, registers(self._steps)), min(_BLOCKS_AT_ONCE, layout.blocks), BLOCK), FLOAT32)
         if communicator.size > 1:

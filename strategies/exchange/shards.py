@@ -10,7 +10,8 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.arrays import aligned_empty
-from strategies.exchange.flat import FlatLayout, Leaf
+from strategies.exchange.flat import FlatLayout
+from strategies.typing import Leaf
 
 
 @dataclass(frozen=True)

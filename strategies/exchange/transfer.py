@@ -28,7 +28,7 @@ class GradientTransfer:
 
     @classmethod
     def parse(cls, dtype: Any) -> GradientTransfer:
-        """What `gradient_transfer_dtype` says.
+        """Return the transfer that the option `gradient_transfer_dtype` names.
 
         Args:
             dtype: None, "float16", "bfloat16", "int8", or one of these dtypes of NumPy or JAX.

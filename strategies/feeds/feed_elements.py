@@ -1,4 +1,4 @@
-"""What an element of an infeed is: its structure, shapes and dtypes, and how a loop's body takes it."""
+"""The elements of an infeed: their structure, shapes and dtypes, and how a loop's body takes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ElementSpec:
 
     @classmethod
     def of(cls, element: Element) -> ElementSpec:
-        """That of an element.
+        """Return the specification of an element.
 
         Raises:
             TypeError: "Unsupported datatype" for one that is not fed, such as int64 and float64.

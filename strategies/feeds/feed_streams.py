@@ -49,11 +49,11 @@ class FeedStream(ABC):
 
     @abstractmethod
     def open(self) -> Iterator[Element]:
-        """The data set from its beginning on."""
+        """Return an iterator that begins with the first element."""
 
     @abstractmethod
     def element(self, first: Element) -> Element:
-        """An element, from the first thing that `open` has given."""
+        """Return an element, from the first item of `open`."""
 
     @abstractmethod
     def check(self, replication: Replication) -> None:
@@ -61,7 +61,7 @@ class FeedStream(ABC):
 
     @abstractmethod
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
-        """The rounds of the local replicas, for as long as there is an element for each."""
+        """Yield the rounds of the local replicas, for as long as there is an element for each."""
 
 
 class ElementStream(FeedStream):
@@ -74,7 +74,6 @@ class ElementStream(FeedStream):
         self.is_once = isinstance(elements, Iterator)
 
     def open(self) -> Iterator[Element]:
-        """See `FeedStream`."""
         return iter(self._elements)
 
     def element(self, first: Element) -> Element:
@@ -97,7 +96,6 @@ class ElementStream(FeedStream):
         return first
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         if self._mode is None and len(replication.local) < replication.total:
             raise FeedError(
                 f"the program runs on {replication}, and an infeed's iterable may have the elements of all replicas or "
@@ -105,7 +103,6 @@ class ElementStream(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         is_own = self._mode is InfeedMode.INSTANCE
         count = len(replication.local) if is_own else replication.total
         places = range(count) if is_own else replication.local
@@ -123,18 +120,17 @@ class OwnElementStreams(FeedStream):
 
     def __init__(self, streams: PerReplica) -> None:
         self._streams = streams
+        for stream in streams:
+            _iterable(stream)
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
     def open(self) -> Iterator[Sequence[Element]]:
-        """See `FeedStream`."""
         return zip(*self._streams, strict=False)
 
     def element(self, first: Sequence[Element]) -> Element:
-        """See `FeedStream`."""
         return first[0]
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         replicas = self._streams.replicas
         if len(self._streams) != len(replication.local) or replicas not in (None, replication.local):
             whose = f"{len(self._streams)} replicas" if replicas is None else f"the replicas {list(replicas)}"
@@ -144,7 +140,6 @@ class OwnElementStreams(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         return _numbered(opened)
 
 
@@ -158,15 +153,12 @@ class Batches(FeedStream):
         self._dataset = dataset
 
     def open(self) -> Iterator[Sequence[Element]]:
-        """See `FeedStream`."""
         return self._dataset.parts()
 
     def element(self, first: Sequence[Element]) -> Element:
-        """See `FeedStream`."""
         return first[0]
 
     def check(self, replication: Replication) -> None:
-        """See `FeedStream`."""
         if replication != self._dataset.replication:
             raise FeedError(
                 f"the data set of the infeed was distributed to {self._dataset.replication}, and this program "
@@ -174,12 +166,11 @@ class Batches(FeedStream):
             )
 
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
-        """See `FeedStream`."""
         return _numbered(opened)
 
 
 def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
-    """What kind of data set it is.
+    """Return the stream of a data set.
 
     Raises:
         TypeError: if it is none, or the mode is none.
@@ -192,9 +183,7 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
             raise ValueError(
                 f"a {type(dataset).__name__} has the elements of each local replica, and mode is {mode}; leave it out"
             )
-        return (
-            Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(_of_iterables(dataset))
-        )
+        return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(dataset)
     if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
         return ElementStream(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
     return ElementStream(_iterable(dataset), mode)
@@ -203,12 +192,6 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
 def _numbered(rounds: Iterator[Sequence[Element]]) -> Iterator[Round]:
     for number, elements in enumerate(rounds):
         yield [(number, element) for element in elements]
-
-
-def _of_iterables(streams: PerReplica) -> PerReplica:
-    for stream in streams:
-        _iterable(stream)
-    return streams
 
 
 def _iterable(dataset: Data) -> Iterable[Element]:

@@ -19,7 +19,7 @@ from strategies.data.replication import Replication, is_in_program
 from strategies.defaults import current_defaults
 from strategies.errors import EndOfDataError, FeedError
 from strategies.feeds.feed_elements import ElementSpec
-from strategies.feeds.feed_streams import InfeedMode, Round, feed_stream
+from strategies.feeds.feed_streams import InfeedMode, feed_stream
 from strategies.programs.feed_program import FeedProgram, current_program
 from strategies.typing import Data, Element
 
@@ -66,6 +66,8 @@ class InfeedQueue:
 
     Attributes:
         spec: structure, shapes and dtypes of an element.
+        prefetch_depth: how many rounds are prepared ahead.
+        number: by which messages name the queue.
 
     Raises:
         TypeError: if `dataset` is not iterable or has no elements for one replica each, "Unsupported datatype", or if
@@ -76,8 +78,9 @@ class InfeedQueue:
     """
 
     def __init__(self, dataset: Data, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
-        self._depth = checked_depth(_usual_depth() if prefetch_depth is None else prefetch_depth)
-        self._number = next(_numbers)
+        usual_depth = 3 if current_defaults().prefetches else 1
+        self.prefetch_depth = checked_depth(usual_depth if prefetch_depth is None else prefetch_depth)
+        self.number = next(_numbers)
         self._stream = feed_stream(dataset, mode)
         self._opened: Iterator[Element] | None = self._stream.open()
         self.spec = self._peek()
@@ -100,13 +103,8 @@ class InfeedQueue:
         return self._dequeued
 
     @property
-    def prefetch_depth(self) -> int:
-        """How many elements are prepared ahead."""
-        return self._depth
-
-    @property
     def number_of_tuple_elements(self) -> int:
-        """How many arrays an element has."""
+        """The number of arrays in an element."""
         return len(self.spec.leaves)
 
     def dequeue(self) -> Element:
@@ -151,7 +149,7 @@ class InfeedQueue:
         return [scalar, *(jax.ShapeDtypeStruct((most, *leaf.shape), leaf.dtype) for leaf in self.spec.leaves)]
 
     def taker(self, program: FeedProgram, most: int) -> Callable[[int, int], list[ArrayLike]]:
-        """What a program calls for elements: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
+        """Return the function that a program calls: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
 
         It does not wait where none is wanted.
         """
@@ -174,11 +172,6 @@ class InfeedQueue:
         return DataIterator(self, draw=self.dequeue)
 
     # ---- on the host
-
-    @property
-    def number(self) -> int:
-        """The number by which messages name the queue."""
-        return self._number
 
     @property
     def has_ended(self) -> bool:
@@ -229,20 +222,15 @@ class InfeedQueue:
     def _fill(self, replication: Replication, place: int, most: int) -> None:
         self._expect(replication)
         mine = self._waiting[place]
-        while len(mine) < most and (not mine or self._has_round):
+        while len(mine) < most and (not mine or (self._rounds is not None and self._rounds.has_next)):
             for waiting, arrays in zip(self._waiting, self._next_round(replication), strict=True):
                 waiting.append(arrays)
-
-    @property
-    def _has_round(self) -> bool:
-        """Whether the next element of every replica is there already."""
-        return self._rounds is not None and self._rounds.has_next
 
     def _next_round(self, replication: Replication) -> Sequence[Arrays]:
         if self._failure is None:
             try:
                 if self._rounds is None:
-                    self._rounds = Prefetcher(self._prepare(replication), self._depth)
+                    self._rounds = Prefetcher(self._prepare(replication), self.prefetch_depth)
                 return next(self._rounds)
             except StopIteration:
                 self._failure = EndOfDataError(
@@ -256,27 +244,24 @@ class InfeedQueue:
 
     def _prepare(self, replication: Replication) -> Generator[Sequence[Arrays], None, None]:
         opened, self._opened = self._opened or self._stream.open(), None
-        return _prepared(self._stream.rounds(opened, replication), self.spec)
+        rounds, spec = self._stream.rounds(opened, replication), self.spec  # the thread does not keep the queue
+        return ([spec.flatten(number, element) for number, element in elements] for elements in rounds)
 
     def _expect(self, replication: Replication) -> None:
         if self._is_deleted:
-            raise FeedError(f"Infeed with id={self._number} is deleted; call start to begin with its first element")
+            raise FeedError(f"Infeed with id={self.number} is deleted; call start to begin with its first element")
         if self._replication is None:
-            self._bind(replication)
+            self._stream.check(replication)
+            self._replication, self._runs = replication, True
+            self._waiting = [deque() for _ in replication.local]
         elif replication != self._replication:
             raise FeedError(
-                f"Infeed with id={self._number} feeds {self._replication}, and this program runs on "
+                f"Infeed with id={self.number} feeds {self._replication}, and this program runs on "
                 f"{replication}; use an infeed of its own for each number of replicas, or delete and start it"
             )
 
-    def _bind(self, replication: Replication) -> None:
-        self._stream.check(replication)
-        self._replication = replication
-        self._runs = True
-        self._waiting = [deque() for _ in replication.local]
-
     def _peek(self) -> ElementSpec:
-        """What the first element is; it is not lost, though the data set may be gone through only once."""
+        """Return the specification of the first element, which stays the first one to be taken."""
         assert self._opened is not None
         with reading_ahead():  # as the thread does with those behind it
             first = next(self._opened, None)
@@ -296,11 +281,11 @@ class InfeedQueue:
         with self._lock:
             if self._runs:
                 raise ValueError(
-                    f"Infeed with id={self._number} can only be started once; delete it before it starts again"
+                    f"Infeed with id={self.number} can only be started once; delete it before it starts again"
                 )
             if self._opened is None and self._stream.is_once:
                 raise ValueError(
-                    f"Infeed with id={self._number} cannot begin with the first element again: its data set is a "
+                    f"Infeed with id={self.number} cannot begin with the first element again: its data set is a "
                     f"{self._stream.kind}, which can be gone through only once; use an object whose "
                     "__iter__ starts anew"
                 )
@@ -314,13 +299,13 @@ class InfeedQueue:
         """
         if not self._lock.acquire(timeout=DELETE_TIMEOUT_S):
             raise FeedError(
-                f"Infeed with id={self._number} cannot be deleted: a program has waited for its data set for more than "
+                f"Infeed with id={self.number} cannot be deleted: a program has waited for its data set for more than "
                 f"{DELETE_TIMEOUT_S:g} s (DELETE_TIMEOUT_S); end the program before"
             )
         try:
             if not self._runs:
                 raise FeedError(
-                    f"Infeed with id={self._number} does not run; start it, or run a program that dequeues it, before"
+                    f"Infeed with id={self.number} does not run; start it, or run a program that dequeues it, before"
                 )
             if self._rounds is not None:
                 self._rounds.close()
@@ -349,17 +334,8 @@ def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
     return stacked
 
 
-def _prepared(rounds: Iterator[Round], spec: ElementSpec) -> Generator[Sequence[Arrays], None, None]:
-    for elements in rounds:
-        yield [spec.flatten(number, element) for number, element in elements]
-
-
-def _usual_depth() -> int:
-    return 3 if current_defaults().prefetches else 1
-
-
 def checked_depth(depth: object) -> int:
-    """How much is prepared ahead, as the original allows it.
+    """Return the number of rounds to prepare ahead, if the original allows it.
 
     Raises:
         TypeError, ValueError: unless it is an integer from 1 to 255.

@@ -187,7 +187,7 @@ class Iteration:
 
 
 class _Carry(NamedTuple):
-    """What loops in which one call into Python comes between several iterations carry.
+    """The values that a loop carries in which one call into Python comes between several iterations.
 
     Attributes:
         number: of the next iteration, an int32 scalar.
@@ -279,7 +279,7 @@ class _Exchange:
         return self.program.call(self._exchange(take), shapes, [wanted, held, *buffers])
 
     def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
-        """What the running program calls; values leave before it may have to wait for elements."""
+        """Return the function that the program calls; values leave before it may have to wait for elements."""
         pace, collected = _Pace(self.most), self.collected
 
         def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
@@ -308,7 +308,6 @@ class _Pace:
         self._began: dict[int, float] = {}
 
     def begin(self, replica: int) -> None:
-        """Iterations begin."""
         self._began[replica] = time.perf_counter()
 
     def after(self, replica: int, count: int) -> int:
@@ -320,6 +319,6 @@ class _Pace:
 
 
 def _divided(enqueued: Sequence[Enqueued], arrays: Sequence[_Array]) -> list[tuple[Callable[..., None], list[_Array]]]:
-    """What to call, with which arrays."""
+    """Return the functions to call, each with its arrays."""
     rest = iter(arrays)
     return [(one.put, list(itertools.islice(rest, len(one.arrays)))) for one in enqueued]

@@ -14,7 +14,7 @@ import numpy as np
 
 from strategies.data.replication import Replication, is_in_program
 from strategies.errors import FeedError
-from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound, Rounds
+from strategies.feeds.outfeed_rounds import AllRounds, Iteration, LastRound
 from strategies.programs.feed_program import Put, current_program
 from strategies.programs.xla_pitfalls import refuse_float64
 from strategies.replicas.devices import is_key
@@ -23,7 +23,7 @@ from strategies.typing import Tree
 
 
 class OutfeedMode(Enum):
-    """What an outfeed keeps.
+    """The values that an outfeed keeps.
 
     Semantics: the original's `IPUOutfeedMode`.
     """
@@ -34,7 +34,7 @@ class OutfeedMode(Enum):
 
 @dataclass(frozen=True)
 class _Layout:
-    """What one program enqueues: the replicas that run it, and one value of each of them."""
+    """The values that one program enqueues: the replicas that run it, and the form of each value."""
 
     replication: Replication
     structure: jax.tree_util.PyTreeDef
@@ -76,12 +76,10 @@ class OutfeedQueue:
 
     def _forget(self) -> None:
         self._layout: _Layout | None = None
-        self._all = AllRounds(range(1))
-        self._last = LastRound(range(1))
+        self._rounds = self._new_rounds(range(1))
 
-    @property
-    def _rounds(self) -> Rounds:
-        return self._last if self.mode is OutfeedMode.LAST else self._all
+    def _new_rounds(self, replicas: range) -> AllRounds | LastRound:
+        return AllRounds(replicas) if self.mode is OutfeedMode.ALL else LastRound(replicas)
 
     # ---- in compiled programs
 
@@ -109,7 +107,8 @@ class OutfeedQueue:
         if id(self) in program.outfeeds:
             raise ValueError("An outfeed can only be enqueued once in a program; enqueue a tuple or a dictionary")
         program.outfeeds.add(id(self))
-        leaves, structure = jax.tree.flatten(jax.tree.map(_value_of, tensors, is_leaf=_is_variable))
+        with_values = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, MirroredVariable) else leaf, tensors)
+        leaves, structure = jax.tree.flatten(with_values)
         values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in refuse_float64(leaves, "outfeed")]
         if not values:
             raise ValueError("an outfeed got no array to enqueue; give it one, or a pytree with some")
@@ -179,12 +178,12 @@ class OutfeedQueue:
                 "replicas; dequeue them first, or give each program its own outfeed"
             )
         self._layout = layout
-        self._all, self._last = AllRounds(layout.replication.local), LastRound(layout.replication.local)
+        self._rounds = self._new_rounds(layout.replication.local)
 
     # ---- on the host
 
     def dequeue(self, wait_for_completion: bool = False) -> Tree:
-        """What was enqueued.
+        """Return the values that were enqueued.
 
         Args:
             wait_for_completion: the original's; programs have ended when `run` or a loop has returned.
@@ -200,37 +199,22 @@ class OutfeedQueue:
             FeedError: in mode LAST, if nothing was enqueued.
         """
         with self._lock:
-            if self._layout is None:
-                return self._nothing()
-            return self._take_last(self._layout) if self.mode is OutfeedMode.LAST else self._take_all(self._layout)
+            rounds = self._rounds
+            if isinstance(rounds, AllRounds):
+                return self._nothing() if self._layout is None else _taken(self._layout, rounds)
+            if self._layout is None or rounds.whole is None:
+                raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
+            return _joined(self._layout, rounds.whole)
 
     def _nothing(self) -> list[Tree]:
-        if self.mode is OutfeedMode.LAST:
-            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
         if threading.get_ident() != self._owner:
             return []
         raise ValueError(
             "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
         )
 
-    def _take_last(self, layout: _Layout) -> Tree:
-        values = self._last.whole
-        if values is None:
-            raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
-        return _joined(layout, values)
-
-    def _take_all(self, layout: _Layout) -> Tree:
-        count, local = len(self._all), len(layout.replication.local)
-        results = [
-            np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
-        ]
-        for number in range(count):
-            for result, leaf in zip(results, _leaves(self._all.take()), strict=True):
-                result[number] = leaf
-        return jax.tree.unflatten(layout.structure, results)
-
     def __iter__(self) -> Iterator[Tree]:
-        """What was enqueued, value by value; ends when there is none, and may be gone through again later.
+        """Yield the enqueued values one by one; end when there is none, and go on if there are more later.
 
         Raises:
             FeedError: in mode LAST.
@@ -241,9 +225,9 @@ class OutfeedQueue:
 
     def _next(self) -> Tree:
         with self._lock:
-            if self._layout is None or not len(self._all):
+            if self._layout is None or not isinstance(self._rounds, AllRounds) or not len(self._rounds):
                 raise StopIteration
-            return _joined(self._layout, self._all.take())
+            return _joined(self._layout, self._rounds.take())
 
     # ---- life
 
@@ -279,14 +263,18 @@ def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
     return [np.stack(leaves) for leaves in zip(*values, strict=True)]
 
 
+def _taken(layout: _Layout, rounds: AllRounds) -> Tree:
+    """Take all complete rounds, along a new first axis."""
+    count, local = len(rounds), len(layout.replication.local)
+    results = [
+        np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves
+    ]
+    for number in range(count):
+        for result, leaf in zip(results, _leaves(rounds.take()), strict=True):
+            result[number] = leaf
+    return jax.tree.unflatten(layout.structure, results)
+
+
 def _joined(layout: _Layout, values: list[list[np.ndarray]]) -> Tree:
     leaves = [leaf[()] for leaf in _leaves(values)]  # scalars instead of arrays without dimensions
     return jax.tree.unflatten(layout.structure, leaves)
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, MirroredVariable)
-
-
-def _value_of(leaf: Tree) -> Tree:
-    return leaf.value if _is_variable(leaf) else leaf

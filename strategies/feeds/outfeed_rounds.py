@@ -17,11 +17,11 @@ Iteration = tuple[int, ...]
 Value = list[np.ndarray]
 
 KEPT = 8
-"""Of the replicas that are ahead of others so many values are kept where only the last round is."""
+"""The values that are kept of a replica that is ahead of others, if only the last round is kept."""
 
 
 class Rounds(ABC):
-    """What replicas have enqueued; a round is a value of each of them, all from one iteration.
+    """The values that replicas have enqueued; a round is a value of each replica, all from one iteration.
 
     Args:
         replicas: the global indices of the local replicas.
@@ -69,7 +69,6 @@ class AllRounds(Rounds):
 
     @property
     def is_waiting(self) -> bool:
-        """See `Rounds`."""
         return any(self._waiting)
 
     def __len__(self) -> int:
@@ -82,7 +81,6 @@ class AllRounds(Rounds):
         return [values.popleft()[1] for values in self._waiting]
 
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
-        """See `Rounds`."""
         number = len(self._waiting[place])
         if number >= self._agreed:
             return
@@ -95,7 +93,6 @@ class AllRounds(Rounds):
         self._waiting[place].append((iteration, value))
 
     def end(self) -> None:
-        """See `Rounds`."""
         counts = [len(values) for values in self._waiting]
         most, least = counts.index(max(counts)), counts.index(min(counts))
         rest = list(self._waiting[most])[min(counts) :]
@@ -111,36 +108,32 @@ class AllRounds(Rounds):
 
 
 class LastRound(Rounds):
-    """The last round only."""
+    """The last round only.
+
+    Attributes:
+        whole: the last one that was complete; None if none was.
+    """
 
     def __init__(self, replicas: range) -> None:
         super().__init__(replicas)
-        self._whole: list[Value] | None = None
+        self.whole: list[Value] | None = None
         self._newest = [deque([_NONE], KEPT) for _ in replicas]
 
     @property
     def is_waiting(self) -> bool:
-        """See `Rounds`."""
         return False
 
-    @property
-    def whole(self) -> list[Value] | None:
-        """The last one that was complete; None if none was."""
-        return self._whole
-
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
-        """See `Rounds`."""
         newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
         self._newest[place].append(newest)
         found = [one for values in self._newest for one in values if one.moment == newest.moment]
         if len(found) == len(self._newest):
-            self._whole = [one.value for one in found]
+            self.whole = [one.value for one in found]
             for values in self._newest:
                 while values[0].moment != newest.moment:
                     values.popleft()
 
     def end(self) -> None:
-        """See `Rounds`."""
         newest = [values[-1] for values in self._newest]
         self._newest = [deque([_NONE], KEPT) for _ in self._replicas]
         moments = [one.moment for one in newest]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.flat import FLOAT32, FlatLayout
+from strategies.exchange.flat import FlatLayout
 from strategies.exchange.int8 import ArrayLibrary
 from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.shards import Shards
@@ -123,17 +123,16 @@ def flatten(
     layout: FlatLayout, leaves: Sequence[jax.Array], tail: jax.Array | None, into: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
     """Write leaves and tail, if any, into buffers, in the order of `layout.buffers`, whose gaps are zero; traceable."""
-    written = {buffer.name: array for buffer, array in zip(layout.buffers, into, strict=True)}
+    written = list(into)
     # Written one by one: XLA's CPU backend turns a concatenation into an element-wise loop that pulls whatever
     # produced the parts into it (measured: 50 times slower than the gradients themselves).
-    for leaf, (name, start) in zip(jax.lax.optimization_barrier(leaves), layout.places, strict=True):
+    for leaf, (number, start) in zip(jax.lax.optimization_barrier(leaves), layout.places, strict=True):
         flat = leaf.reshape(-1)
-        is_alone = flat.size == written[name].size and name != FLOAT32.name
-        written[name] = flat if is_alone else jax.lax.dynamic_update_slice(written[name], flat, (start,))
+        is_alone = number > 0 and flat.size == written[number].size
+        written[number] = flat if is_alone else jax.lax.dynamic_update_slice(written[number], flat, (start,))
     if tail is not None:
-        position = written[FLOAT32.name].size - layout.tail
-        written[FLOAT32.name] = jax.lax.dynamic_update_slice(written[FLOAT32.name], tail, (position,))
-    return tuple(written.values())
+        written[0] = jax.lax.dynamic_update_slice(written[0], tail, (written[0].size - layout.tail,))
+    return tuple(written)
 
 
 XLA = ArrayLibrary(

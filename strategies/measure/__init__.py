@@ -1,1 +1,1 @@
-"""How fast data sets and infeeds are."""
+"""Measurements of the speed of data sets and infeeds."""

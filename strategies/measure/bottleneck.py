@@ -45,8 +45,10 @@ def main(words: Sequence[str] | None = None) -> None:
     with strategy.scope():
         dataset = _called(make_dataset, strategy)
         if options.batch_size is not None:
+            if isinstance(dataset, DistributedDataset):
+                parser.error("argument --batch-size: the function has distributed its data set already; leave it out")
             try:
-                dataset = _distributed(dataset, strategy, options.batch_size)
+                dataset = strategy.distribute_dataset(dataset, options.batch_size)
             except (TypeError, ValueError) as error:
                 parser.error(f"argument --batch-size: {error}")
         rates = _print_rates(dataset, options.epochs, options.batches)
@@ -99,12 +101,6 @@ def _positive(kind: type[_T]) -> Callable[[str], _T]:
         return number
 
     return parse
-
-
-def _distributed(made: Data, strategy: IPUStrategy, batch_size: int) -> DistributedDataset:
-    if isinstance(made, DistributedDataset):
-        raise TypeError("the function has distributed its data set already; leave the option out")
-    return strategy.distribute_dataset(made, batch_size)
 
 
 def _function(name: str) -> Function:

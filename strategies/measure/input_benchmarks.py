@@ -1,4 +1,4 @@
-"""How fast data sets and infeed queues deliver, in the original's figures."""
+"""Benchmarks of data sets and infeed queues, in the original's figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUFFERED_ELEMENTS = 2
 
 @dataclass(frozen=True)
 class EpochRate:
-    """What an epoch of a benchmark delivered.
+    """The figures of one epoch of a benchmark.
 
     Attributes:
         elements_processed: what the data set yielded; the elements of a distributed data set are its batches.
@@ -55,13 +55,7 @@ class EpochRate:
 
     def to_dict(self) -> dict[str, float]:
         """The figures by the original's names, in single precision as there."""
-        names = (
-            "elements_processed",
-            "total_bytes_processed",
-            "time_elapsed",
-            "elements_per_second",
-            "bandwidth",
-        )
+        names = ("elements_processed", "total_bytes_processed", "time_elapsed", "elements_per_second", "bandwidth")
         return {name: float(np.float32(getattr(self, name))) for name in names}
 
 
@@ -151,18 +145,15 @@ def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, wa
         for element in islice(ahead, warm_up):
             consumer.take(element)
         for epoch in range(epochs):
-            consumer.taken_elements = consumer.taken_bytes = consumer.taken_rows = 0
             begin = time.perf_counter()
-            for element in islice(ahead, per_epoch):
-                consumer.take(element)
+            taken = [consumer.take(element) for element in islice(ahead, per_epoch)]
             elapsed = time.perf_counter() - begin
-            if consumer.taken_elements < per_epoch:
-                taken = epoch * per_epoch + consumer.taken_elements
+            if len(taken) < per_epoch:
                 raise ValueError(
-                    f"the data set ended after {taken} of {epochs * per_epoch} elements; repeat it, or ask for fewer "
-                    "epochs or elements"
+                    f"the data set ended after {epoch * per_epoch + len(taken)} of {epochs * per_epoch} elements; "
+                    "repeat it, or ask for fewer epochs or elements"
                 )
-            yield EpochRate(per_epoch, consumer.taken_bytes, elapsed, consumer.taken_rows)
+            yield EpochRate(per_epoch, sum(nbytes for nbytes, _ in taken), elapsed, sum(rows for _, rows in taken))
 
 
 def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> Iterator[EpochRate]:
@@ -184,7 +175,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
 
 
 def endless(dataset: Data) -> Generator[Element, None, None]:
-    """What a data set yields; of a `DistributedDataset` the batches of all epochs, one after another."""
+    """Yield the elements of a data set; of a `DistributedDataset` the batches of one epoch after another."""
     if isinstance(dataset, DistributedDataset):
         return (batch for epoch in count() for batch in dataset.epoch(epoch))
     if not isinstance(dataset, Iterable):
@@ -196,21 +187,18 @@ class _Consumer:
     """Takes elements as a device would; memory that they are copied to is used again."""
 
     def __init__(self, copies: bool) -> None:
-        self.taken_elements = self.taken_bytes = self.taken_rows = 0
         self._copies = copies
         self._buffers: dict[int, np.ndarray] = {}
 
-    def take(self, element: Element) -> None:
-        """Wait for an element, and count it."""
+    def take(self, element: Element) -> tuple[int, int]:
+        """Wait for an element, and return its bytes and rows."""
         arrays = [_checked(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(element))]
         if not arrays:
             raise TypeError("an element of the data set has no arrays; at least one is needed")
         if self._copies:
             for number, array in enumerate(arrays):
                 np.copyto(self._buffer(number, array), array)
-        self.taken_elements += 1
-        self.taken_bytes += sum(array.nbytes for array in arrays)
-        self.taken_rows += arrays[0].shape[0] if arrays[0].ndim else 1
+        return sum(array.nbytes for array in arrays), arrays[0].shape[0] if arrays[0].ndim else 1
 
     def _buffer(self, number: int, array: np.ndarray) -> np.ndarray:
         buffer = self._buffers.get(number)

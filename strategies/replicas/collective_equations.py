@@ -68,11 +68,9 @@ class Reduce(CollectiveKind):
         return self.op in ("sum", "mean")
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `CollectiveKind`."""
         return shape
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `CollectiveKind`."""
         out = np.empty_like(values[0])
         Reduction(self.op, out.dtype).reduce([value.reshape(-1) for value in values], out.reshape(-1), len(values))
         return [out] * len(values)
@@ -82,7 +80,6 @@ class Reduce(CollectiveKind):
         return collective(index, cotangent)
 
     def batched(self) -> tuple[CollectiveKind, int]:
-        """See `CollectiveKind`."""
         return self, 0
 
 
@@ -91,11 +88,9 @@ class Gather(CollectiveKind):
     """The values of all, along a new first axis, on every replica."""
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `CollectiveKind`."""
         return (size, *shape)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `CollectiveKind`."""
         return [np.stack(values)] * len(values)
 
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -106,7 +101,6 @@ class Gather(CollectiveKind):
         return own
 
     def batched(self) -> tuple[CollectiveKind, int]:
-        """See `CollectiveKind`."""
         return self, 1
 
 
@@ -118,14 +112,12 @@ class BlockExchange(CollectiveKind):
     concat: int
 
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """See `CollectiveKind`."""
         found = list(shape)
         found[self.split] //= size
         found[self.concat] *= size
         return tuple(found)
 
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `CollectiveKind`."""
         blocks = zip(*(np.split(value, len(values), self.split) for value in values), strict=True)
         return [np.concatenate(mine, self.concat) for mine in blocks]
 
@@ -134,7 +126,6 @@ class BlockExchange(CollectiveKind):
         return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
     def batched(self) -> tuple[CollectiveKind, int]:
-        """See `CollectiveKind`."""
         return BlockExchange(self.split + 1, self.concat + 1), 0
 
 

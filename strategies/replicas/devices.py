@@ -86,8 +86,6 @@ class ReplicaDevices:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.width, THREADS)
 
-    # ---- programs
-
     def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
         """Return the program of one replica, to be run by all of them.
 
@@ -126,8 +124,6 @@ class ReplicaDevices:
             return [work(0)]
         return results_of(self.begin(work, failed))
 
-    # ---- values
-
     def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
 
@@ -149,11 +145,8 @@ class ReplicaDevices:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
         cut = [self._cut(leaf) for leaf in leaves]
-        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in self._positions]
-
-    @property
-    def _positions(self) -> range:
-        return range(len(self.replicas))
+        positions = range(len(self.replicas))
+        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in positions]
 
     def _cut(self, leaf: Leaf) -> Sequence[Tree]:
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
@@ -163,7 +156,7 @@ class ReplicaDevices:
             leaf = np.asarray(leaf)
         rows = leaf.shape[0] // len(self.replicas)
         host = borrow(leaf)
-        return [host[position * rows : (position + 1) * rows] for position in self._positions]
+        return [host[position * rows : (position + 1) * rows] for position in range(len(self.replicas))]
 
     def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """Return the shape of what one replica takes of a leaf that has all local replicas along its first axis.

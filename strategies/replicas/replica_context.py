@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.reduction import normalise_op
-from popdist.instance import replica_block
+from popdist.instance import replica_blocks
 from strategies.data.replication import Replication
 from strategies.errors import DeviceError, EndOfDataError, FeedError
 from strategies.programs.feed_program import FeedProgram, tracing
@@ -185,18 +185,14 @@ class CrossReplicaReducer:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        devices: ReplicaDevices,
-        total_replicas: int,
-        is_identity: bool = False,
+        self, communicator: Communicator, devices: ReplicaDevices, total_replicas: int, is_identity: bool = False
     ) -> None:
         self.total_replicas = total_replicas
         self.last_error: BaseException | None = None
         self._communicator = communicator
         self._devices = devices
         self._is_identity = is_identity
-        self._blocks = [replica_block(rank, communicator.size, total_replicas) for rank in range(communicator.size)]
+        self._blocks = replica_blocks(communicator.size, total_replicas)
         self._lock = threading.Lock()
         self._calls: dict[str, _CollectiveCall] = {}
         self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
@@ -305,8 +301,6 @@ class CrossReplicaReducer:
                 f"{len(self._devices.replicas)} replicas have to wait for each other on {self._devices.width} devices; "
                 "give each of them one, with fewer replicas or more instances"
             )
-
-    # ---- when the program runs
 
     def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
         """Return a replica's result, once all other replicas of this instance have contributed."""

@@ -52,6 +52,8 @@ class Replicas:
     Attributes:
         kind: see above.
         first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
+        adds_in_order: whether sums over replicas have the same bits however these are spread.
         done_so_far: the progress of this instance, for those who go on when one is lost.
         progress: see above.
         faults: what the user wants to go wrong in this instance.
@@ -60,7 +62,8 @@ class Replicas:
         devices: its first column, where all runs that is not in a pipeline.
         reducer: carries out what replicas compute together.
         dealing: deals batches out among the local replicas.
-        programs: that `Strategy.run` has compiled for these devices.
+        programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
+            which tell whether what it took for constant is unchanged.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
@@ -75,10 +78,13 @@ class Replicas:
         self.kind = kind
         self._membership = membership
         self.first_index = membership.instance.index
+        self.num_replicas_in_sync = membership.instance.total_replicas
+        self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
-        self.faults = _injector_among(self.instruments)
+        attached = self.instruments.attached
+        self.faults = next((each for each in attached if isinstance(each, FaultInjector)), FaultInjector())
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
@@ -103,9 +109,7 @@ class Replicas:
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[
-            Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]
-        ] = {}  # last: are constants so?
+        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
 
     # ---- who is there
@@ -129,11 +133,6 @@ class Replicas:
     def instruments(self) -> Instruments:
         """The instruments attached to this instance."""
         return self.communicator.instruments
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """R, the replicas of all instances."""
-        return self.instance.total_replicas
 
     @property
     def num_instances(self) -> int:
@@ -181,11 +180,6 @@ class Replicas:
     def streams_gradients(self) -> bool:
         """Whether a step sends gradients to the other instances while it computes the rest of them."""
         return self.variables_on_host and self.num_instances > 1
-
-    @property
-    def adds_in_order(self) -> bool:
-        """Whether sums over replicas have the same bits however these are spread."""
-        return self._membership.adds_in_order
 
     @property
     def job(self) -> JobFacts:
@@ -325,8 +319,3 @@ def as_jax_would(leaf: Leaf) -> np.ndarray:
     """Convert a leaf as `jnp.asarray` does, but on the host: that one compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def _injector_among(instruments: Instruments) -> FaultInjector:
-    found = [each for each in instruments.attached if isinstance(each, FaultInjector)]
-    return found[0] if found else FaultInjector()

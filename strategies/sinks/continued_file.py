@@ -17,7 +17,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class Said(NamedTuple):
-    """What a line is of.
+    """The step and the names of a line.
 
     Attributes:
         step: its step.
@@ -29,7 +29,7 @@ class Said(NamedTuple):
 
 
 SaidBy = Callable[[bytes], Said | None]
-"""What a line says that is in a file; None where it cannot be read."""
+"""(line of a file) -> its step and names; None if it cannot be read."""
 
 
 @final
@@ -74,7 +74,7 @@ class ContinuedFile:
         while left:
             left = left[os.write(self._file, left) :]
 
-    def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> None:
+    def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> bool:
         """Take out what comes again, from the line on where the first row belongs; the first call of it does.
 
         Where that is all of a file which this job has not begun, the file is kept under another name.
@@ -83,16 +83,19 @@ class ContinuedFile:
             first: the first row that is about to be written.
             said_by: reads a line.
             heading: how many lines in front are of no step.
+
+        Returns:
+            Whether the file may have changed.
         """
         if self._is_begun or not self.is_regular:
-            return
+            return False
         self._is_begun = True
         position, is_all = self._place_of(first, said_by, heading)
         if is_all and not self._goes_on:
             self._set_aside()
-            return
-        if position < os.fstat(self._file).st_size:
+        elif position < os.fstat(self._file).st_size:
             os.ftruncate(self._file, position)
+        return True
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Have these lines instead, or what there was if that is impossible."""
@@ -110,7 +113,7 @@ class ContinuedFile:
             raise
 
     def lines(self) -> Iterable[bytes]:
-        """Those that are in the file, each with its end."""
+        """Yield the lines of the file, each with its end."""
         with self.path.open("rb") as file:
             yield from file
 

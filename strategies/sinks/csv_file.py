@@ -28,7 +28,6 @@ class CsvFile(Sink):
         self.name = f"csv:{path}"
         self._path = path
         self._file: ContinuedFile | None = None
-        self._is_begun = False
         self._columns: list[str] = []
 
     def open(self, goes_on: bool) -> None:
@@ -39,15 +38,11 @@ class CsvFile(Sink):
         """
         self._file = ContinuedFile(self._path, b"step,time", goes_on)
         self._columns = _columns_of(self._file)
-        self._is_begun = False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         assert self._file is not None
-        if not self._is_begun:
-            self._file.begin(rows[0], self._said, heading=1)
+        if self._file.begin(rows[0], self._said, heading=1):
             self._columns = _columns_of(self._file)
-            self._is_begun = True
         known = set(self._columns)
         new = [name for name in dict.fromkeys(chain.from_iterable(row.values for row in rows)) if name not in known]
         if new or not self._columns:
@@ -55,7 +50,6 @@ class CsvFile(Sink):
         self._file.append("".join(map(self._line_of, rows)).encode())
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._file is not None:
             self._file.close()
             self._file = None

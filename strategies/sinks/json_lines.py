@@ -36,13 +36,11 @@ class JsonLines(Sink):
         self._file = ContinuedFile(self._path, b'{"step": ', goes_on)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         assert self._file is not None
         self._file.begin(rows[0], _said)
         self._file.append("".join(map(line_of, rows)).encode())
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._file is not None:
             self._file.close()
             self._file = None

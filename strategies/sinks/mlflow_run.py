@@ -12,7 +12,6 @@ EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 _USUAL_EXPERIMENT = "popdist"
 _TAG = "popdist.run"
 _MOST_IN_A_BATCH = 1000  # MLflow takes no more
-_ENDED = "FINISHED"
 
 
 @final
@@ -38,17 +37,18 @@ class MlflowRun(Sink):
         self._client: Any = None
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._uri or None)
         if not self._run_id:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-            self._run_id = self._shared_run(experiment) or self._new_run(experiment)
+            self._run_id = self._shared_run(experiment)
+            if not self._run_id:
+                run = self._client.create_run(experiment, tags={_TAG: self._run} if self._run else None)
+                self._run_id = str(run.info.run_id)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         from mlflow.entities import Metric
 
         metrics = (
@@ -60,17 +60,12 @@ class MlflowRun(Sink):
             self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._client is not None:
             client, self._client = self._client, None
-            client.set_terminated(self._run_id, _ENDED)
+            client.set_terminated(self._run_id, "FINISHED")
 
     def _shared_run(self, experiment: str) -> str:
         if not self._run:
             return ""
         runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._run}'", max_results=1)
         return runs[0].info.run_id if runs else ""
-
-    def _new_run(self, experiment: str) -> str:
-        run = self._client.create_run(experiment, tags={_TAG: self._run} if self._run else None)
-        return str(run.info.run_id)

@@ -78,7 +78,7 @@ def opened() -> Sequence[Sinks]:
 
 
 def sink_of(word: MetricWord, job: JobFacts, environ: Mapping[str, str]) -> Sink:
-    """What a word stands for; nothing is opened."""
+    """Return the sink that a word stands for, not opened."""
     run = environ.get(RUN_VARIABLE, "")
     if word.kind == CSV:
         return CsvFile(word.path)

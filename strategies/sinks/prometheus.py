@@ -27,7 +27,7 @@ CLIENT_LIMIT_S = 10.0
 
 @dataclass
 class _Totals:
-    """What is known so far.
+    """The figures so far.
 
     Attributes:
         steps: that this job has made since this instance writes.
@@ -72,7 +72,6 @@ class Prometheus(Sink):
         return str(host), port
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         registry = CollectorRegistry()
@@ -92,7 +91,6 @@ class Prometheus(Sink):
         self._state = state
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._server is not None and self._thread is not None:
             server, self._server = self._server, None
             server.shutdown()
@@ -100,7 +98,7 @@ class Prometheus(Sink):
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What Prometheus's library asks for, in its own thread."""
+        """Yield the metrics; called by Prometheus's library in its own thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         state = self._state
@@ -154,12 +152,10 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut_off(accepted_before_s=time.monotonic() - self._client_limit_s)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
         self._accepted_s.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """End the server and all its connections."""
         super().server_close()
         self._cut_off(accepted_before_s=time.monotonic())
 

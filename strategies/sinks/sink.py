@@ -31,12 +31,7 @@ class Row:
     __slots__ = ("_read", "_values", "is_training", "samples", "step", "time_s")
 
     def __init__(
-        self,
-        step: int,
-        read: Reading,
-        time_s: float | None = None,
-        samples: int = 0,
-        is_training: bool = False,
+        self, step: int, read: Reading, time_s: float | None = None, samples: int = 0, is_training: bool = False
     ) -> None:
         self.step = step
         self.time_s = time.time() if time_s is None else time_s
@@ -50,14 +45,10 @@ class Row:
         """The numbers by their names; waits until they are computed."""
         read = self._read
         if read is not None:
-            self._values = {_free(name): number for name, number in read().items()}
+            found = read().items()
+            self._values = {f"metric/{name}" if name in _OURS else name: number for name, number in found}
             self._read = None  # what they were read from may be large
         return self._values
-
-
-def _free(name: str) -> str:
-    """Return a name that is none of those that every row has."""
-    return f"metric/{name}" if name in _OURS else name
 
 
 class Sink(ABC):

@@ -21,23 +21,23 @@ from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
 logger = logging.getLogger("strategies.metrics")
 
 WAIT_S = 1.0
-"""How long a checkpoint that is being written waits for a sink that is busy."""
+"""The most seconds that the writer of a checkpoint waits for a busy sink."""
 
 EVERY_S = 0.1
-"""How often rows are taken to a sink."""
+"""The seconds between two deliveries to a sink."""
 MOST = 8192
 """So many rows wait for a sink at most; what comes then is dropped."""
 AGAIN_S, AGAIN_AT_MOST_S = 1.0, 60.0
 """After an error it is tried again, first after so long, and then later and later."""
 LOOK_S = 0.01
-"""How often is looked whether rows are written, by who waits for that."""
+"""The seconds between two looks of a caller that waits until rows are written."""
 CLOSING_S = 10.0
-"""How long the end of a program waits for a sink that is busy."""
+"""The most seconds that the end of a program waits for a busy sink."""
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What sinks ask about the job.
+    """The facts about the job that sinks need.
 
     Attributes:
         is_chief: whether this is the instance that writes for all; where some are lost it may become it.

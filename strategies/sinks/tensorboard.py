@@ -34,7 +34,6 @@ class TensorBoard(Sink):
         self._is_begun = False
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -47,8 +46,8 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         if not self._is_begun:
             first = rows[0].step + (not rows[0].is_training)
@@ -56,20 +55,12 @@ class TensorBoard(Sink):
             self._writer.write(Event(step=first, wall_time=rows[0].time_s, session_log=start).SerializeToString())
             self._is_begun = True
         for row in rows:
-            self._writer.write(_event_of(row))
+            values = [Summary.Value(tag=name, simple_value=number) for name, number in row.values.items()]
+            event = Event(step=row.step, wall_time=row.time_s, summary=Summary(value=values))
+            self._writer.write(event.SerializeToString())
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
-
-
-def _event_of(row: Row) -> bytes:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=name, simple_value=number) for name, number in row.values.items()]
-    event: bytes = Event(step=row.step, wall_time=row.time_s, summary=Summary(value=values)).SerializeToString()
-    return event

@@ -28,7 +28,6 @@ class WandbRun(Sink):
         self._run: Any = None
 
     def open(self, goes_on: bool) -> None:
-        """See `Sink`."""
         import wandb
 
         settings = wandb.Settings(silent=True, console="off")
@@ -45,7 +44,6 @@ class WandbRun(Sink):
             self._run.log({STEP: row.step, "_timestamp": row.time_s, **row.values})
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from strategies.data.layout import Layout, epoch_order
-from strategies.data.sources import RandomAccessSource, Steps
+from strategies.data.sources import RandomAccessSource, Steps, read_elements
 
 
 class Squares:
@@ -23,12 +23,13 @@ class Squares:
 
 
 def steps(length=13, layout=None, shuffle=False):
-    return Steps(Squares(length), layout or Layout(2, 3, [1, 2]), seed=4, shuffle=shuffle)
+    layout = layout or Layout(2, 3, [1, 2])
+    return Steps(Squares(length), length, layout, seed=4, shuffle=shuffle, read=read_elements)
 
 
 def test_only_the_elements_of_local_replicas_are_read():
     squares = Squares(13)
-    batch = Steps(squares, Layout(2, 3, [1, 2]), seed=4, shuffle=False).read(1)
+    batch = Steps(squares, 13, Layout(2, 3, [1, 2]), seed=4, shuffle=False, read=read_elements).read(1)
     assert batch.tolist() == [64, 81, 100, 121]
     assert squares.asked == [8, 9, 10, 11]
 

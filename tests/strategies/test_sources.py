@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from strategies.data.datasets import open_source
 from strategies.data.layout import Layout
-from strategies.data.sources import ArraySource, Masked, common_length, stacked
+from strategies.data.sources import Masked, common_length, stacked
 
 
 def read(arrays, layout, epoch=0, start=0, **options):
-    return list(ArraySource(arrays, layout, **{"seed": 0, "shuffle": False, **options}).batches(epoch, start))
+    return list(open_source(arrays, layout, **{"seed": 0, "shuffle": False, **options}).batches(epoch, start))
 
 
 def test_a_step_gathers_the_rows_of_the_local_replicas():
