@@ -65,10 +65,7 @@ class Strategy(ABC):
         variables_on_host: whether variables and optimizer state live in host memory.
 
     Attributes:
-        replicas: all of them, as what is built on strategies sees them: a step, a checkpoint, a variable.
-        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
         progress: see above.
-        variables_on_host: see above.
 
     Raises:
         TypeError: a switch is not True or False.
@@ -93,11 +90,10 @@ class Strategy(ABC):
             add_ipu_cross_replica_reductions=add_cross_replica_reductions,
             variables_on_host=variables_on_host,
         )
-        self.replicas = Replicas(
+        self._replicas = Replicas(
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
-        self.num_replicas_in_sync = self.replicas.num_replicas_in_sync
-        self.progress, self.variables_on_host = self.replicas.progress, variables_on_host
+        self.progress = self._replicas.progress
         self._iterators = Iterators()
 
     @property
@@ -110,6 +106,21 @@ class Strategy(ABC):
         return self.replicas.defaults
 
     # ---- who is there
+
+    @property
+    def replicas(self) -> Replicas:
+        """All replicas, for what is built on strategies: a step, a checkpoint, a variable."""
+        return self._replicas
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, the replicas of all instances, also after some were lost."""
+        return self._replicas.num_replicas_in_sync
+
+    @property
+    def variables_on_host(self) -> bool:
+        """Whether variables and optimizer state live in host memory."""
+        return self._replicas.variables_on_host
 
     @property
     def instance(self) -> Instance:
