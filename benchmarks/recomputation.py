@@ -26,7 +26,7 @@ from resident_memory import peak_bytes as largest_bytes
 from resident_memory import reset_peak, resident_bytes
 from timing import ROOT, Machine, command_line, environment, medians  # finds the project, too
 
-from strategies.programs.recomputation import recomputation_checkpoint, recomputing
+from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
 
 WAYS: dict[str, Any] = {
     "none": "none",

@@ -21,15 +21,18 @@ COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 
+DOORS = {"strategies/config.py", "strategies/torch/poptorch/__init__.py"}
+"""The names under which programs import what lies in `strategies/compat`."""
+
 GRADIENT = {
     "strategies/trainer.py": "step",
     "strategies/core/step.py": "make_step",
-    "strategies/step/jax_engine.py": "begin",
-    "strategies/gradients/gradient_programs.py": "dispatch",
+    "strategies/jax/engine.py": "begin",
+    "strategies/jax/gradients/gradient_programs.py": "dispatch",
     "strategies/exchange/means.py": "reduce",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
     "collectives/shared_memory/transport.py": "reduce",
-    "strategies/updates/update.py": "apply",
+    "strategies/jax/updates/update.py": "apply",
 }
 """The files through which a gradient of JAX goes, from `Trainer.step` to the new variables, over a shared window.
 
@@ -38,7 +41,7 @@ The value is the function that is called there."""
 TORCH_GRADIENT = {
     "strategies/torch/trainer.py": "step",
     "strategies/core/step.py": "make_step",
-    "strategies/torch/torch_engine.py": "begin",
+    "strategies/torch/engine.py": "begin",
     "strategies/torch/local_replicas.py": "begin",
     "strategies/torch/gradient_exchange.py": "reduce",
     "strategies/exchange/means.py": "reduce",
@@ -87,7 +90,7 @@ def name_of(path: Path) -> str:
 @cache
 def imported_by(package: str) -> dict[Path, set[Path]]:
     """For each file of a package, but for what it shows the world, those of its own that it imports from."""
-    besides = {f"{package}/__init__.py", *COMMANDS}
+    besides = {f"{package}/__init__.py", *COMMANDS, *DOORS}
     files = [path for path in sorted((ROOT / package).rglob("*.py")) if str(path.relative_to(ROOT)) not in besides]
     names = {name_of(path): path for path in files}
     return {path: {names[name] for name in imports_of(path) if name in names} for path in files}

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["ipu"]
 
-_OURS = "strategies.as_original"
+_OURS = "strategies.compat.as_original"
 _RESULT = "strategies.StepOptions: give gradient_accumulation_count and reduction_method='sum' to Trainer, or to a "
 _RESULT += "model's set_gradient_accumulation_options"
 _STRATEGIES = {
@@ -32,9 +32,9 @@ _WHOLE = {
     "horovod": "popdist.horovod",
     "keras": "strategies.keras",
     "ops.cross_replica_ops": "strategies.cross_replica_ops",
-    "ops.pipelining_ops": "strategies.pipelines.pipelining_ops",
+    "ops.pipelining_ops": "strategies.compat.pipelining_ops",
     "ops.within_replica_ops": "strategies.within_replica_ops",
-    "pipelining_ops": "strategies.pipelines.pipelining_ops",
+    "pipelining_ops": "strategies.compat.pipelining_ops",
     "within_replica_ops": "strategies.within_replica_ops",
 }
 """Modules of the original, besides those in `_NAMES`, and the module here that has all of their names."""

@@ -17,7 +17,7 @@ from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.checkpoints.loading import load_variables
 from strategies.checkpoints.own_loop import OwnLoop
-from strategies.comparing.digest import fingerprint
+from strategies.compat import pipelining_ops
 from strategies.core.evaluation import Evaluation
 from strategies.core.metrics import Metrics
 from strategies.core.options import GradientAccumulationReductionMethod
@@ -38,30 +38,30 @@ from strategies.errors import (
     NonFiniteGradientError,
     StrategyError,
 )
-from strategies.evaluation.mean import Mean
-from strategies.feeds.feed_streams import InfeedMode
-from strategies.feeds.infeed import InfeedQueue
-from strategies.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.gradients.arguments import Outcome
 from strategies.ipu import IPUStrategy
+from strategies.jax.comparing.digest import fingerprint
+from strategies.jax.evaluation.mean import Mean
+from strategies.jax.feeds.feed_streams import InfeedMode
+from strategies.jax.feeds.infeed import InfeedQueue
+from strategies.jax.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.jax.gradients.arguments import Outcome
+from strategies.jax.options import StepOptions
+from strategies.jax.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
+from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
+from strategies.jax.replicas.replica_context import ReplicaContext, get_replica_context
+from strategies.jax.replicas.variables import MirroredVariable, SyncOnReadVariable
+from strategies.jax.updates.arithmetic import clip_by_global_norm
+from strategies.jax.updates.optimizers import MapGradientOptimizer
 from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy
 from strategies.keras_in_scope import KerasRoom, load_keras_room_with
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
 from strategies.per_replica import PerReplica
-from strategies.pipelines import pipelining_ops
 from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
-from strategies.programs.recomputation import recomputation_checkpoint, recomputing
-from strategies.replicas.replica_context import ReplicaContext, get_replica_context
-from strategies.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.step.options import StepOptions
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.updates.arithmetic import clip_by_global_norm
-from strategies.updates.optimizers import MapGradientOptimizer
 
 
 def __getattr__(name: str) -> ModuleType:

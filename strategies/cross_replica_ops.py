@@ -20,10 +20,17 @@ import jax.numpy as jnp
 
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least
-from strategies.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
-from strategies.replicas.reduction_ops import DIFFERENTIABLE, base_of, check_dtype, operand, parse_op, reduce_in_order
-from strategies.replicas.replica_context import ReplicaContext, get_replica_context
-from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
+from strategies.jax.replicas.reduction_ops import (
+    DIFFERENTIABLE,
+    base_of,
+    check_dtype,
+    operand,
+    parse_op,
+    reduce_in_order,
+)
+from strategies.jax.replicas.replica_context import ReplicaContext, get_replica_context
+from strategies.jax.replicas.replica_groups import ReplicaGroups
 from strategies.typing import Leaf, Tree
 
 

@@ -9,9 +9,9 @@ from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
 from popdist.instance import Instance
 from strategies.argument_checks import positive
-from strategies.config.launched import replicas_of_process
 from strategies.defaults import Defaults
-from strategies.replicas.membership import Membership
+from strategies.jax.replicas.membership import Membership
+from strategies.launched import replicas_of_process
 from strategies.strategy import Strategy
 
 

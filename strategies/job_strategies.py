@@ -11,9 +11,9 @@ from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
 from strategies.argument_checks import positive
-from strategies.config.launched import join_as_configured, refuse_other_process, replicas_of_instance
 from strategies.defaults import Defaults
-from strategies.replicas.membership import Membership
+from strategies.jax.replicas.membership import Membership
+from strategies.launched import join_as_configured, refuse_other_process, replicas_of_instance
 from strategies.strategy import Strategy
 
 

@@ -10,8 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Protocol
 
-from strategies.programs.program import HeldState
-from strategies.replicas.replicas import Replicas
+from strategies.jax.programs.program import HeldState
+from strategies.jax.replicas.replicas import Replicas
 
 
 class KerasRoom(Protocol):

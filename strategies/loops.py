@@ -17,11 +17,11 @@ from jax.typing import ArrayLike
 
 from strategies.argument_checks import integer
 from strategies.data.replication import Replication, is_in_program
-from strategies.feeds.infeed import InfeedQueue
-from strategies.feeds.iterations import Iteration, differentiable
-from strategies.programs.captures import Reads
-from strategies.programs.feed_program import FeedProgram, current_program, is_traced, tracing
-from strategies.programs.xla_pitfalls import refuse_float64
+from strategies.jax.feeds.infeed import InfeedQueue
+from strategies.jax.feeds.iterations import Iteration, differentiable
+from strategies.jax.programs.captures import Reads
+from strategies.jax.programs.feed_program import FeedProgram, current_program, is_traced, tracing
+from strategies.jax.programs.xla_pitfalls import refuse_float64
 from strategies.typing import Function, Leaf, Tree
 
 PROGRAMS_KEPT = 64

@@ -27,24 +27,24 @@ from strategies.data.sources import InputContext
 from strategies.defaults import Defaults, current_defaults_of
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
-from strategies.feeds.drawing import Iterators, drawn
-from strategies.keras_in_scope import keras_in_scope, keras_room
-from strategies.per_replica import PerReplica, Shared
-from strategies.programs.captures import Reads
-from strategies.programs.program import NOTHING_HELD, DeviceProgram, HeldState
-from strategies.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
-from strategies.replicas.devices import borrow
-from strategies.replicas.gathering import concatenated
-from strategies.replicas.membership import Membership
-from strategies.replicas.replica_context import refuse_in_replica, replica_context
-from strategies.replicas.replicas import Replicas, as_jax_would
-from strategies.replicas.variables import (
+from strategies.jax.feeds.drawing import Iterators, drawn
+from strategies.jax.programs.captures import Reads
+from strategies.jax.programs.program import NOTHING_HELD, DeviceProgram, HeldState
+from strategies.jax.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
+from strategies.jax.replicas.devices import borrow
+from strategies.jax.replicas.gathering import concatenated
+from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.replica_context import refuse_in_replica, replica_context
+from strategies.jax.replicas.replicas import Replicas, as_jax_would
+from strategies.jax.replicas.variables import (
     MirroredVariable,
     Synchronization,
     SyncOnReadVariable,
     make_variable,
     values_of,
 )
+from strategies.keras_in_scope import keras_in_scope, keras_room
+from strategies.per_replica import PerReplica, Shared
 from strategies.typing import Data, Element, Function, Leaf, Tree
 
 Same = TypeVar("Same")

@@ -17,27 +17,27 @@ from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
 from strategies.data.every_row import every_row
-from strategies.evaluation.tasks import MetricsFunction, evaluation_task, prediction_task
-from strategies.gradients.arguments import (
+from strategies.jax.engine import JaxEngine, flipped, rows_of
+from strategies.jax.evaluation.tasks import MetricsFunction, evaluation_task, prediction_task
+from strategies.jax.gradients.arguments import (
     check_loss_function,
     check_optimizer,
     check_state,
     check_takes_state,
     check_variables,
 )
-from strategies.gradients.model_state import as_arrays, check_model_state
-from strategies.memory.of_step import MemoryPlanner
-from strategies.memory.plan import MemoryPlan
-from strategies.programs.program import shapes_of
-from strategies.replicas.replica_context import refuse_in_replica
-from strategies.step.jax_engine import JaxEngine, flipped, rows_of
-from strategies.step.options import TrainerOptions, configured
-from strategies.step.preparation import StepPrograms
-from strategies.step.step_record import recorder_for
+from strategies.jax.gradients.model_state import as_arrays, check_model_state
+from strategies.jax.memory.of_step import MemoryPlanner
+from strategies.jax.memory.plan import MemoryPlan
+from strategies.jax.options import TrainerOptions, configured
+from strategies.jax.preparation import StepPrograms
+from strategies.jax.programs.program import shapes_of
+from strategies.jax.replicas.replica_context import refuse_in_replica
+from strategies.jax.step_record import recorder_for
+from strategies.jax.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, LossFunction, Tree, Variables
-from strategies.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.errors import DeviceError
-from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.jax.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
 def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:

@@ -8,7 +8,7 @@ import strategies
 from collectives import Communicator
 from popdist import Instance
 from popdist.records import NoProgress, Progress
-from strategies.replicas.membership import Membership
+from strategies.jax.replicas.membership import Membership
 
 
 @final

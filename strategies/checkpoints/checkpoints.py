@@ -30,10 +30,10 @@ from strategies.core.agreement import broadcast_text
 from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
-from strategies.gradients.arguments import are_used_up, check_state
-from strategies.replicas.devices import borrow, is_key
-from strategies.replicas.shards import PartOfArray
-from strategies.step.step_record import checkpoint_folder
+from strategies.jax.gradients.arguments import are_used_up, check_state
+from strategies.jax.replicas.devices import borrow, is_key
+from strategies.jax.replicas.shards import PartOfArray
+from strategies.jax.step_record import checkpoint_folder
 from strategies.train_state import TrainState
 from strategies.typing import Leaf
 

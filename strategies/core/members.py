@@ -50,7 +50,7 @@ class ReplicaPrograms(Protocol):
 
 
 class Members(Protocol):
-    """The instances of a job, and the replicas that this one drives; `strategies.replicas.replicas.Replicas` is one."""
+    """The instances of a job, and the replicas that this one drives; `Replicas` is one."""
 
     @property
     def kind(self) -> str:

@@ -11,8 +11,8 @@ import jax
 import keras
 from jax.flatten_util import ravel_pytree
 
+from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.keras.patches import Method, method_replaced
-from strategies.replicas.replica_context import get_replica_context
 from strategies.typing import Tree
 
 Mean: TypeAlias = Callable[[Tree], Tree]

@@ -16,14 +16,14 @@ import optax
 
 from collectives.tree import combined
 from strategies.core.rows import EvaluationTask, Told, in_order, padded
-from strategies.gradients.arguments import Outcome
-from strategies.gradients.model_state import FIRST, MEAN
+from strategies.jax.gradients.arguments import Outcome
+from strategies.jax.gradients.model_state import FIRST, MEAN
+from strategies.jax.programs.program import jit
+from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
-from strategies.programs.program import jit
-from strategies.replicas.replica_context import get_replica_context
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

@@ -15,13 +15,13 @@ from keras import tree
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.feeds.infeed import checked_depth
+from strategies.jax.feeds.infeed import checked_depth
+from strategies.jax.options import StepOptions
+from strategies.jax.programs.recomputation import recomputation_checkpoint
 from strategies.keras.protocols import ModelLike
 from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
 from strategies.pipelines.pipelining import Pipelining
-from strategies.programs.recomputation import recomputation_checkpoint
-from strategies.step.options import StepOptions
 from strategies.typing import Tree
 
 _FILE = "strategies.json"

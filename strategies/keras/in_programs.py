@@ -11,14 +11,14 @@ import keras
 import numpy as np
 
 from strategies.errors import StrategyError
+from strategies.jax.programs.feed_program import current_program
+from strategies.jax.programs.remembering import digest
+from strategies.jax.replicas.replica_context import get_replica_context
+from strategies.jax.replicas.replicas import Replicas
 from strategies.keras.averaging import averaging
 from strategies.keras.protocols import Array, Values
 from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
-from strategies.programs.feed_program import current_program
-from strategies.programs.remembering import digest
-from strategies.replicas.replica_context import get_replica_context
-from strategies.replicas.replicas import Replicas
 
 Changes: TypeAlias = Mapping[int, Array]
 """The new values of variables, by their numbers."""

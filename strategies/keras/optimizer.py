@@ -12,11 +12,11 @@ import keras
 import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
+from strategies.jax.updates.optimizers import Arithmetic, Known, StepOptimizer
 from strategies.keras.patches import hold_place
 from strategies.keras.protocols import Array, Values
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Number, OptimizerState, Variables
-from strategies.updates.optimizers import Arithmetic, Known, StepOptimizer
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 

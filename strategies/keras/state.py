@@ -13,9 +13,9 @@ import numpy as np
 from keras.utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
-from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
+from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
+from strategies.jax.programs.dataflow import looks
 from strategies.keras.protocols import Array, Logs, ModelLike, Values
-from strategies.programs.dataflow import looks
 from strategies.typing import Batch, Tree, Variables
 
 VARIABLES, METRICS = "variables", "metrics"

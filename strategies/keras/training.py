@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.gradients.arguments import Outcome
+from strategies.jax.gradients.arguments import Outcome
+from strategies.jax.programs.program import jit
+from strategies.jax.replicas.replica_context import get_replica_context
+from strategies.jax.replicas.shards import PartOfArray
 from strategies.keras.agreement import VariableWatch, bits_of, compared
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.extensions import ModelOptions
@@ -21,9 +24,6 @@ from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
 from strategies.pipelines.pipelining import Pipelining
-from strategies.programs.program import jit
-from strategies.replicas.replica_context import get_replica_context
-from strategies.replicas.shards import PartOfArray
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

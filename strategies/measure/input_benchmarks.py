@@ -18,7 +18,7 @@ from popdist.switches import require_switches
 from strategies.argument_checks import positive
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import prefetched
-from strategies.feeds.infeed import InfeedQueue
+from strategies.jax.feeds.infeed import InfeedQueue
 from strategies.loops import repeat
 from strategies.typing import Data, Element, Numbers, Tree
 

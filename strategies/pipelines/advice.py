@@ -14,6 +14,7 @@ import numpy as np
 
 from strategies.argument_checks import at_least
 from strategies.errors import FailedPreconditionError
+from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.mapping import timetable_for
 from strategies.pipelines.pictures import said_s
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
@@ -22,7 +23,6 @@ from strategies.pipelines.running.staged import StageArray
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.times import StageTimes, StashBytes, measured_times
 from strategies.pipelines.timetable import ActionKind, Places, StageAction, Timed, Timetable
-from strategies.replicas.replicas import Replicas
 
 DIGITS = 6
 """Lengths that agree in so many digits are equal: then less memory counts."""

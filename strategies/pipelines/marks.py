@@ -12,8 +12,7 @@ from typing import TypeAlias
 import jax
 
 from strategies.argument_checks import integer
-from strategies.pipelines.timetable import Places
-from strategies.programs.jaxpr import (
+from strategies.jax.programs.jaxpr import (
     Atom,
     Equation,
     EquationGroup,
@@ -24,7 +23,8 @@ from strategies.programs.jaxpr import (
     every_equation,
     variables,
 )
-from strategies.programs.segments import Part, ProgramSegment
+from strategies.jax.programs.segments import Part, ProgramSegment
+from strategies.pipelines.timetable import Places
 
 Place: TypeAlias = tuple[int, int]
 """A stage, and a function of it."""

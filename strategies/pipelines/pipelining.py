@@ -15,7 +15,11 @@ from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
 from strategies.defaults import current_defaults
 from strategies.exchange.shards import Shards
-from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.programs.jaxpr import Graph, every_equation
+from strategies.jax.programs.recomputation import MARK, recomputing
+from strategies.jax.programs.segments import ProgramSegment
+from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.advice import choose_for
 from strategies.pipelines.mapping import (
     DeviceMapping,
@@ -34,10 +38,6 @@ from strategies.pipelines.running.stage_programs import Executables
 from strategies.pipelines.running.staged import Staged
 from strategies.pipelines.schedules import PipelineSchedule, Schedule
 from strategies.pipelines.timetable import Places, Timetable
-from strategies.programs.jaxpr import Graph, every_equation
-from strategies.programs.recomputation import MARK, recomputing
-from strategies.programs.segments import ProgramSegment
-from strategies.replicas.replicas import Replicas
 
 AUTO = "auto"
 """In place of a schedule: the fastest that fits into the memory."""

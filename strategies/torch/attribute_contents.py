@@ -12,8 +12,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, Sim
 import numpy as np
 import torch
 
-from strategies.programs.remembering import SCALARS, digest
-from strategies.programs.users_code import is_users_module
+from strategies.jax.programs.remembering import SCALARS, digest
+from strategies.jax.programs.users_code import is_users_module
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _MOST_VALUES = 500

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import torch
 
-from strategies.comparing.agreement import terms_of
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
 from strategies.data.sources import Masked
-from strategies.evaluation.mean import Mean
-from strategies.replicas.gathering import told_rows
-from strategies.replicas.replicas import Replicas
+from strategies.jax.comparing.agreement import terms_of
+from strategies.jax.evaluation.mean import Mean
+from strategies.jax.replicas.gathering import told_rows
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_run import LossFunction

@@ -12,11 +12,11 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from strategies.comparing.digest import digest_of, host_arrays
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.errors import StrategyError
-from strategies.replicas.replicas import Replicas
+from strategies.jax.comparing.digest import digest_of, host_arrays
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import Contribution, refuse_to_come_twice

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.jit import optimized_execution
 
+from strategies.jax.replicas.devices import THREADS
+from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.timetable import Timed
-from strategies.replicas.devices import THREADS
-from strategies.replicas.replicas import Replicas
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import slots_of
 from strategies.torch.parameter_writes import WriteCounters, WrittenBits

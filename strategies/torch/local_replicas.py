@@ -15,9 +15,9 @@ import torch
 from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
 from strategies.exchange.means import Bucket
+from strategies.jax.replicas.devices import THREADS
+from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
-from strategies.replicas.devices import THREADS
-from strategies.replicas.replicas import Replicas
 from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.errors import StrategyError
-from strategies.replicas.replicas import Replicas
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.randomness import drawing_by, seed_of
 

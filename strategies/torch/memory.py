@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import jax
 
 from strategies.exchange.means import Bucket
-from strategies.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_data, held_by_means
-from strategies.replicas.replicas import Replicas
+from strategies.jax.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_data, held_by_means
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
 from strategies.torch.training import TorchTraining

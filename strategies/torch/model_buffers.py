@@ -13,7 +13,7 @@ from strategies.core.gathering import gather_arrays
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.means import Bucket, Means
-from strategies.replicas.replicas import Replicas
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST

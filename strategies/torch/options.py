@@ -17,7 +17,7 @@ from strategies.core.options import (
     GradientAccumulationReductionMethod,
     name_of_dtype,
 )
-from strategies.replicas.replicas import Replicas
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import TorchPipeline

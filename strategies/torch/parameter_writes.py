@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-from strategies.comparing.digest import digest_of
 from strategies.core.digest import Digest
 from strategies.errors import StrategyError
+from strategies.jax.comparing.digest import digest_of
 from strategies.torch.module_parts import ModuleParts
 from strategies.torch.tensors import as_array
 

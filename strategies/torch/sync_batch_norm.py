@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from strategies.errors import StrategyError
-from strategies.replicas.replicas import Replicas
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.threads import ThreadValue
 

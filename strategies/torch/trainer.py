@@ -14,17 +14,17 @@ from strategies.core.metrics import Metrics, StepNotice
 from strategies.core.options import completed
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.every_row import every_row
-from strategies.memory.plan import MemoryPlan
+from strategies.jax.engine import rows_of
+from strategies.jax.memory.plan import MemoryPlan
+from strategies.jax.options import StepOptions
+from strategies.jax.step_record import recorder_for
 from strategies.pipelines.trace import Trace
-from strategies.step.jax_engine import rows_of
-from strategies.step.options import StepOptions
-from strategies.step.step_record import recorder_for
 from strategies.strategy import Strategy
+from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_run import LossFunction
-from strategies.torch.torch_engine import TorchEngine, flipped
 from strategies.torch.training import TorchTraining, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState

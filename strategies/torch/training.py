@@ -13,9 +13,9 @@ from collectives import Communicator
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
 from strategies.exchange.int8 import Int8Layout
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
-from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import rows_of_replicas
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,

@@ -12,8 +12,8 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.exchange.shards import ShardedArrays, Shards
-from strategies.replicas.replicas import Replicas
-from strategies.replicas.shards import PartOfArray, shards_of
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import PartOfArray, shards_of
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of

@@ -175,7 +175,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="nobody looks whether the first step is that of plain PyTorch",
-        path="strategies/torch/torch_engine.py",
+        path="strategies/torch/engine.py",
         old="            self._refuse_difference(pending.watch)\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_first_steps.py::TestADifference::test_is_raised_on_all_instances",
@@ -273,14 +273,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="with sums PopTorch's map_gradient sees gradients times the number of replicas",
-        path="strategies/torch/poptorch/executor.py",
+        path="strategies/compat/poptorch/executor.py",
         old="loss_function(1 if mapping else factor, ",
         new="loss_function(factor, ",
         caught_by="tests/strategies/on_torch/test_torch_mapped_gradients.py::TestPopTorch::test_maps_gradients_as_the_loss_has_them",
     ),
     Fault(
         name="gradients that before_update puts in place are dropped",
-        path="strategies/torch/torch_engine.py",
+        path="strategies/torch/engine.py",
         old="pairs = [(parameter, parameter.grad) for parameter in training.trained]",
         new="pass",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_gradients_that_before_update_puts_in_place_of_others_are_applied",
@@ -399,7 +399,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a rate that one instance changes alone is not noticed",
-        path="strategies/torch/torch_engine.py",
+        path="strategies/torch/engine.py",
         old="if settings_differ(*tail.settings):",
         new="if False:",
         caught_by="tests/strategies/on_torch/test_torch_settings.py::test_what_one_instance_changes_alone_is_an_error_by_name",
@@ -420,7 +420,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="LAMB has no limit for the norm of a parameter",
-        path="strategies/torch/poptorch/optim.py",
+        path="strategies/compat/poptorch/optim.py",
         old='parameter.norm().clamp(max=group["max_weight_norm"])',
         new="parameter.norm()",
         caught_by="tests/strategies/on_torch/test_poptorch_optimizers.py::test_lamb_takes_no_more_than_its_limit_for_the_norm_of_a_parameter",

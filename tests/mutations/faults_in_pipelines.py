@@ -84,7 +84,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="an optimizer gets parts of captured gradients",
-        path="strategies/updates/sharded_update.py",
+        path="strategies/jax/updates/sharded_update.py",
         old="if self._optimizer.needs_whole:",
         new="if False:",
         caught_by="tests/strategies/pipelines/test_pipeline_captures.py::test_they_are_whole_where_the_optimizer_state_is_in_parts",

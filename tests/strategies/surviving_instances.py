@@ -17,7 +17,7 @@ from collectives.backends.thread import connect_survivors
 from collectives.instruments import Instrument, Instruments
 from popdist import Instance
 from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
-from strategies.replicas.membership import Membership
+from strategies.jax.replicas.membership import Membership
 
 Result = TypeVar("Result")
 

@@ -255,7 +255,7 @@ def test_instances_exchange_gradients_once_per_update(on_instances, count):
 
 
 def test_says_how_large_the_effective_batch_is(strategy, caplog):
-    with caplog.at_level("INFO", "strategies.step"):
+    with caplog.at_level("INFO", "strategies.jax"):
         trained(strategy)
     assert "effective batch 32 = micro-batch 2 x 4 accumulated x 4 replicas" in caplog.text
 

@@ -12,8 +12,8 @@ from tiers import also
 
 import strategies
 from strategies import DisagreementError, LossScaling, Trainer
-from strategies.comparing.exactness import batch_like, variables_like
 from strategies.core.agreement import describe
+from strategies.jax.comparing.exactness import batch_like, variables_like
 
 ROWS = np.random.default_rng(0).standard_normal((60, 3)).astype(np.float32)
 MODES = [{}, {"variables_on_host": True}]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiers import also
 
-from strategies.programs.buckets import cut_in_buckets
-from strategies.programs.segments import Part
+from strategies.jax.programs.buckets import cut_in_buckets
+from strategies.jax.programs.segments import Part
 
 WIDTH = 24  # a square matrix of float32 has 2.25 KiB, enough for two pieces
 KIB = 1 << 10

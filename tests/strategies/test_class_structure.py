@@ -16,7 +16,7 @@ import pytest
 
 import strategies
 from collectives.errors import MissingBackendError
-from strategies.replicas.membership import Membership
+from strategies.jax.replicas.membership import Membership
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")
@@ -50,7 +50,7 @@ def defined_in(owner: object, module: str) -> Iterator[type]:
             yield from defined_in(value, module)
 
 
-MIRRORED = "strategies.torch.poptorch"
+MIRRORED = "strategies.compat.poptorch"
 """Its classes are those of PopTorch's interface, which programs make others from, as they do there."""
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives.reduction import OPERATIONS
-from strategies.replicas.collective_equations import BlockExchange, Collective, Gather, Reduce
-from strategies.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.collective_equations import BlockExchange, Collective, Gather, Reduce
+from strategies.jax.replicas.replica_groups import ReplicaGroups
 
 KINDS = [
     *map(Reduce, OPERATIONS),

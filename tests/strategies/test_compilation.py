@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from strategies.programs.compilation import compiled_in_turn, explain_recompilation, turn, use_executable_cache
+from strategies.jax.programs.compilation import compiled_in_turn, explain_recompilation, turn, use_executable_cache
 
 
 def test_without_a_folder_nothing_is_kept():

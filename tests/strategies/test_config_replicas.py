@@ -9,10 +9,10 @@ import pytest
 import strategies
 from popdist import EnvironmentMismatchError, Instance
 from popdist.tensorflow import set_ipu_config
+from strategies.compat.config.configured import ipus_of_group, select
 from strategies.config import IPUConfig, reset_ipu_configuration
-from strategies.config.configured import ipus_of_group, select
-from strategies.config.launched import refuse_contradictions
 from strategies.defaults import Defaults, Selection, rounded_to_power_of_two
+from strategies.launched import refuse_contradictions
 
 
 @pytest.fixture

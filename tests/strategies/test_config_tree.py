@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from strategies.config.category import AttributeMetadata, Category, attribute, category, fits, table_of, text_of
+from strategies.compat.config.category import AttributeMetadata, Category, attribute, category, fits, table_of, text_of
 
 Colour = enum.Enum("Colour", {"RED": 0, "BLUE": 7})
 

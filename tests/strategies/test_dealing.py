@@ -12,7 +12,7 @@ from surviving_instances import run_instances
 
 import strategies
 from strategies import Masked
-from strategies.replicas.dealing import mirrored, replication_of
+from strategies.jax.replicas.dealing import mirrored, replication_of
 
 R = 4
 SIZE = 3

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import strategies
+from strategies.compat.config.configured import select
+from strategies.compat.pipelining_ops import pipeline
 from strategies.config import IPUConfig, reset_ipu_configuration
-from strategies.config.configured import select
 from strategies.defaults import in_force
-from strategies.pipelines.pipelining_ops import pipeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def reads_of_the_process(path: Path) -> list[str]:
 def test_the_configuration_of_the_process_is_read_in_two_places() -> None:
     """By a strategy that is given no defaults, and where something is made without a strategy."""
     read = [place for path in sorted((ROOT / "strategies").rglob("*.py")) for place in reads_of_the_process(path)]
-    assert read == ["strategies/defaults.py", "strategies/replicas/membership.py"]
+    assert read == ["strategies/defaults.py", "strategies/jax/replicas/membership.py"]
 
 
 @pytest.mark.usefixtures("configured")

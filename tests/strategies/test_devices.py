@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.replicas.devices import THREADS, ReplicaDevices, borrow, choose_grid, is_key
+from strategies.jax.replicas.devices import THREADS, ReplicaDevices, borrow, choose_grid, is_key
 
 LIMIT_S = 60.0
 
@@ -148,7 +148,7 @@ ON_DEVICES = """\
 import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 import strategies
-from strategies.replicas import devices
+from strategies.jax.replicas import devices
 
 def loss_fn(variables, batch, key):
     kept = jax.random.bernoulli(key, 0.8, (4, 5))

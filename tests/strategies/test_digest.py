@@ -8,8 +8,8 @@ import pytest
 
 import strategies
 from strategies import fingerprint
-from strategies.comparing.digest import digest_of, flip_bit
 from strategies.core.digest import instances_that_differ
+from strategies.jax.comparing.digest import digest_of, flip_bit
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "bool"])

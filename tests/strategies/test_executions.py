@@ -114,7 +114,7 @@ def test_needs_a_batch(strategy):
 def test_a_batch_of_another_shape_is_explained_once(strategy, caplog):
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     state = trainer.init({"w": np.zeros(3, np.float32)})
-    with caplog.at_level("INFO", "strategies.step"):
+    with caplog.at_level("INFO", "strategies.jax"):
         for rows in (8, 8, 4, 8, 4):
             state, _ = trainer.step(state, {"x": POINTS[:rows], "y": TARGETS[:rows]})
     [message] = [record.message for record in caplog.records if "compiled again" in record.message]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from strategies.data.replication import Replication, is_in_program
-from strategies.programs.feed_program import CHUNK, FAILED, FeedProgram, current_program, next_token, tracing
-from strategies.programs.host_calls import PIECE_BYTES
+from strategies.jax.programs.feed_program import CHUNK, FAILED, FeedProgram, current_program, next_token, tracing
+from strategies.jax.programs.host_calls import PIECE_BYTES
 
 ONE = Replication(range(1), 1)
 SCALAR = [jax.ShapeDtypeStruct((), np.float32)]

@@ -8,12 +8,18 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import GradientTransfer
-from strategies.gradients.arguments import Trainable
-from strategies.gradients.model_state import ModelStateRule
-from strategies.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, control_words
-from strategies.step.fused_steps import FusedSteps
+from strategies.jax.fused_steps import FusedSteps
+from strategies.jax.gradients.arguments import Trainable
+from strategies.jax.gradients.model_state import ModelStateRule
+from strategies.jax.gradients.replica_program import (
+    Accumulation,
+    Precision,
+    ReplicaProgram,
+    ReplicaShapes,
+    control_words,
+)
+from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 from strategies.train_state import TrainState
-from strategies.updates.update import UpdateSettings, WholeStateUpdate
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5

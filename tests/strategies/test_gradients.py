@@ -24,7 +24,7 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
     """So that small models are cut as large ones are."""
-    in_programs = "strategies.gradients.gradient_programs"
+    in_programs = "strategies.jax.gradients.gradient_programs"
     for name in (f"{in_programs}.LARGE_BYTES", f"{in_programs}.BUCKET_BYTES", "strategies.exchange.flat.LARGE_BYTES"):
         monkeypatch.setattr(name, KIB)
 
@@ -251,7 +251,7 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
     """Only on one of the instances; all of them stay together."""
-    from strategies.gradients import gradient_programs
+    from strategies.jax.gradients import gradient_programs
 
     honest = gradient_programs.GradientPrograms.leaves
     found_by = []

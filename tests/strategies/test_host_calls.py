@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.programs.host_calls import PIECE_BYTES, SMALL_BYTES, call_host, calls_host
+from strategies.jax.programs.host_calls import PIECE_BYTES, SMALL_BYTES, call_host, calls_host
 
 ARGUMENTS = {
     "nothing": (),

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.step.fused_steps import WORTH_AFTER
+from strategies.jax.fused_steps import WORTH_AFTER
 
 STEPS = WORTH_AFTER + 6
 IN_ONE, IN_PARTS = "in one program from step", "in parts"
@@ -54,7 +54,7 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
     ids=["", "frozen"],
 )
 def test_it_has_the_bits_of_the_parts(caplog, options):
-    with caplog.at_level(logging.INFO, "strategies.step"):
+    with caplog.at_level(logging.INFO, "strategies.jax"):
         in_one = trained(**options)
         assert IN_ONE in caplog.text
         assert IN_PARTS not in caplog.text
@@ -76,7 +76,7 @@ def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch
 
         monkeypatch.setattr(programs, "_in_parts", in_parts)
 
-    with caplog.at_level(logging.INFO, "strategies.step"):
+    with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(change=tell_more)
     assert "in parts: in one program they would have other bits" in caplog.text
     assert IN_ONE not in caplog.text
@@ -87,7 +87,7 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
         jax.debug.callback(lambda: None)
         return loss_with_state(*arguments)
 
-    with caplog.at_level(logging.INFO, "strategies.step"):
+    with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(loss_fn=loss_fn)
     assert "in parts: the loss function calls back" in caplog.text
     assert IN_ONE not in caplog.text
@@ -95,7 +95,7 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
 
 @pytest.mark.complete
 def test_several_replicas_know_nothing_of_each_other(caplog):
-    with caplog.at_level(logging.INFO, "strategies.step"):
+    with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(num_replicas=2)
     assert IN_ONE not in caplog.text
     assert IN_PARTS not in caplog.text
@@ -114,7 +114,7 @@ def test_other_gradients_that_change_nothing_yet_keep_it_in_parts(caplog):
     warming_up = optax.sgd(lambda count: jnp.where(count < STEPS, 0.0, 0.1))
     trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, warming_up)
     state = trainer.init(np.ones(3, np.float32))
-    with caplog.at_level(logging.INFO, "strategies.step"):
+    with caplog.at_level(logging.INFO, "strategies.jax"):
         for _ in range(STEPS):
             state, _ = trainer.step(state, np.ones((1, 3), np.float32))
     assert "in parts: in one program they would have other bits" in caplog.text

@@ -470,7 +470,7 @@ class TestLife:
             strategy.run(program)
 
     def test_cannot_be_deleted_while_a_program_waits_for_data(self, monkeypatch):
-        monkeypatch.setattr("strategies.feeds.infeed.DELETE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("strategies.jax.feeds.infeed.DELETE_TIMEOUT_S", 0.05)
         asked, given = threading.Event(), threading.Event()
 
         def slow():

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import strategies
+from strategies.compat.pipelining_ops import pipeline
 from strategies.config import (
     DeviceConnectionType,
     IPUConfig,
@@ -22,10 +23,9 @@ from strategies.config import (
     reset_ipu_configuration,
 )
 from strategies.defaults import Defaults, in_force
+from strategies.jax.options import configured
+from strategies.jax.programs.compilation import use_executable_cache
 from strategies.pipelines.pipelining import RecomputationMode
-from strategies.pipelines.pipelining_ops import pipeline
-from strategies.programs.compilation import use_executable_cache
-from strategies.step.options import configured
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

@@ -11,7 +11,7 @@ from feed_data import Increasing
 
 import strategies
 from strategies import EndOfDataError, InfeedQueue, OutfeedMode, OutfeedQueue, get_replica_context, loops
-from strategies.programs import feed_program
+from strategies.jax.programs import feed_program
 
 LIMIT_S = 60
 FOR_EVER_S = 1e9
@@ -28,7 +28,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def patient(monkeypatch):
     """Let loops hold values back for as long as they may, however slow this machine is."""
-    monkeypatch.setattr("strategies.feeds.iterations.HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", FOR_EVER_S)
 
 
 def enqueuing(outfeed):
@@ -87,7 +87,7 @@ class TestVisibility:
     """When another thread sees a value."""
 
     def test_slow_iterations_hand_over_one_by_one(self, monkeypatch):
-        monkeypatch.setattr("strategies.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
+        monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
         outfeed, seen = OutfeedQueue(), []
 
         def look(v):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from strategies.programs.jaxpr import (
+from strategies.jax.programs.jaxpr import (
     EquationGroup,
     Graph,
     ancestors,
@@ -22,7 +22,7 @@ from strategies.programs.jaxpr import (
     producers_of,
     with_bodies,
 )
-from strategies.programs.segments import Part, carry_out
+from strategies.jax.programs.segments import Part, carry_out
 
 X = np.linspace(-2, 2, 7, dtype=np.float32)
 

@@ -8,7 +8,7 @@ import pytest
 
 import strategies
 from strategies import MapGradientOptimizer, Pipelining, pipelining_ops
-from strategies.updates.optimizers import unwrapped
+from strategies.jax.updates.optimizers import unwrapped
 
 SLOPES = np.float32([3, -2, 5, 0.5, 4, 2, -7, 1])
 """The gradients of two replicas with four micro-batches of one row each."""

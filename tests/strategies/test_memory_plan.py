@@ -14,7 +14,7 @@ from tiers import first_of
 
 import strategies
 from strategies import Outcome, Trainer
-from strategies.memory.plan import DEVICE, HOST, SHARED, MemoryPlan, bytes_text
+from strategies.jax.memory.plan import DEVICE, HOST, SHARED, MemoryPlan, bytes_text
 from strategies.pipelines.timetable import ActionKind
 
 WIDTH = 700

@@ -16,7 +16,7 @@ from tiers import first_of
 
 import strategies
 from collectives import ThreadHub
-from strategies.gradients.model_state import ModelStateRule
+from strategies.jax.gradients.model_state import ModelStateRule
 
 REPLICAS = 4
 VARIABLES = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2), "scale": np.ones(3, np.float32)}

@@ -9,7 +9,7 @@ from optax import contrib
 from tiers import only
 
 import strategies
-from strategies.updates.optimizers import AS_WRITTEN, Known, OptaxOptimizer
+from strategies.jax.updates.optimizers import AS_WRITTEN, Known, OptaxOptimizer
 
 VARIABLES = {"b": np.float32([0.25, -1, 0.5]), "w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)}
 STEPS = [(np.float32(2), 0.5), (np.float32(1.9), 0.25), (np.float32(2.5), 1.0)]  # losses, factors of gradients

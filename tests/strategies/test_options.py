@@ -13,7 +13,7 @@ import pytest
 import strategies
 from strategies import StepOptions, Trainer
 from strategies.core.options import CommonOptions, name_of_dtype
-from strategies.step.options import TrainerOptions
+from strategies.jax.options import TrainerOptions
 
 POSITIONAL = {"seed", "check_numerics", "digest_every"}
 ENGINES = ["jax", *(["torch"] if importlib.util.find_spec("torch") else [])]

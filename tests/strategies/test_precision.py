@@ -9,9 +9,9 @@ from tiers import first_of
 
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
-from strategies.gradients.replica_program import control_words
-from strategies.updates.arithmetic import round_stochastically
-from strategies.updates.update import UpdateSettings, WholeStateUpdate
+from strategies.jax.gradients.replica_program import control_words
+from strategies.jax.updates.arithmetic import round_stochastically
+from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((32, 5)).astype(np.float32)

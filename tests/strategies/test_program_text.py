@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from strategies.comparing.agreement import lines_of, scalars_by_name
+from strategies.jax.comparing.agreement import lines_of, scalars_by_name
 
 POINTS = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
 

@@ -11,7 +11,7 @@ import pytest
 from digits_models import MODELS
 
 import strategies
-from strategies.programs.recomputation import recomputation_checkpoint, recomputing
+from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
 
 LAYERS, WIDTH, ROWS = 6, 64, 512
 POLICY = jax.checkpoint_policies.dots_saveable

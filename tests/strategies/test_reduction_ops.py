@@ -10,7 +10,7 @@ from adding import added
 from collectives import UnsupportedBufferError
 from collectives.arrays import INTEGERS
 from collectives.reduction import Reduction
-from strategies.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
+from strategies.jax.replicas.reduction_ops import base_of, check_dtype, operand, parse_op, reduce_in_order
 
 
 @pytest.mark.parametrize("op", ["sum", "Add", "COLLECTIVE_OP_ADD", "LOGICAL_and"])

@@ -7,9 +7,9 @@ import pytest
 
 import strategies
 from strategies.exchange.transfer import GradientTransfer
-from strategies.gradients.arguments import Trainable
-from strategies.gradients.model_state import ModelStateRule
-from strategies.gradients.replica_program import (
+from strategies.jax.gradients.arguments import Trainable
+from strategies.jax.gradients.model_state import ModelStateRule
+from strategies.jax.gradients.replica_program import (
     LOSS_SCALE,
     NOTICE,
     STEP,

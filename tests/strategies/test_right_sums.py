@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from popdist.xla import FUSIONS, WITHOUT_SUMS, adds_up_wrongly, is_measured
-from strategies.programs.xla_pitfalls import jax_has_started
+from strategies.jax.programs.xla_pitfalls import jax_has_started
 
 ROOT = Path(__file__).parents[2]
 JAXLIB = version("jaxlib")
@@ -136,5 +136,5 @@ def test_flags_that_ask_for_wrong_sums_are_refused(run):
 @pytest.mark.complete
 def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):
     assert jax_has_started()  # the strategy of conftest.py
-    asks = "from strategies.programs.xla_pitfalls import jax_has_started\nprint(jax_has_started())\n"
+    asks = "from strategies.jax.programs.xla_pitfalls import jax_has_started\nprint(jax_has_started())\n"
     assert run(asks * 2 + USE_JAX + asks).stdout == "False\nFalse\nTrue\n"

@@ -2,7 +2,7 @@
 
 import weakref
 
-from strategies.programs.segments import Part, ProgramSegment, carry_out
+from strategies.jax.programs.segments import Part, ProgramSegment, carry_out
 
 
 def segment(takes=(), gives=(), inputs=(0,), parts=1):

@@ -14,7 +14,7 @@ import strategies
 from popdist import Instance
 from strategies import Checkpoints, Trainer
 from strategies.exchange.shards import Shards
-from strategies.replicas.shards import PartOfArray, take
+from strategies.jax.replicas.shards import PartOfArray, take
 
 RNG = np.random.default_rng(5)
 BATCH = {

@@ -16,8 +16,8 @@ import strategies
 from popdist.records.recording import FOLDER_VARIABLE, STEPS_VARIABLE, Recording
 from poprun.verify.comparison import first_difference, first_inside
 from poprun.verify.records import BATCH, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_files
-from strategies.step.options import StepOptions
-from strategies.step.step_record import StepRecorder, digest, recorder_for, what_decides_bits
+from strategies.jax.options import StepOptions
+from strategies.jax.step_record import StepRecorder, digest, recorder_for, what_decides_bits
 
 DATA = {
     "x": np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32),

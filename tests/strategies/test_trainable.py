@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.gradients.arguments import Trainable
+from strategies.jax.gradients.arguments import Trainable
 
 REPLICAS = 4
 VARIABLES = {

@@ -18,7 +18,7 @@ from strategies.exchange.int8 import BLOCK, Int8Layout, Int8Reduction, encode
 from strategies.exchange.means import Bucket
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
-from strategies.gradients.leaving import XLA, flatten
+from strategies.jax.gradients.leaving import XLA, flatten
 
 SHAPES = ((3, 50), (), (64,), (0, 4), (1000,), (7,))
 LAYOUT = Int8Layout(SHAPES)

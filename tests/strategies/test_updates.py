@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import strategies
-from strategies.gradients.replica_program import control_words
-from strategies.updates.update import UpdateSettings, WholeStateUpdate
+from strategies.jax.gradients.replica_program import control_words
+from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 
 VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}
 MEANS = {"w": np.array([0.25, 1.0], np.float32), "b": np.float32(-1.0)}

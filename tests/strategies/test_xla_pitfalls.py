@@ -13,7 +13,7 @@ import pytest
 from optax import contrib
 
 import strategies
-from strategies.programs.xla_pitfalls import (
+from strategies.jax.programs.xla_pitfalls import (
     THREADS_RESERVE_BYTES,
     behind,
     describe_lack,
@@ -193,7 +193,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import resource
 import strategies
-from strategies.programs.xla_pitfalls import THREADS_RESERVE_BYTES, _used_bytes
+from strategies.jax.programs.xla_pitfalls import THREADS_RESERVE_BYTES, _used_bytes
 resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + THREADS_RESERVE_BYTES - (300 << 20), resource.RLIM_INFINITY))
 strategy = strategies.IPUStrategy()
 """

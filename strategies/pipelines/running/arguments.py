@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.programs.jaxpr import Graph
+from strategies.jax.programs.program import shapes_of
 from strategies.pipelines.running.micro_batch import MicroBatch, tracing
 from strategies.pipelines.running.replica_run import StepArguments
 from strategies.pipelines.running.staged import StageArray, Staged
 from strategies.pipelines.timetable import Places
-from strategies.programs.jaxpr import Graph
-from strategies.programs.program import shapes_of
 from strategies.typing import Tree
 
 LOSS, TOTAL = range(2)

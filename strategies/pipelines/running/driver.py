@@ -12,8 +12,8 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 
+from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.pipelines.timetable import StageAction, Timed, Timetable, in_order
-from strategies.replicas.devices import ReplicaDevices
 
 Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: does the device's part of an action, and returns when that is done."""

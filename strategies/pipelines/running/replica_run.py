@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from strategies.jax.programs.segments import ProgramSegment
+from strategies.jax.updates.update import HOST_MEMORY
 from strategies.pipelines.running.stage_programs import StagePrograms
 from strategies.pipelines.running.staged import StageArray, Staged
 from strategies.pipelines.timetable import ActionKind, Places, StageAction
-from strategies.programs.segments import ProgramSegment
 from strategies.typing import Tree
-from strategies.updates.update import HOST_MEMORY
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from jax.extend import core
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Allocate, Bucket
-from strategies.gradients.computation import Kept, ReplicaGradients, ReplicaPlan, ReplicaRun
-from strategies.gradients.leaving import MeansMemory
+from strategies.jax.gradients.computation import Kept, ReplicaGradients, ReplicaPlan, ReplicaRun
+from strategies.jax.gradients.leaving import MeansMemory
+from strategies.jax.replicas.devices import DeviceGrid, borrow
 from strategies.pipelines.running.driver import Drive, begin_devices, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
-from strategies.replicas.devices import DeviceGrid, borrow
 from strategies.typing import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]

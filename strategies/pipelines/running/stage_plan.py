@@ -12,15 +12,15 @@ import numpy as np
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.exchange.shards import Shards
-from strategies.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
-from strategies.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.programs.segments import Part
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import Course
 from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
 from strategies.pipelines.running.stage_programs import PASSES, Executables, Shape, StagePrograms
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.timetable import Timetable
-from strategies.programs.segments import Part
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from strategies.comparing.agreement import lines_of
-from strategies.gradients.accumulation import accumulated, mapped
+from strategies.jax.comparing.agreement import lines_of
+from strategies.jax.gradients.accumulation import accumulated, mapped
+from strategies.jax.programs.buckets import MOVEMENTS
+from strategies.jax.programs.jaxpr import Atom, EquationGroup, Graph, Variable, cut, every_equation, variables
+from strategies.jax.programs.program import DeviceProgram, shapes_of
+from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
-from strategies.programs.buckets import MOVEMENTS
-from strategies.programs.jaxpr import Atom, EquationGroup, Graph, Variable, cut, every_equation, variables
-from strategies.programs.program import DeviceProgram, shapes_of
-from strategies.programs.segments import Part, ProgramSegment
 from strategies.typing import Function
 
 PASSES = ("forward", "backward for what goes in", "backward for weights")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.programs.segments import Part, ProgramSegment
+from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.typing import MapGradient
 
 StageArray: TypeAlias = jax.Array | np.ndarray | np.generic

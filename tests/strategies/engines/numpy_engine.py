@@ -13,13 +13,13 @@ from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.step import StepRules
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
-from strategies.evaluation.mean import Mean
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket, Means
 from strategies.exchange.transfer import GradientTransfer
+from strategies.jax.evaluation.mean import Mean
+from strategies.jax.replicas.gathering import told_rows
+from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.replicas.gathering import told_rows
-from strategies.replicas.replicas import Replicas
 from strategies.train_state import TrainState
 
 RATE, MOMENTUM = 0.05, 0.9

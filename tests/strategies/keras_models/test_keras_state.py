@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from strategies.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
+from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
 from strategies.keras.state import Seeds, words_of
 
 SEEDS = Seeds((True, False))

@@ -29,9 +29,9 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from collectives.instruments import Instruments
 from popdist import Instance
+from strategies.jax.updates.optimizers import AS_WRITTEN, Known
 from strategies.keras.agreement import VariableWatch
 from strategies.keras.optimizer import KerasOptimizer
-from strategies.updates.optimizers import AS_WRITTEN, Known
 
 
 def trained_classifier(strategy):

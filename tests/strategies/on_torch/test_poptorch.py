@@ -15,7 +15,7 @@ from torch_modules import data
 
 import strategies.torch.poptorch as poptorch
 from strategies import NonFiniteGradientError, StrategyError
-from strategies.torch.poptorch.options import Options
+from strategies.compat.poptorch.options import Options
 
 ROWS = 48
 

@@ -13,8 +13,8 @@ from torch import nn
 import strategies.torch.poptorch as poptorch
 from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
-from strategies.torch.poptorch import without_effect
-from strategies.torch.poptorch.profiling import close_recordings, tell_too_late
+from strategies.compat.poptorch import without_effect
+from strategies.compat.poptorch.profiling import close_recordings, tell_too_late
 
 
 class Line(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strategies.exchange.int8 import NUMPY, ArrayLibrary, Int8Layout, encode
-from strategies.gradients.leaving import XLA
+from strategies.jax.gradients.leaving import XLA
 
 SHAPES = ((200,), (3, 70), (1,), (), (64,), (0, 4), (5, 64), (63,))
 LAYOUT = Int8Layout(SHAPES)

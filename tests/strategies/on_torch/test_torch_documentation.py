@@ -67,7 +67,7 @@ def test_digits_are_learnt_by_poptorchs_program(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
     program = str(ROOT / "launch_scripts" / "poptorch_digits.py")
     strategy = strategies.IPUStrategy(2)
-    monkeypatch.setattr("strategies.torch.poptorch.options.PopDistStrategy", lambda: strategy)
+    monkeypatch.setattr("strategies.compat.poptorch.options.PopDistStrategy", lambda: strategy)
     monkeypatch.setattr("popdist.init", lambda: None)
     monkeypatch.setattr("popdist.getInstanceIndex", lambda: 0)
     words = [

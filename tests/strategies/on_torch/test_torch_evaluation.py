@@ -15,7 +15,7 @@ from torch_modules import data, loss_fn, new_module, sgd_trainer
 import strategies
 import strategies.torch
 from strategies import DisagreementError
-from strategies.replicas.devices import THREADS
+from strategies.jax.replicas.devices import THREADS
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_memory import ReplicaMemory
 

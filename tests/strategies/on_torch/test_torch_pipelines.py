@@ -15,9 +15,9 @@ import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
+from strategies.compat.poptorch.options import Options
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, placed
-from strategies.torch.poptorch.options import Options
 
 
 class Block(nn.Module):

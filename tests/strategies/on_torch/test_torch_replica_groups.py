@@ -11,8 +11,8 @@ import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
+from strategies.compat.poptorch.options import Options
 from strategies.torch import ReplicaGroups, group_replicas
-from strategies.torch.poptorch.options import Options
 
 REPLICAS = 4
 STEPS = 3

@@ -20,7 +20,7 @@ from popdist.timeline.recorder import Recorder, RingBuffer
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
 from poprun.trace.spans import Sort
-from strategies.torch.poptorch.options import Options
+from strategies.compat.poptorch.options import Options
 
 REPLICAS, STEPS, COUNT, CALLS = 2, 3, 4, 2
 

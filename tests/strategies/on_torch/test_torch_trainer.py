@@ -435,7 +435,7 @@ class TestRefusals:
         trainer = sgd_trainer(2, module, loss)
         batch = data(8)
         with monkeypatch.context() as patch:
-            patch.setattr("strategies.torch.torch_engine.GradientExchange", fail)
+            patch.setattr("strategies.torch.engine.GradientExchange", fail)
             with pytest.raises(ZeroDivisionError):
                 trainer.step(batch)
         assert trainer.step(batch)["loss"] > 0

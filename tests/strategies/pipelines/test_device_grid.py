@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import strategies
-from strategies.replicas.devices import choose_grid
+from strategies.jax.replicas.devices import choose_grid
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 
 import strategies
 from strategies import ipu_shard
+from strategies.jax.programs.jaxpr import Graph
 from strategies.pipelines.marks import cut_in_stages, function_of_stage, pipeline_stage, refuse_other_shards
-from strategies.programs.jaxpr import Graph
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import strategies
+from strategies.jax.programs.jaxpr import Graph
 from strategies.pipelines.marks import cut_in_stages, pipeline_stage
 from strategies.pipelines.running.driver import AbandonedError, Course, Drive
 from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
@@ -16,7 +17,6 @@ from strategies.pipelines.running.stage_programs import Executables, StageProgra
 from strategies.pipelines.running.staged import Accumulators, Staged
 from strategies.pipelines.schedules import SCHEDULES
 from strategies.pipelines.timetable import ActionKind, StageAction, placed
-from strategies.programs.jaxpr import Graph
 
 WIDTH, ROWS, COUNT = 33, 5, 8
 DEVICE = jax.devices()[0]

@@ -11,7 +11,7 @@ from tiers import first_of
 
 import strategies
 from strategies import InfeedQueue, OutfeedQueue, pipelining_ops
-from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput
+from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
 from strategies.pipelines.schedules import PipelineSchedule
 
 SUM = strategies.GradientAccumulationReductionMethod.SUM

@@ -19,8 +19,8 @@ from zoo.pipelines import MODELS, trained
 
 import strategies
 from strategies import pipelining_ops
+from strategies.jax.preparation import control_of
 from strategies.pipelines.schedules import SCHEDULES
-from strategies.step.preparation import control_of
 
 REPLICAS = 4
 

@@ -11,10 +11,10 @@ from tiers import first_of
 
 import strategies
 from strategies import FailedPreconditionError, InfeedQueue, OutfeedMode, OutfeedQueue, pipelining_ops
+from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
+from strategies.compat.pipelining_ops import pipeline
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.pipelines.functions.optimizer_function import OptimizerFunctionOutput, PipelineStageOptions
 from strategies.pipelines.pipelining import RecomputationMode
-from strategies.pipelines.pipelining_ops import pipeline
 from strategies.pipelines.schedules import PipelineSchedule
 
 SUM, MEAN, RUNNING_MEAN = METHODS = tuple(GradientAccumulationReductionMethod)

@@ -17,7 +17,7 @@ import optax
 
 import strategies
 from strategies import cross_replica_ops as ops
-from strategies.programs.recomputation import recomputation_checkpoint, recomputing
+from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
 
 GROUPS = {
     "all": {},

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.programs.captures import Reads
+from strategies.jax.programs.captures import Reads
 
 factor = 1.0
 ONE = np.float32(1)

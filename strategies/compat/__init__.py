@@ -1,0 +1,1 @@
+"""Interfaces of the original, as thin translations to those of this package."""

@@ -1,0 +1,299 @@
+"""PopTorch's data loader: the rows that a call of a model takes, of this instance's replicas."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from popdist.switches import require_switches, require_switches_or_none
+from strategies.argument_checks import positive
+from strategies.compat.poptorch.enums import DataLoaderMode
+from strategies.compat.poptorch.errors import SmallDataError
+from strategies.compat.poptorch.options import Options
+from strategies.data.iterators import prefetched
+from strategies.data.layout import Layout, epoch_order
+from strategies.errors import StrategyError
+from strategies.torch.randomness import drawing_from, seed_of
+from strategies.typing import Batch, Data, Element
+
+SAMPLERS = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+"""Samplers that give the same order wherever the same random numbers are drawn."""
+BUFFERS = 3
+"""Batches that are prepared ahead in the asynchronous modes."""
+
+WITHOUT_EFFECT = ("miss_sleep_time_in_ms", "load_indefinitely", "early_preload", "sharing_strategy")
+"""What PopTorch's accessor takes besides, of its process and how it waits for it."""
+
+logger = logging.getLogger("strategies.torch.poptorch")
+
+
+class DataLoader:
+    """Batches for calls of a model: micro-batch x replicas x gradient accumulation x device iterations rows.
+
+    Each element of an epoch is in one batch, of one instance. Which rows a replica gets depends on the data set, the
+    options' seed, the number of the epoch and that of replicas, and not on that of instances.
+
+    Args:
+        options: frozen from here on.
+        dataset: with a length and `[i]`, or a `torch.utils.data.IterableDataset`, of which every instance reads all and
+            takes its replicas' rows.
+        batch_size: the micro-batch.
+        shuffle: whether every epoch is another permutation; of `options.randomSeed`.
+        num_workers: processes that read.
+        drop_last: drop what does not fill a batch. Otherwise the last batch is shorter, on a single instance.
+        persistent_workers: whether workers stay for the next epoch; None: where there are some.
+        auto_distributed_partitioning: False where the program deals the data set out to instances by itself.
+        mode: in the asynchronous ones batches are made ahead in a thread.
+        async_options: `buffer_size`: how many batches ahead; what else an `AsynchronousDataAccessor` takes changes
+            nothing.
+        rebatched_worker_size: changes nothing: workers read whole batches, whose elements are the same.
+        sampler: gives the order of an epoch in place of `shuffle`. On several instances one of PyTorch's that draws
+            from `options.randomSeed`, as all instances have to have the same order.
+        batch_sampler: refused.
+        collate_fn: makes a batch of a list of elements; None for PyTorch's.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Attributes:
+        options: see above.
+        dataset: see above.
+
+    Raises:
+        SmallDataError: if the data set does not fill a batch; a StrategyError and a ValueError.
+        StrategyError: if batches of several instances would be shorter, there is a `batch_sampler`, or a `sampler`
+            besides `shuffle`, or one whose order instances could have otherwise. Of a stream it is found at its end, on
+            all instances.
+        TypeError: for other `async_options`, options that are none, and switches that are neither True nor False.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Data,
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: Mapping[str, object] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        sampler: Iterable[int] | None = None,
+        collate_fn: Callable[[list[Element]], Batch] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if batch_sampler is not None:
+            raise StrategyError("a batch_sampler does not know replicas; give batch_size, and shuffle or a sampler")
+        if sampler is not None and shuffle:
+            raise StrategyError("the sampler gives the order, and shuffle=True asks for another; use one of the two")
+        if not isinstance(options, Options):
+            raise TypeError(f"the options are a {type(options).__name__}; poptorch.DataLoader(options, dataset, ...)")
+        require_switches(drop_last=drop_last, auto_distributed_partitioning=auto_distributed_partitioning)
+        require_switches_or_none(shuffle=shuffle, persistent_workers=persistent_workers)
+        options._freeze()
+        self.options, self.dataset = options, dataset
+        self._batch_size = positive("batch_size", batch_size)
+        self._is_dealt = auto_distributed_partitioning
+        self._mode = DataLoaderMode(mode)
+        self._buffers = _buffers_of({"buffer_size": options._Popart.buffers or BUFFERS, **(async_options or {})})
+        self._drops = drop_last
+        self._is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        self._collate = collate_fn or torch.utils.data.default_collate
+        workers = {"num_workers": num_workers, **kwargs}
+        workers["persistent_workers"] = num_workers > 0 if persistent_workers is None else persistent_workers
+        if self._is_iterable:
+            if shuffle:
+                raise StrategyError("an IterableDataset comes in its own order; shuffle inside of it, with a seed")
+            if num_workers > 1 and "worker_init_fn" not in kwargs:
+                logger.warning(
+                    "%d workers read an IterableDataset, each all of it: its elements come %d times unless it asks "
+                    "torch.utils.data.get_worker_info(), or there is a worker_init_fn",
+                    num_workers,
+                    num_workers,
+                )
+            if sampler is not None:
+                raise StrategyError("an IterableDataset comes in its own order; choose elements inside of it")
+            self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
+            return
+        self._shuffle, self._sampler = bool(shuffle), sampler
+        if shuffle and kwargs.get("generator") is not None:
+            logger.warning("the order of shuffled elements follows options.randomSeed, and not the generator")
+        if sampler is not None:
+            self._refuse_samplers(sampler)
+        self._refuse_lengths(self._length)
+        self._loader = torch.utils.data.DataLoader(
+            dataset, batch_sampler=_Rows(self), collate_fn=self._collate, **workers
+        )
+
+    @property
+    def combinedBatchSize(self) -> int:
+        """Rows of a batch of this instance."""
+        return len(self._places)
+
+    @property
+    def _micro_batches(self) -> int:
+        return self.options.device_iterations * self.options.Training.gradient_accumulation
+
+    @property
+    def _layout(self) -> Layout:
+        """The rows of each micro-batch, which is a step of the layout."""
+        replicas = self.options.strategy.replicas
+        local = replicas.local_replicas
+        if self._is_dealt:
+            return Layout(self._batch_size, replicas.num_replicas_in_sync, local)
+        return Layout(self._batch_size, len(local), range(len(local)))
+
+    @property
+    def _places(self) -> np.ndarray:
+        """The places of this instance's rows among those of all instances, for one batch."""
+        layout = self._layout
+        return np.concatenate([layout.positions(number) for number in range(self._micro_batches)])
+
+    @property
+    def _rows_of_all(self) -> int:
+        return self._micro_batches * self._layout.global_batch_size
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether other instances take rows of the same batches."""
+        return len(self._layout.local_replicas) < self._layout.total_replicas
+
+    @property
+    def _length(self) -> int:
+        return len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
+
+    def _refuse_samplers(self, sampler: Iterable[int]) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise TypeError(f"the sampler is a {type(sampler).__name__}, which has no length; give it a __len__")
+        if self._has_others and type(sampler) not in SAMPLERS:
+            raise StrategyError(
+                f"the sampler is a {type(sampler).__name__}, and each of several instances would ask its own for an "
+                f"order, which has to be the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
+                "auto_distributed_partitioning=False with a sampler that gives the elements of this instance"
+            )
+
+    def _refuse_lengths(self, length: int) -> None:
+        if length < self._rows_of_all and self._drops:
+            raise SmallDataError(
+                f"the data set has {length} elements, and a batch of all replicas takes {self._rows_of_all}; use a "
+                "smaller batch_size, deviceIterations or gradientAccumulation"
+            )
+        if length % self._rows_of_all and not self._drops and self._has_others:
+            raise StrategyError(
+                f"{length} elements are no multiple of the {self._rows_of_all} of a batch of all instances, and "
+                "drop_last is False; a shorter batch cannot be dealt out to several instances: use drop_last=True"
+            )
+
+    def __len__(self) -> int:
+        if self._is_iterable:
+            raise TypeError("an IterableDataset does not tell how many batches it has")
+        whole, rest = divmod(self._length, self._rows_of_all)
+        return whole + (rest > 0 and not self._drops)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._batches()
+        return batches if self._mode is DataLoaderMode.Sync else prefetched(batches, self._buffers)
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        if self._is_iterable:
+            yield from self._of_stream()
+        else:
+            yield from self._loader
+
+    def _of_stream(self) -> Generator[Batch, None, None]:
+        elements, whole, places = iter(self._loader), self._rows_of_all, self._places.tolist()
+        while rows := list(itertools.islice(elements, whole)):
+            if len(rows) == whole:
+                rows = [rows[place] for place in places]
+            elif self._drops:
+                return
+            elif self._has_others:
+                raise StrategyError(
+                    f"the stream ends with {len(rows)} elements that do not fill the {whole} of a batch of "
+                    "all instances, and drop_last is False; a shorter batch cannot be dealt out to several instances: "
+                    "use drop_last=True"
+                )
+            yield self._collate(rows)
+
+    def _rows_of(self, epoch: int) -> Iterator[list[int]]:
+        order, places = self._order_of(epoch), self._places
+        whole, rest = divmod(len(order), self._rows_of_all)
+        for number in range(whole):
+            yield order[number * self._rows_of_all + places].tolist()
+        if rest and not self._drops:
+            yield order[whole * self._rows_of_all :].tolist()
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._sampler is None:
+            return epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
+        with drawing_from(seed_of(self.options.seed, 0, epoch, 0)):  # the same numbers on all instances
+            return np.fromiter(map(int, self._sampler), np.int64)
+
+    def terminate(self) -> None:
+        """Do nothing: threads and workers end with their iterators."""
+
+
+def _buffers_of(named: Mapping[str, object]) -> int:
+    """Return how many items are read ahead, and refuse arguments that no accessor takes."""
+    if unknown := [name for name in named if name not in ("buffer_size", "rebatched_size", *WITHOUT_EFFECT)]:
+        raise TypeError(
+            f"an AsynchronousDataAccessor takes no {unknown[0]}; it takes buffer_size, {', '.join(WITHOUT_EFFECT)}"
+        )
+    if named.get("rebatched_size") is not None:
+        raise StrategyError(
+            f"rebatched_size is {named['rebatched_size']}, and items are not joined on their way; have the DataLoader "
+            "make batches of that size"
+        )
+    return positive("buffer_size", named.get("buffer_size", BUFFERS))
+
+
+class _Rows:
+    """The elements of each batch, for PyTorch's loader."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader, self._epoch = loader, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._loader._rows_of(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class AsynchronousDataAccessor:
+    """Reads ahead, in a thread, of what an iterable gives: of a `DataLoader` in the mode `Sync`, say.
+
+    Args:
+        dataset: the iterable; each loop begins it anew.
+        buffer_size: how many items ahead.
+        named: PopTorch's other arguments, which change nothing.
+
+    Raises:
+        StrategyError: for a `rebatched_size`.
+        TypeError: for arguments that PopTorch's does not take.
+    """
+
+    def __init__(self, dataset: Iterable[Element], buffer_size: int = BUFFERS, **named: object) -> None:
+        self._dataset = dataset
+        self._buffers = _buffers_of({"buffer_size": buffer_size, **named})
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Element]:
+        return prefetched((item for item in self._dataset), self._buffers)
+
+    def terminate(self) -> None:
+        """Do nothing: a thread ends with its iterator."""

@@ -1,0 +1,154 @@
+"""The terms of a training, and programs as lines of text, which instances compare before a step.
+
+What a traced program computes is compared as lines of text that are the same wherever the same code was traced. JAX
+prints programs too, but not the values of arrays that they close over, and it prints addresses of functions.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from strategies.core.agreement import Terms
+from strategies.data.datasets import DistributedDataset
+from strategies.jax.comparing.digest import digest_of
+from strategies.jax.programs.compilation import shapes_by_name
+from strategies.jax.programs.jaxpr import needed
+from strategies.jax.replicas.devices import is_key
+from strategies.typing import Batch, Leaf, OptimizerState, Tree
+
+_FEW = 4  # elements of an array that are shown; of larger ones only a digest
+_PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))
+
+
+def terms_of(
+    options: Mapping[str, Any],
+    dataset: DistributedDataset | None,
+    batch: Batch,
+    programs: Mapping[str, Sequence[str]],
+    optimizer_state: OptimizerState,
+) -> Terms:
+    """Return the terms that decide the result of a training.
+
+    Args:
+        options: by their names.
+        dataset: the one that has given the batch; None if none has.
+        batch: the shapes and dtypes of what one replica takes.
+        programs: the lines of what is computed, by their names.
+        optimizer_state: of which scalars are compared.
+    """
+    position = {} if dataset is None else dataset.position().to_dict()
+    arguments = {**options, **{f"data set {name}": value for name, value in position.items()}}
+    return [
+        {name: str(value) for name, value in arguments.items()},
+        {f"batch{name} for each replica": shape for name, shape in shapes_by_name(batch).items()},
+        programs,
+        {f"optimizer state {name}": value for name, value in scalars_by_name(optimizer_state).items()},
+    ]
+
+
+def lines_of(closed: core.ClosedJaxpr) -> list[str]:
+    """One line for each equation on which results of the program depend, with all numbers in it.
+
+    What decides no result is left out: what only prints, names of variables, places in files, devices, and all of a
+    function that is called later but its name. Programs within the program come before it, each of them once.
+
+    Args:
+        closed: what `jax.make_jaxpr` returns.
+    """
+    writer = _Writer()
+    writer.write(closed.jaxpr, closed.consts)
+    return writer.lines
+
+
+def scalars_by_name(tree: Tree) -> dict[str, str]:
+    """The values of all scalars of a tree, by their paths; without random keys."""
+    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not is_key(leaf)]
+    return {jax.tree_util.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
+
+
+class _Writer:
+    """Writes programs, those that are called by others first.
+
+    Attributes:
+        lines: what is written.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._names: dict[tuple[str, ...], str] = {}  # of the programs that were written
+        self._known: dict[int, tuple[Any, str]] = {}  # by the id of a program without constants, which is kept alive
+
+    def write(self, jaxpr: Any, constants: Sequence[Any]) -> str:
+        """Write a program that has not been written yet; the name by which others call it."""
+        if not constants and id(jaxpr) in self._known:
+            return self._known[id(jaxpr)][1]
+        lines = tuple(self._program(jaxpr, constants))
+        if lines not in self._names:
+            self._names[lines] = f"program{len(self._names)}"
+            self.lines += [f"{self._names[lines]}:", *lines]
+        if not constants:
+            self._known[id(jaxpr)] = jaxpr, self._names[lines]
+        return self._names[lines]
+
+    def _program(self, jaxpr: Any, constants: Sequence[Any]) -> Iterator[str]:
+        numbers = itertools.count()
+        names: dict[Any, str] = {}
+
+        def define(variable: Any) -> str:
+            names[variable] = f"v{next(numbers)}"
+            return f"{names[variable]}:{_type(variable.aval)}"
+
+        def read(atom: Any) -> str:
+            return text_of_array(atom.val) if isinstance(atom, core.Literal) else names[atom]
+
+        for variable, value in itertools.zip_longest(jaxpr.constvars, constants):
+            yield f"{define(variable)} = {'a constant' if value is None else text_of_array(value)}"
+        yield f"takes {', '.join(map(define, jaxpr.invars))}"
+        for equation in needed(jaxpr):
+            given = " ".join(map(read, equation.invars))
+            results = ", ".join(map(define, equation.outvars))
+            yield f"{results} = {equation.primitive}{self._parameters(equation.params)} {given}"
+        yield f"returns {', '.join(map(read, jaxpr.outvars))}"
+
+    def _parameters(self, parameters: Mapping[str, Any]) -> str:
+        shown = [f"{name}={self._value(value)}" for name, value in sorted(parameters.items())]
+        return f"[{' '.join(shown)}]" if shown else ""
+
+    def _value(self, value: object) -> str:
+        if isinstance(value, core.ClosedJaxpr):
+            return self.write(value.jaxpr, value.consts)
+        if isinstance(value, core.Jaxpr):
+            return self.write(value, ())
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(sorted(f'{key}: {self._value(each)}' for key, each in value.items()))}}}"
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(self._value, value))})"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(map(self._value, value)))}}}"
+        if isinstance(value, np.ndarray | jax.Array):
+            return text_of_array(value)
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "shape") else type(aval).__qualname__
+
+
+def text_of_array(value: Leaf) -> str:
+    """The values of a small array, a digest of a larger one."""
+    if is_key(value):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    if not array.ndim:
+        return str(array)
+    shown = array.tolist() if array.size <= _FEW else "digest {:016x}{:016x}".format(*digest_of(array))
+    return f"{array.dtype}{list(array.shape)} {shown}"

@@ -1,0 +1,45 @@
+"""Digests and fingerprints of pytrees of arrays."""
+
+from __future__ import annotations
+
+import hashlib
+
+import jax
+import numpy as np
+
+from strategies.core.digest import Digest, digest_of_arrays
+from strategies.jax.replicas.devices import borrow, is_key
+from strategies.typing import Tree, Variables
+
+
+def host_arrays(tree: Tree) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree on the host by their paths; nothing is copied on a CPU. Random keys are numbers."""
+    return {
+        jax.tree_util.keystr(path): borrow(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def digest_of(tree: Tree) -> Digest:
+    """Return `digest_of_arrays` of the arrays of a tree, which may be random keys."""
+    return digest_of_arrays(host_arrays(tree).values())
+
+
+def flip_bit(variables: Variables) -> Tree:
+    """The variables with a bit in the middle of one number changed; for faults on purpose."""
+    leaves, structure = jax.tree.flatten(variables)
+    changed = np.array(leaves[0])
+    changed.reshape(-1).view(np.uint8)[changed.itemsize // 2] ^= 1
+    return jax.tree.unflatten(structure, [jax.device_put(changed, next(iter(leaves[0].devices()))), *leaves[1:]])
+
+
+def fingerprint(variables: Variables) -> str:
+    """Return the SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
+
+    Args:
+        variables: a pytree of arrays.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(variables):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

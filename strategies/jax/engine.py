@@ -1,0 +1,310 @@
+"""The engine of JAX: one program per replica and step, and one update per instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import jax
+import numpy as np
+
+from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.metrics import Metrics, UnreadArray
+from strategies.core.rows import Begun, EvaluationTask
+from strategies.data.sources import Masked
+from strategies.errors import NonFiniteGradientError
+from strategies.exchange.int8 import Int8Layout
+from strategies.exchange.means import Bucket, Means
+from strategies.exchange.shards import Shards
+from strategies.jax.comparing.digest import flip_bit, host_arrays
+from strategies.jax.evaluation_program import JaxRows
+from strategies.jax.fused_steps import FusedPrograms, Made
+from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
+from strategies.jax.gradients.replica_program import with_loss
+from strategies.jax.options import StepOptions
+from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
+from strategies.jax.replicas.devices import borrow
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import rows_of_replicas
+from strategies.loss_scaling import LossScale
+from strategies.train_state import TrainState
+from strategies.typing import Batch, Gradients, Tree
+
+
+@dataclass
+class JaxPending:
+    """A step of JAX that has begun; see `PendingStep`.
+
+    Attributes:
+        step: its programs.
+        state: with which it began.
+        control: see `control_words`.
+        notice: whether this instance was given one.
+        buckets: of gradients, when they are ready.
+        tail: what has travelled behind the gradients, or is still being computed.
+        is_finite: whether the step may be applied.
+        after: the state after a step that is made in one program; None where it is made in parts.
+        kept: the new residuals and model state.
+    """
+
+    step: PreparedStep
+    state: TrainState
+    control: np.ndarray
+    notice: bool
+    buckets: Iterator[tuple[Bucket, Buffers]] = field(default_factory=lambda: iter(()))
+    tail: UnreadArray = None
+    is_finite: bool = True
+    after: TrainState | None = None
+    kept: tuple[Tree, Tree] = (None, None)
+
+    @property
+    def exchange(self) -> Means:
+        """See `PendingStep`."""
+        return self.step.exchange
+
+
+@final
+class JaxEngine(Engine[TrainState, JaxPending]):
+    """Computes steps by programs of JAX; a step uses up the state with which it began.
+
+    Args:
+        replicas: where the replicas are.
+        programs: of the steps.
+        options: of the step.
+        is_recorded: whether every step is recorded.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        programs: StepPrograms,
+        options: StepOptions,
+        is_recorded: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._programs = programs
+        self._options = options
+        self._is_recorded = is_recorded
+        self._fused = FusedPrograms(programs, self._in_parts, options.seed)
+        self._rows = JaxRows(replicas, options, is_recorded)
+
+    # ---- one step
+
+    def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPending:
+        """See `Engine`."""
+        step, control = self._programs.prepare(state, batch), control_of(state, notice)
+        made = self._fused.made(step, state, [batch]) if self.may_fuse else None
+        if made is None:
+            return self._begun(step, state, batch, control, notice)
+        after, tail = made
+        return JaxPending(step, state, control, notice, tail=tail, after=after)
+
+    def _begun(
+        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, notice: bool = False
+    ) -> JaxPending:
+        step.gradients.dispatch(*self._programs.arguments(state, batch, control))
+        return JaxPending(step, state, control, notice, self._buckets(step))
+
+    def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
+        for bucket, contributions in step.gradients.collect():
+            step.update.wait()  # the last one may still be reading the results
+            yield bucket, contributions
+
+    def arrived(self, pending: JaxPending) -> Arrived:
+        """See `Engine`."""
+        program = pending.step.program
+        if pending.after is not None:  # nobody waits for the only replica
+            return Arrived(program.names, pending.tail, float(pending.notice), True, lambda: self._means(pending))
+        self._raise_if_feeds_differ()
+        pending.kept = self._kept(pending.step, pending.state)
+        tail = pending.tail = pending.step.gradients.tail.copy()
+        if self._options.check_numerics:
+            self._raise_if_not_finite(pending.state, tail[-program.flags :])
+        if self._options.scaling is not None:
+            pending.is_finite = bool(tail[program.finite_place] == 0)
+        notice = float(tail[program.notice_place])
+        return Arrived(program.names, tail, notice, pending.is_finite, lambda: self._means(pending))
+
+    def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
+        return pending.step.means, pending.step.update.mean_shards
+
+    def update(self, pending: JaxPending, scale: LossScale | None) -> TrainState:
+        """See `Engine`."""
+        state, step = pending.state, pending.step
+        if pending.after is not None:
+            return pending.after
+        if not pending.is_finite:
+            return replace(state, step=state.step + 1, loss_scale=scale)
+        trainable = step.program.trainable
+        trained, optimizer_state = step.update.apply(
+            trainable.pick(state.variables),
+            state.optimizer_state,
+            step.means,
+            with_loss(pending.control, pending.tail),
+        )
+        variables = trainable.put(state.variables, trained)
+        return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
+
+    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
+        """Return the new residuals and model state; a collective call where the model state has leaves of replica 0."""
+        if state.residuals is None and state.model_state is None:
+            return None, None
+        rule, device = step.program.rule, self._replicas.variables_device
+        kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
+        residuals, of_state = zip(*kept, strict=True)
+        new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
+        if new[MEAN]:
+            new[MEAN] = jax.device_put(new[MEAN], device)
+        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+            new[FIRST] = self._replicas.broadcast(new[FIRST])
+        if new[PER_REPLICA]:
+            new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
+        return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
+
+    def _raise_if_feeds_differ(self) -> None:
+        """Raise if replicas have used feeds differently; their programs have ended, and the state is unchanged."""
+        reducer = self._replicas.reducer
+        reducer.end()
+        if reducer.last_error is not None:
+            raise reducer.last_error
+
+    def _raise_if_not_finite(self, state: TrainState, flags: np.ndarray) -> None:
+        if not flags.any():
+            return
+        leaf, replica = divmod(int(np.flatnonzero(flags)[0]), self._replicas.num_replicas_in_sync)
+        path, _ = jax.tree_util.tree_leaves_with_path(self._programs.trained(state.variables))[leaf]
+        replicas = np.flatnonzero(flags.reshape(-1, self._replicas.num_replicas_in_sync).any(axis=0)).tolist()
+        raise NonFiniteGradientError(
+            f"the gradient of variable {jax.tree_util.keystr(path)} on replica {replica} is not finite at step "
+            f"{state.step} (first of the replicas {replicas}); the step was not applied: lower the learning rate, "
+            "clip the gradients, or look at that replica's batch"
+        )
+
+    # ---- steps of the only replica in one program
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether steps may be made in one program: there is one replica, and nobody looks at what happens in them."""
+        is_looked_at = self._replicas.faults.is_armed or self._is_recorded
+        is_plain = self._options.may_fuse and not has_own(self._options.model_state_aggregation)
+        return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
+
+    def at_once(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics, UnreadArray] | None:
+        """Make several steps in one program; None if they are to be made one by one.
+
+        Args:
+            state: used up, unless the result is None.
+            batches: of the only replica.
+
+        Returns:
+            The state and the metrics after the last step, and the metrics of each step.
+        """
+        if len(batches) == 1:
+            return None
+        step, *others = [self._programs.prepare(state, batch) for batch in batches]
+        if any(other is not step for other in others):
+            return None
+        self._replicas.instruments.step_begins(state.step)
+        made = self._fused.made(step, state, batches)
+        if made is None:
+            return None
+        state, tails = made
+        return state, Metrics(step.program.names, tails[-1]), tails
+
+    def _in_parts(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made:
+        """Make steps whose results are compared with those of one program."""
+        tails = []
+        self._replicas.reducer.begin()
+        for batch in batches:
+            pending = self._begun(step, state, batch, control_of(state))
+            for bucket, contributions in pending.buckets:
+                pending.exchange.reduce(bucket, contributions)
+            tails.append(np.asarray(self.arrived(pending).tail))
+            state = self.update(pending, state.loss_scale)
+        return state, tails[0] if len(tails) == 1 else np.stack(tails)
+
+    # ---- without training
+
+    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
+        """See `Engine`."""
+        return self._rows.tell(task, state, batch)
+
+    # ---- the state
+
+    def share(self, state: TrainState, root: int) -> TrainState:
+        """See `Engine`."""
+        rule = self._options.rule_of(state.model_state)
+        same = self._same_everywhere(state, rule)
+        parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
+        variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(parts, root)
+        return TrainState(
+            variables,
+            state.optimizer_state if self._options.shards_state else optimizer_state,
+            int(step),
+            scale,
+            state.residuals,
+            rule.with_own(model_state, rule.pick(state.model_state, PER_REPLICA)),
+        )
+
+    def digest(self, state: TrainState) -> dict[str, np.ndarray]:
+        """See `Engine`."""
+        return host_arrays(self._same_everywhere(state, self._options.rule_of(state.model_state)))
+
+    def _same_everywhere(self, state: TrainState, rule: ModelStateRule) -> TrainState:
+        """Return the state without what instances have parts of."""
+        return replace(
+            state,
+            residuals=None,
+            optimizer_state=None if self._options.shards_state else state.optimizer_state,
+            model_state=rule.map_own(lambda leaf: None, state.model_state),
+        )
+
+    def snapshot(self, state: TrainState) -> TrainState:
+        """See `Engine`: what a state is."""
+        return state
+
+    def restore(self, snapshot: TrainState) -> TrainState:
+        """See `Engine`. The optimizer state of a snapshot that has none is the first one; so is its loss scale."""
+        scaling, place = self._options.scaling, self._replicas.devices.place
+        trained = self._programs.trained(snapshot.variables)
+        local = len(self._replicas.local_replicas)
+        residuals = None
+        if self._options.transfer.is_quantised:
+            residuals = list(map(place, Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local)))
+        scale = snapshot.loss_scale
+        if scaling is not None and scale is None:
+            scale = scaling.start()
+        rule = self._options.rule_of(snapshot.model_state)
+        of_all = rule.map_own(lambda leaf: place(np.stack([leaf] * local)), snapshot.model_state)
+        given = snapshot.optimizer_state
+        update = self._programs.update_of(snapshot.variables)
+        optimizer_state = update.init(trained) if given is None else update.adopt(given)
+        return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        of_all = rows_of_replicas(self._replicas)
+        return replace(
+            state,
+            optimizer_state=self._programs.update_of(state.variables).whole(state.optimizer_state),
+            residuals=jax.tree.map(of_all, state.residuals),
+            model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
+        )
+
+
+def flipped(state: TrainState) -> TrainState:
+    """Return a state with a bit of a variable changed; for faults on purpose."""
+    return replace(state, variables=flip_bit(state.variables))
+
+
+def rows_of(batch: Batch) -> int:
+    """Return the rows of a batch: the length of its longest array."""
+    return max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+
+
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
+    """Join the values that replicas keep, with the replicas along the first axis."""
+    if len(kept) == 1:
+        return list(kept[0])
+    return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

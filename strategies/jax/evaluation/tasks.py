@@ -1,0 +1,160 @@
+"""The work on the rows of a replica where nothing is trained, as functions that JAX traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.core.evaluation import Mergeable
+from strategies.core.rows import EvaluationTask
+from strategies.jax.evaluation.mean import Mean
+from strategies.jax.gradients.arguments import (
+    MODEL_STATE,
+    Outcome,
+    check_function,
+    check_loss_function,
+    check_takes_state,
+    metric_names,
+)
+from strategies.jax.replicas.devices import is_key
+from strategies.typing import Batch, Function, Key, LossFunction, Tree, Variables
+
+MetricsFunction = Callable[..., Mapping[str, Mergeable]]
+
+
+def evaluation_task(
+    loss_fn: LossFunction, fn: LossFunction | None, metrics_fn: MetricsFunction | None, has_state: bool
+) -> EvaluationTask:
+    """Return the task of `Trainer.evaluate`; `has_state` says whether there is a model state."""
+    if fn is not None and metrics_fn is not None:
+        raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
+    if metrics_fn is not None:
+        arguments = ("variables", "batch", "mask", "key")
+        check_function("metrics_fn", metrics_fn, (*arguments, MODEL_STATE) if has_state else arguments)
+        return MetricsOfBatch(metrics_fn)
+    _check(fn, has_state)
+    return LossOfRows(fn or loss_fn)
+
+
+def prediction_task(loss_fn: LossFunction, fn: Function | None, has_state: bool) -> EvaluationTask:
+    """Return the task of `Trainer.predict`; see `evaluation_task`."""
+    _check(fn, has_state)
+    return RowOutputs(fn or loss_fn, is_loss=fn is None)
+
+
+def _check(fn: Function | None, has_state: bool) -> None:
+    if fn is not None:
+        check_loss_function(fn)
+        check_takes_state(fn, has_state, "fn")
+
+
+@dataclass(frozen=True)
+class LossOfRows(EvaluationTask):
+    """The loss and the metrics of each row, as a batch of one: however many rows count, their mean is over rows."""
+
+    title: ClassVar[str] = "evaluation"
+    function: LossFunction
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `EvaluationTask`: float32 `[rows]` by the names of the metrics."""
+
+        def of_row(row: Tree) -> dict[str, jax.Array]:
+            alone = jax.tree.map(lambda leaf: leaf[None], row)
+            return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
+
+        return jax.vmap(of_row)(batch)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `EvaluationTask`: a `Mean` for each name, added row by row."""
+        return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
+
+
+@dataclass(frozen=True)
+class MetricsOfBatch(EvaluationTask):
+    """Metrics that a function of the user's makes of a whole batch, and of its mask."""
+
+    title: ClassVar[str] = "evaluation"
+    function: MetricsFunction
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `EvaluationTask`."""
+        metrics = self.function(variables, batch, mask, key, *model_state)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
+        for name, metric in metrics.items():
+            is_tree = not jax.tree_util.all_leaves([metric])
+            if not callable(getattr(metric, "merge", None)) or not is_tree:
+                raise TypeError(
+                    f"metric {name!r} of metrics_fn is a {type(metric).__name__}; batches have different numbers of "
+                    "rows, so return a strategies.Mean(total, count), or a pytree with a method merge(other)"
+                )
+        return dict(metrics)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `EvaluationTask`."""
+        return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
+
+
+@dataclass(frozen=True)
+class RowOutputs(EvaluationTask):
+    """The outputs of the model for each row.
+
+    Attributes:
+        function: returns an `Outcome` that has it, or the outputs themselves.
+        is_loss: whether it is the loss function, which has to return an `Outcome`.
+    """
+
+    title: ClassVar[str] = "prediction"
+    function: Function
+    is_loss: bool
+
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
+        """See `EvaluationTask`."""
+        returned = self.function(variables, batch, key, *model_state)
+        if self.is_loss or isinstance(returned, Outcome):
+            returned = Outcome.of(returned).outputs
+        leaves = jax.tree_util.tree_leaves_with_path(returned)
+        if not leaves:
+            which = "the loss function" if self.is_loss else "fn"
+            raise ValueError(
+                f"{which} returns no outputs to predict; return a strategies.Outcome(loss, outputs=...), or give "
+                "predict a function fn(variables, batch, key) that returns them"
+            )
+        for path, leaf in leaves:
+            name = f"outputs{jax.tree_util.keystr(path)}"
+            if is_key(leaf):
+                raise TypeError(f"{name} is a random key; return jax.random.key_data of it")
+            if jnp.shape(leaf)[:1] != mask.shape:
+                raise ValueError(
+                    f"{name} is of shape {list(jnp.shape(leaf))} for {mask.shape[0]} rows; the first axis of outputs "
+                    "is the rows of the batch: leave out what belongs to no row"
+                )
+        return jax.tree.map(jnp.asarray, returned)
+
+    def told(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """See `EvaluationTask`."""
+        return computed
+
+
+def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
+    """Return the loss and the metrics of one row, in float32; refuse those that are no scalars."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), outcome.metrics)
+    names = metric_names(shapes)
+    if jnp.shape(outcome.loss) != ():
+        raise TypeError(
+            f"the loss of a batch of one row is of shape {list(jnp.shape(outcome.loss))}; it must be a scalar: take "
+            "jnp.mean of it"
+        )
+    values = {"loss": outcome.loss, **{name: outcome.metrics[name] for name in names}}
+    return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def _sum(values: np.ndarray) -> np.float64:
+    """Return the sum in float64, added one after another: `np.sum` has an order of its own."""
+    total: np.float64 = np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
+    return total

@@ -1,0 +1,324 @@
+"""The iterations of a loop on the devices: how they get elements, and how what they enqueue leaves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from strategies.jax.feeds.infeed import InfeedQueue
+from strategies.jax.programs.feed_program import CHUNK, Enqueued, FeedProgram
+from strategies.jax.programs.host_calls import calls_host
+from strategies.typing import Number, Tree
+
+HOLD_S = 0.05
+"""For about so long a value that was enqueued may be held back, to leave together with others."""
+
+Values = Sequence[jax.Array]
+Shapes = Sequence[jax.ShapeDtypeStruct]
+Condition = Callable[..., jax.Array]
+GoesOn = Callable[[jax.Array, Values], jax.Array]
+_Take = Callable[[int, int], list[ArrayLike]]
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The body of a loop, traced.
+
+    Attributes:
+        body: `(token, number, *element, *leaves) -> (token, *collected, *leaves)`; the element is empty without an
+            infeed.
+        program: that it belongs to.
+        queue: the infeed; weakly, as compiled loops are kept for longer.
+        collected: what the body enqueues and the loop hands over, with shapes instead of arrays. It is empty where the
+            body makes other calls into Python, behind which values might have to wait, or before which they are needed.
+        reads_ahead: whether elements may come before their iteration: the body does not dequeue the infeed itself.
+        is_numbered: whether something in the body asks for the number of the iteration.
+    """
+
+    body: jax.extend.core.ClosedJaxpr
+    program: FeedProgram
+    queue: weakref.ref[InfeedQueue] | None
+    collected: Sequence[Enqueued]
+    reads_ahead: bool
+    is_numbered: bool
+
+    @classmethod
+    def of(
+        cls, flat_body: Callable[..., Values], program: FeedProgram, infeed: InfeedQueue | None, leaves: Values
+    ) -> Iteration:
+        """Trace a body, once more if what it enqueues cannot be collected."""
+        element: Shapes = ()
+        if infeed is not None:
+            infeed.register(program)
+            element = infeed.spec.leaves
+        enqueued_before, dequeued_before = set(program.outfeeds), program.infeeds[id(infeed)]
+        for collects in (True, False):
+            with program.collecting(collects) as found:
+                fresh = functools.partial(flat_body)  # JAX keeps what it has traced
+                body = jax.make_jaxpr(fresh)(program.token, jnp.int32(0), *element, *leaves)
+            if not found or not calls_host(body):
+                break
+            program.outfeeds = set(enqueued_before)
+        collected = [Enqueued(one.put, [jax.typeof(array) for array in one.arrays]) for one in found]
+        reads_ahead = program.infeeds[id(infeed)] == dequeued_before
+        is_numbered = program.outfeeds != enqueued_before
+        return cls(body, program, None if infeed is None else weakref.ref(infeed), collected, reads_ahead, is_numbered)
+
+    @property
+    def infeed(self) -> InfeedQueue | None:
+        """Where elements come from, while it is traced."""
+        return None if self.queue is None else self.queue()
+
+    def once(self, constants: Values, token: jax.Array, number: jax.Array, leaves: Values) -> Values:
+        """One iteration, whose feeds are calls of their own."""
+        element: Values = ()
+        with self.program.inside(token):
+            if self.infeed is not None:
+                _, chunk = self.infeed.dequeue_some(1, np.int32(1))
+                element = [array[0] for array in chunk]
+            token = self.program.token
+        token, collected, leaves = self._evaluate(constants, token, number, element, leaves)
+        with self.program.inside(token):
+            for put, arrays in _divided(self.collected, collected):
+                self.program.put_now(put, arrays)
+            return [self.program.token, *leaves]
+
+    def run(
+        self, condition: Condition | None, constants: Values, token: jax.Array, leaves: Values, count: Number
+    ) -> Values:
+        """Iterations until the condition is false, or there were enough of them, or a feed has failed."""
+
+        def goes_on(number: jax.Array, leaves: Values) -> jax.Array:
+            answer: jax.Array = jnp.bool_(True) if count is None else number < count
+            return answer if condition is None else answer & condition(*leaves)
+
+        if self.collected or (condition is None and self.infeed is not None and self.reads_ahead):
+            left = None if condition is not None else lambda number: count - number
+            return self._run_in_chunks(goes_on, constants, token, leaves, left)
+        return self._run_singly(goes_on, constants, token, leaves)
+
+    def _run_singly(self, goes_on: GoesOn, constants: Values, token: jax.Array, leaves: Values) -> Values:
+        def iterate(
+            carry: tuple[jax.Array, jax.Array, list[jax.Array]],
+        ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+            number, token, leaves = carry
+            token, *leaves = self.once(constants, token, number, leaves)
+            return number + 1, token, leaves
+
+        _, token, leaves = jax.lax.while_loop(
+            lambda carry: (carry[1] >= 0) & goes_on(carry[0], carry[2]), iterate, (jnp.int32(0), token, list(leaves))
+        )
+        return [token, *leaves]
+
+    def _run_in_chunks(
+        self,
+        goes_on: GoesOn,
+        constants: Values,
+        token: jax.Array,
+        leaves: Values,
+        left: Callable[[jax.Array], jax.Array] | None,
+    ) -> Values:
+        """Iterations between which there is one call into Python now and then, which costs more than its data.
+
+        Whether there is another iteration is computed once for each of them: replicas may wait for each other there.
+
+        Args:
+            goes_on: `(number, leaves)`.
+            constants: of the body.
+            token: behind the last feed.
+            leaves: the loop variables.
+            left: how many iterations there are from one number on; None if that is not known.
+        """
+        most = CHUNK
+        if self.infeed is not None:
+            most = 1 if left is None else min(self.infeed.prefetch_depth, CHUNK)
+        exchange = _Exchange(self.program, self.infeed, self.collected, most)
+
+        def chunk(start: _Carry) -> _Carry:
+            wanted = jnp.where(start.goes, most if left is None else left(start.number), 0)
+            ready, token, elements = exchange(start.token, wanted, start.held, start.buffers)
+
+            def iterate(state: _Carry) -> _Carry:
+                place = state.number - start.number
+                element = [jax.lax.dynamic_index_in_dim(array, place, keepdims=False) for array in elements]
+                token, collected, leaves = self._evaluate(constants, state.token, state.number, element, state.leaves)
+                buffers = [
+                    jax.lax.dynamic_update_index_in_dim(buffer, array, place, 0)
+                    for buffer, array in zip(state.buffers, collected, strict=True)
+                ]
+                number = state.number + 1
+                return _Carry(number, goes_on(number, leaves), token, leaves, state.held, buffers)
+
+            end = jax.lax.while_loop(
+                lambda state: (state.number < start.number + ready) & state.goes & (state.token >= 0),
+                iterate,
+                start._replace(token=token),
+            )
+            return end._replace(held=end.number - start.number) if end.buffers else end
+
+        first = jnp.int32(0)
+        buffers = [jnp.zeros((most, *shape.shape), shape.dtype) for one in self.collected for shape in one.arrays]
+        end = jax.lax.while_loop(
+            lambda state: (state.token >= 0) & (state.goes | (state.held > 0)),
+            chunk,
+            _Carry(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
+        )
+        return [end.token, *end.leaves]
+
+    def _evaluate(
+        self, constants: Values, token: jax.Array, number: jax.Array, element: Values, leaves: Values
+    ) -> tuple[jax.Array, Values, list[jax.Array]]:
+        """The token, what was collected, and the next loop variables."""
+        token, *results = jax.core.eval_jaxpr(self.body.jaxpr, constants, token, number, *element, *leaves)
+        count = len(results) - len(leaves)
+        return token, results[:count], results[count:]
+
+
+class _Carry(NamedTuple):
+    """The values that a loop carries in which one call into Python comes between several iterations.
+
+    Attributes:
+        number: of the next iteration, an int32 scalar.
+        goes: whether there is one, a boolean scalar.
+        token: behind the last feed.
+        leaves: the loop variables.
+        held: how many iterations have been made since the last call, an int32 scalar; 0 where nothing is collected.
+        buffers: what they have enqueued, `[most, *shape]`.
+    """
+
+    number: jax.Array
+    goes: jax.Array
+    token: jax.Array
+    leaves: list[jax.Array]
+    held: jax.Array
+    buffers: list[jax.Array]
+
+
+def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
+    """A loop that ends early when a feed has failed, and has gradients.
+
+    It is differentiated as a scan, which has a backward pass but cannot end early.
+    """
+
+    @jax.custom_jvp
+    def repeated(constants: Values, token: jax.Array, leaves: Values) -> Values:
+        return iteration.run(None, constants, token, leaves, count)
+
+    def scanned(constants: Values, token: jax.Array, leaves: Values) -> Values:
+        def iterate(carry: list[jax.Array], number: jax.Array | None) -> tuple[list[jax.Array], None]:
+            token, *leaves = carry
+            return list(iteration.once(constants, token, jnp.int32(0) if number is None else number, leaves)), None
+
+        numbers = jnp.arange(count, dtype=jnp.int32) if iteration.is_numbered else None
+        return jax.lax.scan(iterate, [token, *leaves], numbers, length=count)[0]
+
+    @repeated.defjvp
+    def differentiated(primals: Tree, tangents: Tree) -> Tree:
+        return jax.jvp(scanned, primals, tangents)
+
+    return repeated
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The call into Python between iterations, in which values leave and elements come."""
+
+    program: FeedProgram
+    infeed: InfeedQueue | None
+    collected: Sequence[Enqueued]
+    most: int
+
+    def __call__(
+        self, token: jax.Array, wanted: jax.Array, held: jax.Array, buffers: Values
+    ) -> tuple[jax.Array, jax.Array, Values]:
+        """Put it into the program.
+
+        Args:
+            token: behind the last feed.
+            wanted: how many iterations the program will make at least, an int32 scalar.
+            held: how many have been made since the last call, an int32 scalar.
+            buffers: what they have enqueued, `[most, *shape]`.
+
+        Returns:
+            How many iterations there are to be until the next call, the token, and the elements for them,
+            `[most, *shape]`.
+        """
+
+        def call() -> tuple[jax.Array, jax.Array, Values]:
+            with self.program.inside(token):
+                ready, *elements = self._call(wanted, held, buffers)
+                return ready, self.program.token, elements
+
+        if self.infeed is not None:
+            return call()
+        # Nothing has to come before the first iteration.
+        ready, behind = jax.lax.cond(held > 0, lambda: call()[:2], lambda: (jnp.int32(1), token))
+        return ready, behind, []
+
+    def _call(self, wanted: jax.Array, held: jax.Array, buffers: Values) -> Values:
+        if not self.collected:
+            assert self.infeed is not None
+            count, elements = self.infeed.dequeue_some(self.most, wanted)
+            return [count, *elements]
+        shapes = [jax.ShapeDtypeStruct((), np.int32)]
+        take: _Take = _allow
+        if self.infeed is not None:
+            take, shapes = self.infeed.taker(self.program, self.most), self.infeed.shapes(self.most)
+        return self.program.call(self._exchange(take), shapes, [wanted, held, *buffers])
+
+    def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
+        """Return the function that the program calls; values leave before it may have to wait for elements."""
+        pace, collected = _Pace(self.most), self.collected
+
+        def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
+            allowed = pace.after(replica, int(held))
+            for place in range(int(held)):
+                for put, arrays in _divided(collected, buffers):
+                    put(replica, [np.array(array[place]) for array in arrays])
+            taken = take(replica, min(int(wanted), allowed))
+            pace.begin(replica)
+            return taken
+
+        return exchange
+
+
+def _allow(replica: int, count: int) -> list[ArrayLike]:
+    """In place of elements, where there is no infeed."""
+    return [np.int32(count)]
+
+
+class _Pace:
+    """The number of iterations that a replica may run before it hands over enqueued values."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._allowed: dict[int, int] = {}
+        self._began: dict[int, float] = {}
+
+    def begin(self, replica: int) -> None:
+        self._began[replica] = time.perf_counter()
+
+    def after(self, replica: int, count: int) -> int:
+        """Return how many iterations may follow `count` finished ones; before any, as many as in the last loop."""
+        if count and replica in self._began:
+            each_s = (time.perf_counter() - self._began[replica]) / count
+            self._allowed[replica] = max(1, min(self._most, 2 * count, int(HOLD_S / each_s)))
+        return self._allowed.get(replica, 1)
+
+
+def _divided(enqueued: Sequence[Enqueued], arrays: Sequence[_Array]) -> list[tuple[Callable[..., None], list[_Array]]]:
+    """Return the functions to call, each with its arrays."""
+    rest = iter(arrays)
+    return [(one.put, list(itertools.islice(rest, len(one.arrays)))) for one in enqueued]

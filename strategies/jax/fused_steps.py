@@ -1,0 +1,234 @@
+"""Steps of the only replica in one program, if that has the same bits as their parts.
+
+Several replicas run programs that do not know of each other, and the means of their gradients are made between two
+programs. One replica alone has nothing to wait for: its gradients stay in XLA, and so do several steps in a row.
+
+XLA may round otherwise there: it compiles the body of a loop otherwise than a program of its own, and some gradients
+of convolutions then differ in their last bits (seen on CPU). So a program is compared before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.core.metrics import UnreadArray
+from strategies.jax.comparing.exactness import are_same, probe_of
+from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, SUM
+from strategies.jax.gradients.replica_program import STEP, ReplicaProgram, with_loss
+from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
+from strategies.jax.programs.program import jit
+from strategies.jax.replicas.devices import is_key
+from strategies.jax.updates.update import WholeStateUpdate
+from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree, Variables
+
+logger = logging.getLogger("strategies.jax")
+
+WORTH_AFTER = 32
+"""Single steps of a shape that are made in parts before they are made in one program. (Of an MLP with 1.9 million
+variables one takes 6.6 ms of CPU time then, and 7.4 before.)"""
+
+_OTHER_BITS = "in one program they would have other bits"
+
+Made: TypeAlias = tuple[TrainState, UnreadArray]
+"""The state after the last step, and the tails of all steps, float32 [steps, tail size]; of one step [tail size]."""
+MakeSteps: TypeAlias = Callable[[PreparedStep, TrainState, Sequence[Batch]], Made]
+
+
+class FusedPrograms:
+    """The programs of single steps and of several ones, each after it was compared with steps in parts.
+
+    Args:
+        programs: of steps in parts.
+        in_parts: makes steps in parts; their state is used up.
+        seed: of random values that are compared.
+    """
+
+    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int) -> None:
+        self._programs = programs
+        self._in_parts = in_parts
+        self._seed = seed
+        self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
+        self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
+
+    def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
+        """Make a step with each batch in one program; None if they are to be made otherwise.
+
+        The first time, or after `WORTH_AFTER` single steps, they are made both ways.
+
+        Args:
+            step: of the only replica.
+            state: used up, unless the result is None.
+            batches: of the shapes of the step.
+        """
+        key = step.program, len(batches)
+        if key in self._fused:
+            fused = self._fused[key]
+            return None if fused is None else fused(state, batches)
+        self._in_parts_so_far[key] += 1
+        if len(batches) == 1 and self._in_parts_so_far[key] <= WORTH_AFTER:
+            return None
+        self._fused[key] = None  # also if the trial fails
+        return self._made_both_ways(step, state, batches)
+
+    def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
+        assert isinstance(step.update, WholeStateUpdate)
+        fused = FusedSteps(step.program, step.update)
+        made, reason = None, self._why_not(fused, step, state, batches)
+        if not reason:
+            found = fused(_copy(state), batches)  # before the state is used up: it may raise
+            made = self._in_parts(step, state, batches)
+            reason = "" if _have_same_bits(made, found) else _OTHER_BITS
+        if reason:
+            logger.info("steps are made %s: %s", "in parts" if len(batches) == 1 else "one by one", reason)
+        else:
+            logger.info("steps are made in one program from step %d on", state.step)
+            self._fused[step.program, len(batches)] = fused
+        return made
+
+    def _why_not(self, fused: FusedSteps, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> str:
+        """Return the reason why steps are not made in one program, or an empty text; tried with random values."""
+        if len(batches) > 1 and state.model_state is not None:
+            return "there is a model state"
+        if fused.has_effects(state, batches):
+            return "the loss function calls back into Python, as feeds do"
+        probe, others = probe_of(state, batches, self._seed)
+        # The gradients themselves too, which a learning rate of zero hides.
+        wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
+        is_same = are_same(wanted, fused.last_gradients(probe, others))
+        if is_same and len(batches) == 1:
+            is_same = _have_same_bits(self._in_parts(step, _copy(probe), others), fused(_copy(probe), others))
+        return "" if is_same else _OTHER_BITS
+
+
+class FusedSteps:
+    """A program of steps of one replica, one after another, without returning to Python in between.
+
+    Args:
+        program: of the replica.
+        update: of the variables.
+    """
+
+    def __init__(self, program: ReplicaProgram, update: WholeStateUpdate) -> None:
+        self._program = program
+        self._update = update
+        self._jitted = jit(self._steps, donate_argnums=(0,))
+        self._run = update.in_turn(self._jitted)
+
+    def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
+        """Make one step with each of the batches, which have equal shapes. The state is used up."""
+        (trained, optimizer_state), model_state, tails = self._run(*self._arguments(state, batches))
+        after = replace(
+            state,
+            variables=self._program.trainable.put(state.variables, trained),
+            optimizer_state=self._update.offloaded(optimizer_state),
+            model_state=model_state,
+            step=state.step + len(batches),
+        )
+        return after, tails
+
+    def has_effects(self, state: TrainState, batches: Sequence[Batch]) -> bool:
+        """Return whether the program calls back into Python."""
+        return bool(self._jitted.trace(*self._arguments(state, batches)).jaxpr.effects)
+
+    def _arguments(self, state: TrainState, batches: Sequence[Batch]) -> tuple[Tree, ...]:
+        trainable = self._program.trainable
+        trained, frozen = trainable.pick(state.variables), trainable.frozen(state.variables)
+        learned = trained, self._update.on_device(state.optimizer_state)
+        return learned, state.model_state, frozen, tuple(batches), np.int32(0), control_of(state)
+
+    def _steps(
+        self,
+        learned: Tree,
+        model_state: Tree,
+        frozen: Variables,
+        batches: Sequence[Batch],
+        index: jax.Array,
+        control: jax.Array,
+    ) -> tuple[Tree, Tree, jax.Array]:
+        """Return trained variables with the optimizer state, the model state, and the tails; traceable."""
+
+        def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
+            learned, model_state, control = carried
+            *after, results = self._step(learned, model_state, frozen, batch, index, control)
+            return (*jax.lax.optimization_barrier(tuple(after)), control.at[STEP].add(1)), results[0]
+
+        if len(batches) == 1:
+            learned, model_state, results = self._step(learned, model_state, frozen, batches[0], index, control)
+            return learned, model_state, results[0]
+        (learned, model_state, _), tails = jax.lax.scan(step, (learned, model_state, control), _stacked(batches))
+        return learned, model_state, tails
+
+    def _step(
+        self, learned: Tree, model_state: Tree, frozen: Variables, batch: Batch, index: jax.Array, control: jax.Array
+    ) -> tuple[Tree, Tree, Sequence[jax.Array]]:
+        """Return what `_steps` does for one batch, with all results of `ReplicaProgram`; traceable."""
+        program, rule = self._program, self._program.rule
+        trained, optimizer_state = learned
+        variables = program.trainable.put(frozen, trained)
+        results = program(variables, batch, index, control, [], [], rule.begun(model_state))
+        # What the parts compute in programs of their own must not be fused here either.
+        tail, *others = results = jax.lax.optimization_barrier(tuple(results))
+        count, end = program.num_gradients, len(program.results)
+        means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
+        kept = program.unpack_kept(others[end:])[1]
+        new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
+        *learned, _ = self._update.traced(trained, optimizer_state, means, with_loss(control, tail))
+        return tuple(learned), rule.put(model_state, new), results
+
+    def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
+        """Return the new leaves of a model state that other replicas would have a part in."""
+        averaged = self._program.rule.words.count(MEAN)
+        pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
+        return {MEAN: means[:averaged], SUM: [old + mean for old, mean in pairs]}
+
+    # ---- for comparison
+
+    def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> Sequence[jax.Array]:
+        """Return the results of `ReplicaProgram` for the last batch: of one batch in a step, of several in a loop.
+
+        The state stays.
+        """
+        if len(batches) == 1:
+            *before, _, index, control = self._arguments(state, batches)
+            return _numbers(jit(self._step)(*before, batches[0], index, control)[-1])
+        found = jit(self._gradients_in_loop)(state.variables, tuple(batches), np.int32(0), control_of(state))
+        return list(found)
+
+    def _gradients_in_loop(
+        self, variables: Variables, batches: Sequence[Batch], index: jax.Array, control: jax.Array
+    ) -> Sequence[jax.Array]:
+        def step(_: Tree, batch: Batch) -> tuple[Tree, None]:
+            return jax.lax.optimization_barrier(self._program(variables, batch, index, control)), None
+
+        of_gradients = [jnp.zeros(result.shape, result.dtype) for result in self._program.results]
+        zeros = (jnp.zeros(self._program.tail_size, jnp.float32), *of_gradients)
+        last: Sequence[jax.Array] = jax.lax.scan(step, zeros, _stacked(batches))[0]
+        return last
+
+
+def _stacked(batches: Sequence[Batch]) -> Tree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+
+def _have_same_bits(one: Made, other: Made) -> bool:
+    trees = [(state.variables, state.optimizer_state, state.model_state, tails) for state, tails in (one, other)]
+    return are_same(*map(_numbers, trees))
+
+
+def _numbers(tree: Tree) -> list[jax.Array]:
+    """Return the leaves of a tree, and of random keys their numbers."""
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+
+
+def _copy(state: TrainState) -> TrainState:
+    variables, optimizer_state = jax.tree.map(jnp.copy, (state.variables, state.optimizer_state))
+    return replace(state, variables=variables, optimizer_state=optimizer_state)

@@ -1,0 +1,270 @@
+"""The compiled programs behind the gradients of the local replicas, and the buffers in which gradients leave them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from typing import final
+
+import jax
+from jax.extend import core
+
+from strategies.exchange.flat import LARGE_BYTES, FlatLayout
+from strategies.exchange.means import Allocate, Bucket
+from strategies.exchange.shards import Shards
+from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan, ReplicaRun
+from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.programs.buckets import cut_in_buckets
+from strategies.jax.programs.program import DeviceProgram
+from strategies.jax.programs.segments import Part, ProgramSegment, carry_out
+from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, results_of
+from strategies.typing import Tree, Variables
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = LARGE_BYTES
+"""Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
+precedes it 2 to 5 ms.)"""
+
+
+@final
+class JaxGradientPlan(ReplicaPlan):
+    """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
+
+    With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
+    are on their way.
+
+    Args:
+        devices: where replicas run; on as many others of the same kind the plan is the same.
+        program: of one replica.
+        shapes: of its arguments.
+        streams: whether to cut it into segments.
+        shards: see `Leaving`.
+
+    Attributes:
+        segments: the parts of the program.
+        layouts: for each segment how the gradients that it finishes lie in buffers.
+        kept_counts: for each segment how many arrays that it finishes a replica keeps.
+        programs: compute the segments.
+    """
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        program: ReplicaProgram,
+        shapes: Sequence[Tree],
+        streams: bool,
+        shards: Shards | None,
+    ) -> None:
+        averaged = program.results
+        self.leaving = Leaving(tuple(averaged), shards, len(averaged) - program.num_gradients)
+        self.sum_bytes = 0  # micro-batches are added inside of the program
+        self._shapes = jax.tree.leaves(shapes)
+        self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
+        results = TAIL + 1 + len(averaged) + program.num_kept
+        self.segments = self._cut(program, shapes, results) if streams else [_uncut(program, shapes, results)]
+        tails = [0] * (len(self.segments) - 1) + [program.tail_size]
+        self.layouts = [
+            self.leaving.layout(segment.parts, tail) for segment, tail in zip(self.segments, tails, strict=True)
+        ]
+        self.kept_counts = [len(self._of_kept(segment.parts)) for segment in self.segments]
+        pairs = zip(self.segments, self.layouts, strict=True)
+        self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
+
+    def buckets(self, memory: MeansMemory) -> list[Bucket]:
+        """See `ReplicaPlan`: one for each segment."""
+        return [
+            memory.bucket("gradients" if len(self.segments) == 1 else f"gradients/{number}", segment.parts, layout)
+            for number, (segment, layout) in enumerate(zip(self.segments, self.layouts, strict=True))
+        ]
+
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
+        """See `ReplicaPlan`: of the segments."""
+        compiled = self.compiled(grid.first.device_of(0))
+        count = len(compiled)
+        return {
+            "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
+        }
+
+    def _cut(self, program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
+        """Segments, each of which finishes some gradients; only one where the function calls back into Python.
+
+        JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
+        """
+        closed = jax.make_jaxpr(program)(*shapes)
+        if closed.effects:
+            logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
+            return [_uncut(program, shapes, results)]
+        early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
+        return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
+
+    def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
+        """Return the executables of the segments on a device; compiled when they are asked for first."""
+        if device not in self._executables:
+            self._executables[device] = self._compile(device)
+        return self._executables[device]
+
+    def equations(self) -> core.ClosedJaxpr:
+        """See `ReplicaPlan`: what the first segment computes; where there is no other one that is everything."""
+        inputs = [self._shapes[place] for place in self.segments[0].inputs]
+        return self.programs[0].equations(*inputs, *self._buffers(0))
+
+    def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
+        """Carry out the segments with shapes instead of arrays."""
+        found: dict[int, jax.stages.Compiled] = {}
+
+        def compute(number: int, given: list[Tree]) -> Sequence[Tree]:
+            found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
+            made = jax.tree.leaves(found[number].out_info)
+            return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
+
+        for _ in carry_out(self.segments, self._shapes, compute):
+            pass
+        return [found[number] for number in range(len(self.segments))]
+
+    def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
+
+    def _of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Return the results of a segment that the replica keeps for its next step."""
+        return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
+
+    def gradients_on(
+        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
+    ) -> GradientPrograms:
+        """See `ReplicaPlan`: on the first device of each."""
+        return GradientPrograms(grid.first, self, allocate, failed)
+
+    def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
+        first_buffer = len(segment.inputs) + len(segment.takes)
+
+        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
+            results = segment.function(*values[:first_buffer])
+            finished = dict(zip(segment.parts, results, strict=False))
+            gradients = [finished[part] for part in self.leaving.of_gradients(segment.parts)]
+            buffers = flatten(layout, gradients, finished.get(Part(TAIL)), values[first_buffer:])
+            kept = [finished[part] for part in self._of_kept(segment.parts)]
+            return (*buffers, *kept, *results[len(segment.parts) :])
+
+        return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
+
+
+@final
+class GradientPrograms(ReplicaGradients):
+    """Computes the gradients of all local replicas, bucket by bucket.
+
+    Args:
+        devices: where the local replicas run.
+        plan: the programs that do it.
+        allocate: makes memory for results.
+        failed: called with what a replica's program raises, when others may be waiting for it.
+    """
+
+    _runs: Sequence[_ReplicaGradientRun]
+
+    def __init__(
+        self,
+        devices: ReplicaDevices,
+        plan: JaxGradientPlan,
+        allocate: Allocate,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        memory = MeansMemory(plan.leaving, allocate)
+        runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
+        parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]
+        super().__init__(memory, plan.buckets(memory), parts, runs)
+        self.plan = plan
+        self._devices = devices
+        self._failed = failed
+
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
+        """See `ReplicaGradients`."""
+        wait(self._begun)  # of a step that was given up
+        shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
+        for position, run in enumerate(self._runs):
+            first, last = shared[position % len(shared)]
+            arguments = [*first, *jax.tree.leaves(of_replicas[position]), *last]
+            run.prepare(arguments, self.plan.compiled(self._devices.device_of(position)))
+        if len(self._runs) == 1:
+            self._runs[0].dispatch()
+        else:
+            self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
+
+    def _end(self) -> None:
+        begun, self._begun = self._begun, []
+        results_of(begun)
+
+
+class _ReplicaGradientRun(ReplicaRun):
+    def __init__(self, devices: ReplicaDevices, plan: JaxGradientPlan, position: int) -> None:
+        super().__init__(len(plan.segments))
+        self._devices = devices
+        self._plan = plan
+        self._position = position
+        self._arguments: Sequence[Tree] = ()
+        self._executables: Sequence[jax.stages.Compiled] = ()
+
+    def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
+        self._arguments, self._executables = arguments, executables
+        for finished in self.finished:
+            finished.clear()
+        if self.is_broken:  # no buffers yet, or what is left of donated ones
+            self.buffers = [
+                tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
+                for layout in self._plan.layouts
+            ]
+        self.is_broken = False
+
+    def dispatch(self) -> None:
+        """Have the device compute all segments; does not wait for it."""
+        for _ in self._carry_out():
+            pass
+
+    def wait(self, number: int) -> Sequence[jax.Array]:
+        """See `ReplicaRun`."""
+        try:
+            ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
+        except BaseException:
+            self.is_broken = True
+            raise
+        return ready
+
+    def compute(self) -> None:
+        """Compute all segments, in this thread."""
+        instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
+        instruments.replica_begins(replica, 0)
+        try:
+            for number, results in self._carry_out():
+                jax.block_until_ready(results)
+                instruments.replica_ends(replica, 0, number)
+                self.finished[number].set()
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            for finished in self.finished:
+                finished.set()
+
+    def _carry_out(self) -> Iterator[tuple[int, Sequence[jax.Array]]]:
+        """Yield the number of each segment with its results, when it is dispatched."""
+        arguments, self._arguments = self._arguments, ()
+        return carry_out(self._plan.segments, arguments, self._compute)
+
+    def _compute(self, number: int, given: list[jax.Array]) -> Sequence[jax.Array]:
+        count = len(self.buffers[number])
+        results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
+        self.buffers[number] = results[:count]
+        if kept := self._plan.kept_counts[number]:
+            self.kept = list(results[count : count + kept])
+        return results
+
+
+def _uncut(program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> ProgramSegment:
+    leaves, structure = jax.tree.flatten(tuple(shapes))
+
+    def flat(*values: jax.Array) -> Sequence[jax.Array]:
+        return program(*jax.tree.unflatten(structure, values))
+
+    return ProgramSegment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))

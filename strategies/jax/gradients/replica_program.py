@@ -1,0 +1,457 @@
+"""The computation of one replica in a step: the gradients of its micro-batches, in the precision that was asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.core.options import GradientAccumulationReductionMethod
+from strategies.exchange.int8 import Int8Layout, encode
+from strategies.exchange.transfer import GradientTransfer
+from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
+from strategies.jax.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
+from strategies.jax.gradients.leaving import XLA
+from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
+from strategies.jax.replicas.replica_context import replica_context
+from strategies.jax.replicas.replicas import Replicas
+from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
+
+_NOTHING = jax.tree.structure(None)
+STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of a step
+
+
+def float_dtype(name: str, dtype: Any) -> np.dtype | None:
+    """Return a floating-point dtype, or None for None.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if dtype is None:
+        return None
+    try:
+        found: np.dtype = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if not is_float(found):
+        raise ValueError(f"{name} is {dtype!r}; use None, 'bfloat16', 'float16' or another floating-point dtype")
+    return found
+
+
+def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
+    """Return the inputs of a step besides state and batch: int32 [4], the last two the bits of float32 numbers.
+
+    The mean loss is 0 until it is known: see `with_loss`.
+    """
+    return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
+
+
+def with_loss(control: Leaf, tail: Leaf) -> Leaf:
+    """Return the control words with the mean loss of all replicas, for the update.
+
+    Args:
+        control: see `control_words`; on the host, or traced.
+        tail: the mean tail, likewise.
+    """
+    if isinstance(control, np.ndarray):
+        words = control.copy()
+        words[LOSS] = np.float32(tail[0]).view(np.int32)
+        return words
+    return control.at[LOSS].set(jax.lax.bitcast_convert_type(tail[0], jnp.int32))
+
+
+def loss_of(control: jax.Array) -> jax.Array:
+    """Return the mean loss in the control words, a float32 scalar; traceable."""
+    return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a replica computes.
+
+    Attributes:
+        compute: variables and batches of other floating-point dtypes are cast to it for the loss function; None
+            leaves them as they are.
+        scales_loss: whether the loss is multiplied with the scale in the control words.
+    """
+
+    compute: np.dtype | None = None
+    scales_loss: bool = False
+
+    def cast(self, tree: Tree) -> Tree:
+        """Cast the floating-point arrays of a tree to the compute dtype."""
+        if self.compute is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: leaf.astype(self.compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
+        )
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The options with which a replica's micro-batches become one gradient; see `accumulation`."""
+
+    count: int = 1
+    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
+    dtype: AccumulationDtype = None
+    map_gradient: MapGradient | None = None
+
+
+@dataclass(frozen=True)
+class ReplicaShapes:
+    """The shapes and dtypes of what one replica takes.
+
+    Attributes:
+        variables: whole.
+        batch: its rows.
+        residuals: its own; none where nothing is quantised.
+        model_state: of one replica; None where there is none.
+    """
+
+    variables: Variables
+    batch: Batch
+    residuals: Tree = ()
+    model_state: Tree = None
+
+
+class ReplicaProgram:
+    """The gradient function of a trainer, for variables and batches of some shapes.
+
+    Its tail is float32: the loss and the metrics, the notice, with loss scaling whether a gradient is not finite, and
+    with `check_numerics` for each variable and replica whether its gradient is not finite.
+
+    Args:
+        replicas: whose replicas run it.
+        loss_fn: see `Trainer`.
+        shapes: of what a replica takes.
+        trainable: which of the variables are trained.
+        rule: how replicas agree on the model state.
+        seed: of the keys.
+        accumulation: of micro-batches.
+        precision: of what is computed.
+        transfer: how gradients leave the replica.
+        check_numerics: whether the tail says which gradients are not finite.
+
+    Attributes:
+        names: of the metrics; the first is "loss".
+        trainable: see above.
+        rule: see above.
+        accumulation: see above.
+        gradient_dtypes: in which the gradients are accumulated and applied, for each variable that is trained.
+        results: the shapes and dtypes of what leaves the replica besides the tail, to be averaged: gradients or their
+            payload, then the leaves of the model state that have means.
+        num_gradients: how many of the results are gradients, or their payload.
+        quantised: how the gradients lie in the payload; None where they are not quantised.
+        flags: how many values at the end of the tail say which gradients are not finite.
+        has_feeds: whether, once it is traced, the loss function has feeds.
+        is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
+            was: the loss function has no collectives and no feeds.
+
+    Raises:
+        TypeError: if the loss or a metric is not a scalar, or the new model state is not like the old one.
+        ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        shapes: ReplicaShapes,
+        trainable: Trainable,
+        rule: ModelStateRule,
+        seed: int,
+        accumulation: Accumulation,
+        precision: Precision,
+        transfer: GradientTransfer,
+        check_numerics: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self.accumulation = accumulation
+        self._precision = precision
+        self._checks_numerics = check_numerics
+        self.trainable = trainable
+        self.rule = rule
+        trained = trainable.pick(shapes.variables)
+        self.gradient_dtypes = accumulator_dtypes(trained, accumulation.dtype)
+        leaves = jax.tree.leaves(trained)
+        self.quantised = Int8Layout.of(leaves) if transfer.is_quantised else None
+        if self.quantised is not None:
+            self.results = [jax.ShapeDtypeStruct((self.quantised.payload_size,), np.int8)]
+        else:
+            pairs = zip(leaves, self.gradient_dtypes, strict=True)
+            self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        self.num_gradients = len(self.results)
+        self.results += rule.travelling(shapes.model_state)
+        self.is_independent = True
+        self.has_feeds = False
+        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
+        self.names = self._metric_names(shapes)
+
+    @property
+    def means(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
+        if self.quantised is None:
+            return self.results[: self.num_gradients]
+        return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
+
+    @property
+    def num_kept(self) -> int:
+        """The number of arrays that a replica keeps for its next step."""
+        residuals = 0 if self.quantised is None else len(self.quantised.shapes)
+        return residuals + sum(self.rule.words.count(word) for word in KEPT)
+
+    @property
+    def tail_size(self) -> int:
+        """The number of values in the tail."""
+        return self.finite_place + self._precision.scales_loss + self.flags
+
+    @property
+    def notice_place(self) -> int:
+        """The place of the notice in the tail."""
+        return len(self.names)
+
+    @property
+    def finite_place(self) -> int:
+        """The place in the tail that says, with loss scaling, whether a gradient is not finite."""
+        return len(self.names) + 1
+
+    def __call__(
+        self,
+        variables: Variables,
+        batch: Batch,
+        index: jax.Array,
+        control: jax.Array,
+        residuals: Sequence[jax.Array] = (),
+        own_state: Sequence[jax.Array] = (),
+        model_state: Tree = None,
+    ) -> tuple[jax.Array, ...]:
+        """Return the tail, the results, and what is kept: see `unpack_kept`; traceable.
+
+        Args:
+            variables: whole.
+            batch: of this replica, with the micro-batches one after another along the first axis.
+            index: of this replica, an int32 scalar.
+            control: see `control_words`.
+            residuals: what quantisation lost in the last step; empty where nothing is quantised.
+            own_state: what this replica has for itself of the model state, with a first axis of length 1.
+            model_state: what all replicas have of it; None for what they have for themselves.
+        """
+        key = self._key(index, control)
+        with self._in_context(index):
+            values, leaves, after = self._gradients(
+                variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
+            )
+        means, state = self.of_state(after)
+        results, residuals = self._on_the_way(leaves, control, residuals)
+        is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
+        tail = self.tail(values, index, control, is_bad)
+        return (tail, *results, *means, *residuals, *state)
+
+    def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the values of a replica's new model state that it sends, and those that it keeps; traceable."""
+        kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
+        return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether the tail depends on which gradients are finite."""
+        return self._precision.scales_loss or self._checks_numerics
+
+    @staticmethod
+    def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+        """Return for each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
+
+    def tail(
+        self, values: jax.Array, index: jax.Array, control: jax.Array, is_bad: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the tail of a replica; traceable.
+
+        Args:
+            values: the loss and the metrics.
+            index: of the replica.
+            control: see `control_words`.
+            is_bad: which gradients are not finite; needed with `needs_flags` only.
+        """
+        tail = [values, control[NOTICE, None].astype(jnp.float32)]
+        if self._precision.scales_loss:
+            assert is_bad is not None
+            tail.append(is_bad.any()[None].astype(jnp.float32))
+        if self._checks_numerics:
+            assert is_bad is not None
+            total = self._replicas.num_replicas_in_sync
+            tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
+        return jnp.concatenate(tail)
+
+    def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
+
+    @contextmanager
+    def _in_context(self, index: jax.Array) -> Iterator[None]:
+        """While the loss function is traced for a step."""
+        context = self._replicas.new_context(index, "step")
+        with replica_context(context):
+            yield
+        self.is_independent &= context.is_independent
+        self.has_feeds |= context.has_feeds
+
+    def loss_of_micro_batch(
+        self,
+        variables: Variables,
+        part: Batch,
+        number: jax.Array,
+        index: jax.Array,
+        control: jax.Array,
+        model_state: Tree,
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
+
+        Args:
+            variables: whole.
+            part: the micro-batch.
+            number: of the micro-batch, an int32 scalar.
+            index: of the replica, likewise.
+            control: see `control_words`.
+            model_state: of the replica, for this micro-batch.
+        """
+        key = self._key(index, control)
+        if self.accumulation.count > 1:
+            key = jax.random.fold_in(key, number)
+        with self._in_context(index):
+            return self._computed(variables, part, key, control, model_state)
+
+    def micro_batch_of(self, batch: Batch) -> Tree:
+        """Return the shapes of one micro-batch of those that a replica's batch has.
+
+        Raises:
+            ValueError: if it cannot be divided.
+        """
+        count = self.accumulation.count
+
+        def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            rows = leaf.shape[0]
+            if rows == 0:
+                raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
+            if rows % count:
+                raise ValueError(
+                    f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has "
+                    f"{rows} rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
+                    "distribute_dataset too"
+                )
+            return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree.map(shape, batch)
+
+    def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
+        """Split a replica's kept values into the new residuals, and the model state's leaves by the words of `KEPT`."""
+        rest = iter(kept)
+        counts = {word: self.rule.words.count(word) for word in KEPT}
+        residuals = list(itertools.islice(rest, len(kept) - sum(counts.values())))
+        return residuals, {word: list(itertools.islice(rest, count)) for word, count in counts.items()}
+
+    def _on_the_way(
+        self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """Return the gradients as they leave the replica, and the new residuals."""
+        if self.quantised is None:
+            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
+        if self._precision.scales_loss:  # residuals outlive the scale
+            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+        old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
+        into = jnp.zeros(self.quantised.payload_size, jnp.int8)
+        payload, new = encode(self.quantised, leaves, old, into, XLA)
+        return [payload], [jnp.atleast_1d(one) for one in new]
+
+    def _gradients(
+        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
+    ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
+        trained = self.trainable.pick(variables)
+
+        def of_micro_batch(part: Batch, key: jax.Array, model_state: Tree) -> tuple[jax.Array, list[jax.Array], Tree]:
+            def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+                every = self.trainable.put(variables, trained)
+                value, values, outcome = self._computed(every, part, key, control, model_state)
+                return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
+
+            (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
+            return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
+
+        settings = self.accumulation
+        if settings.count > 1:
+            pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
+            accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
+            return accumulate(
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, len(self.names)
+            )
+        values, leaves, after = of_micro_batch(batch, key, model_state)
+        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+
+    def _mapped(
+        self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
+    ) -> list[jax.Array]:
+        """Apply `map_gradient`, which does not see the loss scale, to the gradients of a micro-batch."""
+        function = self.accumulation.map_gradient
+        if function is None or not self._precision.scales_loss:
+            return mapped(function, gradients, variables, self.needs_flags)
+        scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
+        new = mapped(function, plain, variables, self.needs_flags)
+        return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
+
+    def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
+        """Call the loss function. The model state keeps its dtypes: moving means need them."""
+        own = () if self.rule.structure == _NOTHING else (model_state,)
+        return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
+
+    def _computed(
+        self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
+    ) -> tuple[jax.Array, jax.Array, Outcome]:
+        outcome = Outcome.of(self._called(variables, batch, key, model_state))
+        loss = outcome.loss
+        values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
+        if self._precision.scales_loss:
+            loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+        return loss, values, outcome
+
+    # ---- shapes
+
+    def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
+        """Return the names of the loss and metrics; check that all of them are scalars, and check the model state."""
+        micro_batch = self.micro_batch_of(given.batch)
+        with naming_missing_keys(given.variables, given.batch):
+            shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
+        outcome = Outcome.of(shapes)
+        loss, metrics = outcome.loss, outcome.metrics
+        if not isinstance(loss, jax.ShapeDtypeStruct) or not isinstance(metrics, Mapping):
+            returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shapes)
+            raise TypeError(
+                f"the loss function returns {returned}; it must return the loss, or the loss and a dictionary of "
+                "metrics, or a strategies.Outcome"
+            )
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
+            )
+        self.rule.check_returned(given.model_state, outcome.model_state)
+        return ("loss", *metric_names(metrics))
+
+    def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
+        """Return the results of the loss function for one micro-batch, as arrays."""
+        with replica_context(self._replicas.new_context(index, "shapes")):
+            result = self._called(variables, batch, jax.random.key(0), model_state)
+        try:
+            return jax.tree.map(jnp.asarray, result)
+        except TypeError as error:
+            raise TypeError(
+                f"the loss function returns {result}; it must return the loss, or the loss and a dictionary of "
+                "metrics, or a strategies.Outcome, all of them arrays or numbers"
+            ) from error

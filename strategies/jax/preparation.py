@@ -1,0 +1,346 @@
+"""The programs of a step, compiled once for the shapes of a replica's batch and compared with the other instances."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.core.agreement import insist_on_agreement
+from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.exchange.means import Allocate, Means
+from strategies.exchange.shards import Shards
+from strategies.jax.comparing.agreement import lines_of, terms_of
+from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
+from strategies.jax.gradients.arguments import Trainable, check_takes_state
+from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
+from strategies.jax.gradients.gradient_programs import JaxGradientPlan
+from strategies.jax.gradients.model_state import PER_REPLICA
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.options import StepOptions
+from strategies.jax.programs.captures import Reads
+from strategies.jax.programs.compilation import explain_recompilation
+from strategies.jax.programs.program import key_of, shapes_of
+from strategies.jax.programs.recomputation import recomputing
+from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.updates.optimizers import AnyOptimizer
+from strategies.jax.updates.sharded_update import update_for
+from strategies.jax.updates.update import VariableUpdate
+from strategies.train_state import TrainState
+from strategies.typing import Batch, Function, Gradients, LossFunction, Tree, Variables
+
+logger = logging.getLogger("strategies.jax")
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step for batches of some shapes.
+
+    Attributes:
+        program: what a replica computes.
+        gradients: compute it on all local replicas.
+        means: where the mean gradients are, as a pytree like the variables that are trained.
+        state_means: where the means of leaves of the model state are.
+        exchange: has them computed by all instances.
+        update: of the variables, by the means.
+    """
+
+    program: ReplicaProgram
+    gradients: ReplicaGradients
+    means: Gradients
+    state_means: Sequence[np.ndarray]
+    exchange: Means
+    update: VariableUpdate
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The computation of a replica in a step, however many replicas are here; without memory for gradients.
+
+    Attributes:
+        program: of a replica.
+        gradients: the compiled programs that compute it.
+        lines: what they compute, for the comparison with other instances; none where there is none.
+    """
+
+    program: ReplicaProgram
+    gradients: ReplicaPlan
+    lines: Sequence[str]
+
+
+class StepPrograms:
+    """The steps that are prepared, by the shapes of their batches.
+
+    Args:
+        replicas: where the replicas are.
+        loss_fn: see `Trainer`.
+        optimizer: likewise.
+        options: of the step.
+        is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
+        others: functions of the user besides the loss function that a step traces.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        loss_fn: LossFunction,
+        optimizer: AnyOptimizer,
+        options: StepOptions,
+        is_recorded: bool,
+        others: Sequence[Function] = (),
+    ) -> None:
+        self._replicas = replicas
+        self._functions = (loss_fn, *others)
+        self._loss_fn = recomputing(loss_fn, options.recompute)
+        self._reads: Reads | None = None  # what the loss function had when it was traced
+        self._optimizer = optimizer
+        self._options = options
+        self._updates: dict[Any, VariableUpdate] = {}  # for the shapes of the variables that are trained
+        self._is_recorded = is_recorded
+        self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
+        self._instances_at_first = replicas.num_instances
+        self._has_warned = False  # of what is lost with an instance
+        self._claim_replicas()
+
+    def _claim_replicas(self) -> None:
+        """Begin anew with the replicas that this instance drives now."""
+        self._devices = self._replicas.devices
+        self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
+        self._steps: dict[Any, PreparedStep] = {}
+        self._seen: list[Any] = []  # the shapes of batches for which steps were made
+        # Collectives and feeds in a loss function belong to the instances for which it was traced.
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
+
+    def arguments(self, state: TrainState, batch: Batch, control: np.ndarray) -> tuple[Tree, Sequence[Tree], Tree]:
+        """Return the arguments of `ReplicaGradients.dispatch`.
+
+        Args:
+            state: not to be used up before all buckets are collected.
+            batch: of all local replicas.
+            control: see `control_words`.
+        """
+        own, shared = self._divided(state.model_state)
+        kept = self._devices.parts((state.residuals or [], own))
+        parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
+        return state.variables, [(rows, index, control, of_one) for rows, index, of_one in parts], shared
+
+    def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
+        """Split a model state into the leaves that each replica has for itself, and the rest, with None for them."""
+        if model_state is None:
+            return [], None
+        rule = self._options.rule_of(model_state)
+        return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
+
+    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
+        """Return the gradients of each local replica, by some programs."""
+        programs.dispatch(*self.arguments(state, batch, control_of(state)))
+        return programs.leaves()
+
+    # ---- preparing
+
+    def trained(self, variables: Variables) -> Variables:
+        """Return the variables that are trained, or the shapes of these, with None in the places of the others."""
+        return Trainable.of(variables, self._options.trainable).pick(variables)
+
+    def update_of(self, variables: Variables) -> VariableUpdate:
+        """Return the update of such variables.
+
+        Args:
+            variables: with those that are not trained; shapes and dtypes are enough.
+        """
+        trained = self.trained(shapes_of(variables))
+        key = key_of(trained)
+        if key not in self._updates:
+            self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
+        return self._updates[key]
+
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
+        """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
+        if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
+            self._claim_replicas()
+        if self._reads is not None:
+            self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
+        self._replicas.dealing.refuse_others(batch)
+        refuse_cut_integers(batch)
+        try:
+            key = key_of((state.variables, state.model_state, batch))
+        except AttributeError as error:
+            leaves = jax.tree.leaves((state.variables, state.model_state, batch))
+            others = {type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "dtype")}
+            raise TypeError(
+                f"the batch has a {' and a '.join(sorted(others))}; use arrays with the rows of all local replicas"
+            ) from error
+        found = self._steps.get(key)
+        if found is None:
+            reason = explain_recompilation(self._seen, batch)
+            if reason is not None:
+                logger.info(reason)
+            self._seen.append(shapes_of(batch))
+            reads = Reads(*self._functions)
+            found = self._steps[key] = self._prepared(state, batch)
+            reads.settle()
+            self._reads = reads
+        return found
+
+    def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
+        """Return a replica's computation, with programs that are not compiled yet; no collective call.
+
+        Gradients that would be streamed, which is found out by running, come all at the end.
+
+        Args:
+            state: shapes and dtypes are enough.
+            batch: likewise.
+        """
+        plan = self._plan(self._shapes_of(state, batch))
+        return plan.program, plan.gradients
+
+    def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
+        of_replica = self._devices.replica_shape
+        return ReplicaShapes(
+            shapes_of(state.variables),
+            jax.tree.map(of_replica, batch),
+            jax.tree.map(of_replica, state.residuals or []),
+            self._options.shapes_of_replica(state.model_state),
+        )
+
+    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
+        shapes = self._shapes_of(state, batch)
+        key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
+        kept = self._kept(key)
+        plan = kept or self._plan(shapes)
+        self._agree(state, batch, shapes, plan)
+        if kept is None:
+            plan = self._plans[key] = self._streaming(plan, shapes, state, batch)
+        self._log_effective_batch(shapes.batch)
+        communicator = self._replicas.communicator
+        gradients = self._programs(plan.gradients, communicator.allocate)
+        quantised = plan.program.quantised
+        exchange = Means(communicator, self._replicas.num_replicas_in_sync, quantised)
+        if quantised is None:
+            means = gradients.means[: plan.program.num_gradients]
+        else:
+            assert exchange.of_payload is not None
+            means = quantised.views(exchange.of_payload)
+        of_state = gradients.means[plan.program.num_gradients :]
+        structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
+        update = self.update_of(shapes.variables)
+        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
+
+    def _kept(self, key: Any) -> _Plan | None:
+        """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
+
+        One that is lost while the first step is prepared may leave others of which some have their plan, and some have
+        not: what is measured or compared for it is measured and compared by all of them, or by none.
+        """
+        found = self._plans.get(key)
+        if self._replicas.num_instances == self._instances_at_first:
+            return found
+        return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
+
+    def _plan(self, shapes: ReplicaShapes) -> _Plan:
+        """Return a replica's computation for arguments of such shapes."""
+        check_takes_state(self._loss_fn, shapes.model_state is not None)
+        options = self._options
+        program = ReplicaProgram(
+            self._replicas,
+            self._loss_fn,
+            shapes,
+            Trainable.of(shapes.variables, options.trainable),
+            options.rule_of(shapes.model_state),
+            options.seed,
+            options.accumulation,
+            options.precision,
+            options.transfer,
+            options.check_numerics,
+        )
+        gradients = self._planned(program, shapes)
+        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
+
+    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
+        if self._options.pipeline is not None:
+            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
+        return self._in_one_program(program, shapes, streams=False)
+
+    def _mean_shards(self, program: ReplicaProgram, shapes: ReplicaShapes) -> Shards | None:
+        return None if program.quantised else self.update_of(shapes.variables).mean_shards
+
+    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
+        own, shared = self._divided(shapes.model_state)
+        own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
+        control = control_words(0, False, 1.0)
+        arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
+        shards = self._mean_shards(program, shapes)
+        return JaxGradientPlan(self._devices, program, arguments, streams, shards)
+
+    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
+        """Return the plan, with gradients that are streamed if they may be; a collective call then."""
+        is_cut = plan.program.quantised is not None or self._options.pipeline is not None
+        if is_cut or not self._replicas.streams_gradients:
+            return plan
+        cut = self._in_one_program(plan.program, shapes, streams=True)
+        if len(cut.segments) == 1:
+            return plan
+        if not self._replicas.adds_in_order:  # sums have other bits for each spread in any case
+            return replace(plan, gradients=cut)
+        streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
+        is_exact = have_same_gradients(
+            lambda *case: self.gradients_of(streamed, *case),
+            lambda *case: self.gradients_of(at_once, *case),
+            state,
+            batch,
+            self._options.seed,
+        )
+        communicator = self._replicas.communicator
+        if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
+            return replace(plan, gradients=cut)
+        logger.info("gradients are not streamed: in parts they, the loss or metrics would have other bits")
+        return plan
+
+    def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
+        return plan.gradients_on(self._replicas.grid, allocate, self._replicas.reducer.fail)
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._replicas.communicator.size > 1 and not self._is_recorded
+
+    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
+        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
+        dataset = self._replicas.dataset_of(batch)
+        if self._is_compared:
+            trained = plan.program.trainable.pick(state.variables)
+            means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
+            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control_of(state))
+            lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
+            programs = {"the loss function": plan.lines, "the update": lines}
+            options = {**self._options.terms, "step": state.step}
+            terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
+            insist_on_agreement(self._replicas, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
+
+    def _log_effective_batch(self, of_one: Any) -> None:
+        leaves = jax.tree.leaves(of_one)
+        if not leaves:
+            return
+        rows = leaves[0].shape[0]
+        count, replicas = self._options.accumulation.count, self._replicas.num_replicas_in_sync
+        logger.info(
+            "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
+            rows * replicas,
+            rows // count,
+            count,
+            replicas,
+        )
+
+
+def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
+    """Return the control words of a step that begins with a state."""
+    scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+    return control_words(state.step, notice, scale)

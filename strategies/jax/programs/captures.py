@@ -1,0 +1,378 @@
+"""Values that a function reads from outside while it is traced, and checks that they are unchanged.
+
+A traced function becomes a program, and what it has read in Python is a constant there: numbers, arrays, attributes,
+globals, the next element of an iterator, the time. So the code of the function, and of the user's functions that it
+calls, is searched for such reads. Code of libraries is not searched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from strategies.jax.programs.remembering import SCALARS, digest, is_more, is_what, remembered, state_of
+from strategies.jax.programs.users_code import (
+    GONE,
+    asked_by_name,
+    contents_of,
+    handed_over,
+    instructions_of,
+    is_of_user,
+    is_users_module,
+    keys_of,
+    only_grown,
+    refuse_clocks,
+)
+
+MOST_READS = 4000
+"""Most reads that are compared: a function with more closes over models, whose arrays are JAX's and do not change."""
+MOST_REMEMBERED = 100_000
+"""Most places whose last values are kept."""
+
+_OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+_last_traced: dict[tuple[int, str], object] = {}
+
+logger = logging.getLogger("strategies.jax.programs")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A value that a function reads.
+
+    Attributes:
+        name: for messages.
+        get: what it is now.
+        seen: what it was, see `remembered`.
+        may_grow: whether it is a tuple of what is in a list, to which a function may add when it is traced.
+        grows: whether the function has added to it, as to a table of what it has computed, to which others may add.
+    """
+
+    name: str
+    get: Callable[[], object]
+    seen: object
+    may_grow: bool = False
+    grows: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        now = self.get()
+        return is_what(self.seen, now) or (self.grows and is_more(self.seen, now))
+
+    @property
+    def has_grown(self) -> bool:
+        return self.may_grow and is_more(self.seen, self.get())
+
+
+class Reads:
+    """A record of the values that functions may read, as they are now.
+
+    Args:
+        functions: that will be traced.
+        follows_keras: whether the variables of Keras are arguments of the program, and no constants.
+
+    Attributes:
+        of_keras: models, layers, optimizers, metrics and variables of Keras that it may read.
+
+    Raises:
+        RuntimeError: it reads what is another thing each time: the next element of an iterator, a clock, random numbers
+            of Python.
+    """
+
+    def __init__(self, *functions: Callable[..., object], follows_keras: bool = False) -> None:
+        self._name = " or ".join(
+            dict.fromkeys(getattr(one, "__qualname__", type(one).__qualname__) for one in functions)
+        )
+        walk = _Walk(follows_keras)
+        for one in functions:
+            walk.follow(one, "")
+        if walk.is_stale:  # JAX keeps what it has traced of the bodies of loops, branches and jitted functions
+            logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
+            jax.clear_caches()
+        self._reads = walk.reads
+        self.of_keras: Sequence[object] = walk.of_keras
+        self._draws = [(name, one, state_of(one)) for name, one in walk.generators]
+
+    def settle(self) -> None:
+        """Take over what the function has changed when it was traced, as a list of what it was traced with.
+
+        Raises:
+            RuntimeError: it has changed what it reads, or drawn random numbers, once and not in each run.
+        """
+        for name, generator, state in self._draws:
+            if state_of(generator) != state:
+                raise RuntimeError(self._would_be_once(f"has drawn from {name}", "jax.random with a key"))
+        kept = []
+        for read in self._reads:
+            if read.is_same:
+                kept.append(read)
+            elif read.has_grown:
+                kept.append(replace(read, seen=remembered(read.get()), grows=True))
+            elif read.seen != (None,):
+                raise RuntimeError(self._would_be_once(f"has changed {read.name}", "arguments and results for it"))
+        self._reads = kept
+
+    def _would_be_once(self, what: str, instead: str) -> str:
+        return f"{self._name} {what} while it was compiled, and would do so once and not in each run; use {instead}"
+
+    @property
+    def changed(self) -> str | None:
+        """The name of something that is not what it was; None where all is."""
+        return next((read.name for read in self._reads if not read.is_same), None)
+
+    def is_same(self) -> bool:
+        """Return whether nothing has changed."""
+        return self.changed is None
+
+    def insist(self, instead: str) -> None:
+        """Refuse to run a program in which something is a constant that has changed.
+
+        Args:
+            instead: what to do, for the message.
+
+        Raises:
+            RuntimeError: there is something.
+        """
+        changed = self.changed
+        if changed is not None:
+            raise RuntimeError(
+                f"{self._name} reads {changed}, which has changed since the function was compiled, where it is a "
+                f"constant; hand it over {instead}"
+            )
+
+
+class _Walk:
+    """A walk from a function to all that it and other functions of the user may read.
+
+    Attributes:
+        reads: all of it.
+        generators: of random numbers, with their names.
+        of_keras: see `Reads`.
+        is_stale: whether something is not what it was when any function was traced that reads it.
+    """
+
+    def __init__(self, follows_keras: bool) -> None:
+        self.is_stale = False
+        self.of_keras: list[object] = []
+        self._follows_keras = follows_keras
+        self.reads: list[_Read] = []
+        self.generators: list[tuple[str, object]] = []
+        self._handed: set[str] = set()  # what may be a callback of JAX
+        self._grown: set[str] = set()  # what functions add to,
+        self._others: set[str] = set()  # and what they do something else with
+        self._passed: dict[int, object] = {}
+        self._seen: dict[int, object] = {}  # which keeps them, so that no other has the identity
+        self._names = {"__call__"}  # which no code says where it calls an object
+        self._objects: list[tuple[str, object, set[str]]] = []
+
+    def follow(self, function: object, name: str) -> None:
+        self._value(function, name)
+        if not isinstance(function, types.FunctionType | types.MethodType | functools.partial | type):
+            self._method(function, "__call__", name)
+        while self._look_at_attributes():
+            pass
+
+    # ---- functions
+
+    def _function(self, function: object, name: str) -> None:
+        if not isinstance(function, types.FunctionType):
+            return
+        if not is_of_user(function):
+            self._wrapped(function, name)
+            return
+        instructions = list(instructions_of(function.__code__))
+        self._names.update(
+            one.argval for one in instructions if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+        )
+        self._names |= asked_by_name(function.__code__)
+        self._handed |= handed_over(instructions)
+        grown, others = only_grown(instructions)
+        self._grown |= grown
+        self._others |= others
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(value, f"a default of {function.__qualname__}")
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        keys = keys_of(instructions)
+        for each, cell in cells.items():
+            self._bound(each, functools.partial(contents_of, cell), id(cell), keys.get(each))
+        spaces = function.__globals__
+        loaded = {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"}
+        for each in sorted(loaded & spaces.keys()):  # in one order on all instances
+            self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces), keys.get(each))
+        for each in sorted({one.argval for one in instructions if one.opname == "IMPORT_NAME"}):
+            if is_users_module(sys.modules.get(each)):
+                self._value(sys.modules[each], each)
+        refuse_clocks(function, instructions, cells)
+
+    def _wrapped(self, function: types.FunctionType, name: str) -> None:
+        """Go on to functions of the user that one of a library was given, as a schedule to an optimizer."""
+        if id(function) in self._passed:
+            return
+        self._passed[id(function)] = function
+        for value in map(contents_of, function.__closure__ or ()):
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, _FUNCTIONS):
+                    self._value(one, name)
+                for each in one if isinstance(one, tuple) else ():  # as a gradient transformation is
+                    if isinstance(each, types.FunctionType):
+                        self._value(each, name)
+
+    def _bound(self, name: str, get: Callable[[], object], place: int, keys: Sequence[object] | None = None) -> None:
+        """Read what a name stands for; of a dictionary only what the keys have, where no others are used."""
+        value = get()
+        if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
+            return
+        last = name.rpartition(".")[2]
+        is_log = last in self._grown - self._others and isinstance(value, list | set | deque)
+        if is_log or (last in self._handed and isinstance(value, _FUNCTIONS)):
+            return
+        self._read(name, get, place)
+        if keys is None or type(value) is not dict:
+            self._value(value, name)
+            return
+        for key in dict.fromkeys(keys):
+            self._bound(f"{name}[{key!r}]", functools.partial(value.get, key, GONE), id(value))
+
+    def _read(self, name: str, get: Callable[[], object], place: int, may_grow: bool = False) -> None:
+        """Note a read; `place` is the identity of what holds the value."""
+        if len(self.reads) >= MOST_READS:
+            return
+        now = get()
+        self.reads.append(_Read(name, get, remembered(now), may_grow))
+        key = place, name.rpartition(".")[2]
+        before = _last_traced.get(key, GONE)
+        self.is_stale |= before is not GONE and not is_what(before, now) and not (may_grow and is_more(before, now))
+        if len(_last_traced) >= MOST_REMEMBERED:
+            _last_traced.clear()
+            self.is_stale = True
+        _last_traced[key] = remembered(now, keeps=False)
+
+    # ---- values
+
+    def _value(self, value: object, name: str) -> None:
+        if isinstance(value, SCALARS) or id(value) in self._seen or len(self.reads) >= MOST_READS:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, np.ndarray):
+            self._read(f"the elements of {name}", functools.partial(digest, value), id(value))
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_opaque(type(value)):
+            raise RuntimeError(
+                f"{name} is an iterator, a {type(value).__name__}, whose next element would be taken once, while the "
+                "function is compiled, and not in each run; hand it over among the arguments of strategy.run, or give "
+                "a loop an InfeedQueue"
+            )
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._value(part, name)
+        elif isinstance(value, types.MethodType):
+            self._value(value.__self__, _name_of_self(value))
+            self._function(value.__func__, name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, _RANDOM):
+            self.generators.append((name, value))
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+            self._container(value, name)
+        elif _is_tensor(value):
+            self._read(f"the elements of {name}", functools.partial(getattr, value, "_version"), id(value))
+        elif _is_of_keras(value):
+            self._of_keras(value, name)
+        elif _is_opaque(type(value)) and hasattr(value, "assign"):  # a variable of ours
+            self._read(name, functools.partial(getattr, value, "_value", None), id(value))
+        elif isinstance(value, types.ModuleType | type) or not _is_opaque(type(value)):
+            self._objects.append((name, value, set()))
+        inner = getattr(value, "__wrapped__", None)  # of decorators, and of jax.jit
+        if inner is not None and not isinstance(value, type):
+            self._value(inner, name)
+
+    def _container(self, value: dict[Any, Any] | Collection[Any], name: str) -> None:
+        if isinstance(value, dict):
+            self._read(f"what is in {name}", lambda: tuple(value.items()), id(value), may_grow=True)
+            pairs = [(f"{name}[{key!r}]", one) for key, one in list(value.items())]
+        else:
+            if not isinstance(value, tuple | frozenset):
+                self._read(f"what is in {name}", lambda: tuple(value), id(value), may_grow=True)
+            pairs = [(f"{name}[{place}]", one) for place, one in enumerate(value)]
+        for each, one in pairs[:MOST_READS]:
+            self._value(one, each)
+
+    def _of_keras(self, value: object, name: str) -> None:
+        """Note the variables of an object of Keras; its other attributes are constant, or come with other variables."""
+        self.of_keras.append(value)
+        self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
+        if self._follows_keras:
+            return
+        for variable in getattr(value, "variables", None) or [value]:
+            if hasattr(variable, "_value"):
+                self._read(
+                    f"{name}, variable {variable.path}", functools.partial(getattr, variable, "_value"), id(variable)
+                )
+
+    def _look_at_attributes(self) -> bool:
+        """Read the attributes of objects that bear names in the code so far; whether there were more of them."""
+        found = False
+        for name, one, done in list(self._objects):
+            for attribute in sorted(self._names - done):
+                done.add(attribute)
+                found = True
+                self._attribute(one, attribute, name)
+        return found
+
+    def _attribute(self, one: object, attribute: str, name: str) -> None:
+        space = getattr(one, "__dict__", {})
+        if isinstance(one, type):
+            space = next((vars(kind) for kind in one.__mro__ if attribute in vars(kind)), {})
+        if isinstance(one, types.ModuleType | type) and not is_users_module(sys.modules.get(_module(one))):
+            return
+        if isinstance(space, Mapping) and attribute in space:
+            self._bound(f"{name}.{attribute}", functools.partial(space.get, attribute, GONE), id(one))
+        else:
+            self._method(one, attribute, name)
+
+    def _method(self, one: object, attribute: str, name: str) -> None:
+        if attribute in self._handed:
+            return
+        kind = one if isinstance(one, type) else type(one)
+        found = inspect.getattr_static(kind, attribute, None)
+        if isinstance(found, types.MemberDescriptorType) and not isinstance(one, type):  # of __slots__
+            self._bound(f"{name}.{attribute}", functools.partial(getattr, one, attribute, GONE), id(one))
+        for function in (found, getattr(found, "fget", None), getattr(found, "__func__", None)):
+            self._function(function, f"{name}.{attribute}")
+
+
+def _name_of_self(method: types.MethodType) -> str:
+    names = method.__func__.__code__.co_varnames if isinstance(method.__func__, types.FunctionType) else ()
+    return names[0] if names else "self"
+
+
+def _is_tensor(value: object) -> bool:
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "_version")
+
+
+def _is_of_keras(value: object) -> bool:
+    keras: Any = sys.modules.get("keras")
+    if keras is None or isinstance(value, type):
+        return False
+    kinds = (keras.Layer, keras.optimizers.Optimizer, keras.Variable, keras.metrics.Metric)
+    return isinstance(value, kinds)
+
+
+def _module(one: object) -> str:
+    return str(one.__name__ if isinstance(one, types.ModuleType) else one.__module__)
+
+
+def _is_opaque(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _OPAQUE

@@ -1,0 +1,372 @@
+"""Programs as JAX traces them: looking through their equations, evaluating these one by one, and cutting them.
+
+All that looks into traced programs goes through this file. A cut is the same operation whatever it is for: what
+leaves early, what is computed again, or what runs elsewhere only decides which equations make a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from strategies.jax.programs.segments import Part, ProgramSegment
+from strategies.typing import Leaf, Tree
+
+Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
+Equation: Any = core.JaxprEqn
+Atom = Any
+"""A variable or a literal: an operand of an equation, or a result of a program."""
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call"})
+_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+# ---- looking through equations
+
+
+def variables(atoms: Iterable[Atom]) -> Iterator[Variable]:
+    """Return the atoms that are no literals."""
+    return (atom for atom in atoms if not isinstance(atom, core.Literal))
+
+
+def bodies(equation: Equation) -> Iterator[core.Jaxpr]:
+    """Yield the programs in an equation: of a loop, a branch or a call, or what combines two elements."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, core.Jaxpr):
+                yield one
+
+
+def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
+    """Yield the equations of a program in their order, each before those of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in bodies(equation):
+            yield from every_equation(body)
+
+
+def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJaxpr | None:
+    """Return the program that an equation evaluates once, with its own operands; None if it is no such call.
+
+    Args:
+        equation: of a traced program.
+        is_derived: whether the program is not differentiated any more. Otherwise a function with a derivative of its
+            own, or that `jax.checkpoint` has computed again, is more than a call.
+    """
+    is_call = equation.primitive.name in _CALLS
+    if is_derived:
+        is_call |= equation.primitive.name in _CALLS_WITH_RULES or is_checkpoint(equation)
+    if not is_call:
+        return None
+    body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+
+
+def is_checkpoint(equation: Equation) -> bool:
+    """Return whether an equation is a function under `jax.checkpoint`."""
+    return "prevent_cse" in equation.params
+
+
+def producers_of(equations: Sequence[Equation]) -> dict[Variable, int]:
+    """Return the number of the equation that makes each variable."""
+    return {variable: number for number, equation in enumerate(equations) for variable in equation.outvars}
+
+
+def ancestors(
+    atoms: Iterable[Atom],
+    equations: Sequence[Equation],
+    producers: Mapping[Variable, int],
+    known: Collection[int] = frozenset(),
+) -> set[int]:
+    """Return the numbers of the equations behind some values; what is known, and all behind it, is left out."""
+    found: set[int] = set()
+    stack = list(variables(atoms))
+    while stack:
+        number = producers.get(stack.pop())
+        if number is not None and number not in found and number not in known:
+            found.add(number)
+            stack += variables(equations[number].invars)
+    return found
+
+
+# ---- evaluating
+
+
+def needed(jaxpr: core.Jaxpr) -> list[Equation]:
+    """Return the equations on which results depend, in their order."""
+    found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
+    return [jaxpr.eqns[number] for number in sorted(found)]
+
+
+def is_read(jaxpr: core.Jaxpr, argument: Variable) -> bool:
+    """Return whether an argument is read by an equation, or is a result."""
+    atoms = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    return any(atom is argument for atom in atoms)
+
+
+def evaluate(
+    closed: core.ClosedJaxpr,
+    arguments: Sequence[Leaf],
+    results_of: Callable[[Equation, list[Any]], Sequence[Any]],
+) -> list[Leaf]:
+    """Return the results of a program whose equations are evaluated by a function.
+
+    Args:
+        closed: the program.
+        arguments: of it, flat.
+        results_of: `(equation, values of its operands) -> values of its results`; see `bind`.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+
+    def read(atom: Atom) -> Leaf:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results = results_of(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
+    """Evaluate an equation as JAX does in a program, in its context.
+
+    Args:
+        like: any program of the same trace.
+        equation: which may have been changed.
+        given: the values of its operands.
+    """
+    takes = [Variable(atom.aval) for atom in equation.invars]  # an operand may come twice
+    gives = [Variable(variable.aval) for variable in equation.outvars]
+    one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
+    results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
+    return results
+
+
+def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:
+    """Return the equation with other programs in it, which take and return the same shapes."""
+
+    def changed(value: Tree) -> Leaf:
+        if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
+            return tuple(map(changed, value))
+        return change(value) if isinstance(value, core.ClosedJaxpr) else value
+
+    return equation.replace(params={name: changed(value) for name, value in equation.params.items()})
+
+
+def _program(
+    like: core.Jaxpr,
+    takes: Sequence[Variable],
+    equations: Sequence[Equation],
+    gives: Sequence[Atom],
+    constants: Sequence[Variable] = (),
+) -> core.Jaxpr:
+    program: core.Jaxpr = like.replace(
+        constvars=list(constants),
+        invars=list(takes),
+        outvars=list(gives),
+        eqns=list(equations),
+        effects=frozenset(effect for equation in equations for effect in equation.effects),
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+    return program
+
+
+# ---- cutting
+
+
+@dataclass
+class Graph:
+    """The equations of a function with plain calls dissolved, and where each variable comes from.
+
+    Attributes:
+        closed: the function as it was traced.
+        arguments: its arguments here.
+        constants: the values that it closes over.
+        results: what it returns.
+        equations: in an order in which they can be evaluated.
+        producers: the numbers of the equations that make variables.
+    """
+
+    closed: core.ClosedJaxpr
+    arguments: list[Variable] = field(default_factory=list)
+    constants: dict[Variable, Any] = field(default_factory=dict)
+    results: list[Atom] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
+    producers: dict[Variable, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, closed: core.ClosedJaxpr) -> Graph:
+        """Return the graph of a traced function, which may be differentiated later."""
+        jaxpr = closed.jaxpr
+        graph = cls(closed, [Variable(var.aval) for var in jaxpr.invars])
+        names: dict[Any, Any] = dict(zip(jaxpr.invars, graph.arguments, strict=True))
+        names |= graph._constants(jaxpr.constvars, closed.consts)
+        graph.results = graph._inline(jaxpr, names)
+        return graph
+
+    def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Atom, Leaf]:
+        names = {}
+        for variable, value in zip(constvars, values, strict=True):
+            names[variable] = Variable(variable.aval)
+            self.constants[names[variable]] = value
+        return names
+
+    def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any], outer: Any = None) -> list[Atom]:
+        """Take over the equations of a jaxpr under new names, in these scopes; the names of its results."""
+        for equation in jaxpr.eqns:
+            values = [_renamed(atom, names) for atom in equation.invars]
+            body = body_of_call(equation)
+            own = equation.source_info.name_stack
+            scopes = own if outer is None else outer + own
+            if body is not None:
+                inside = dict(zip(body.jaxpr.invars, values, strict=True))
+                inside |= self._constants(body.jaxpr.constvars, body.consts)
+                names.update(zip(equation.outvars, self._inline(body.jaxpr, inside, scopes), strict=True))
+            else:
+                fresh = [Variable(var.aval) for var in equation.outvars]
+                names.update(zip(equation.outvars, fresh, strict=True))
+                where = equation.source_info.replace(name_stack=scopes)
+                self.add(equation.replace(invars=values, outvars=fresh, source_info=where))
+        return [_renamed(atom, names) for atom in jaxpr.outvars]
+
+    def add(self, equation: Equation) -> None:
+        """Append an equation."""
+        self.producers.update(dict.fromkeys(equation.outvars, len(self.equations)))
+        self.equations.append(equation)
+
+    def lift_constants(self) -> list[Leaf]:
+        """Make the constants arguments, before the others; their values."""
+        values = list(self.constants.values())
+        self.arguments = [*self.constants, *self.arguments]
+        self.constants = {}
+        return values
+
+    def producer(self, atom: Atom) -> Equation | None:
+        """Return the equation that makes a value; None for arguments, constants and literals."""
+        number = self.place(atom)
+        return None if number < 0 else self.equations[number]
+
+    def place(self, atom: Atom) -> int:
+        """Return the number of the equation that makes a value; -1 for arguments, constants and literals."""
+        return -1 if isinstance(atom, core.Literal) else self.producers.get(atom, -1)
+
+    def readers(self, atom: Atom) -> int:
+        """Return the number of times that a value is an operand."""
+        return sum(atom is read for equation in self.equations for read in equation.invars)
+
+    def ancestors(self, atoms: Iterable[Atom], known: Collection[int] = frozenset()) -> set[int]:
+        """See `ancestors`."""
+        return ancestors(atoms, self.equations, self.producers, known)
+
+
+def nbytes(atom: Atom) -> int:
+    """Return the size of a value."""
+    return int(math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 4))
+
+
+def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
+    return atom if isinstance(atom, core.Literal) else names[atom]
+
+
+@dataclass(frozen=True)
+class EquationGroup:
+    """The equations of a graph that make a segment.
+
+    Attributes:
+        equations: their numbers.
+        parts: the results that are finished with it.
+    """
+
+    equations: Collection[int]
+    parts: Mapping[Part, Atom] = field(default_factory=dict)
+
+
+def cut(
+    graph: Graph, groups: Sequence[EquationGroup], is_repeated: Callable[[Equation], bool] = lambda equation: False
+) -> list[ProgramSegment]:
+    """Cut a function into segments, which run in the order of the groups.
+
+    What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
+    programs begin and end. The same function is always cut into the same segments.
+
+    Args:
+        graph: of the function.
+        groups: one for each segment; an equation is in one of them at most.
+        is_repeated: whether an equation is evaluated again in each segment that reads its results, which are no
+            intermediates then; it need not be in a group.
+
+    Raises:
+        ValueError: if a segment reads what none before it makes.
+    """
+    home = {number: place for place, group in enumerate(groups) for number in group.equations}
+    looks = [_look_back(graph, home, place, group, is_repeated) for place, group in enumerate(groups)]
+    every = {atom for _, needed in looks for atom in needed}
+    made = sorted({graph.producers[atom] for atom in every})
+    ordered = [atom for number in made for atom in graph.equations[number].outvars if atom in every]
+    order = {atom: number for number, atom in enumerate(ordered)}
+    segments = []
+    for place, (group, (repeated, needed)) in enumerate(zip(groups, looks, strict=True)):
+        takes = [atom for atom in order if atom in needed]
+        gives = [atom for atom in order if home[graph.producers[atom]] == place]
+        segments.append(_segment(graph, group, repeated, (takes, gives), order))
+    return segments
+
+
+def _look_back(
+    graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
+) -> tuple[set[int], set[Variable]]:
+    """Return what a segment needs of earlier segments: equations to repeat, and intermediates."""
+    repeated: set[int] = set()
+    needed: set[Variable] = set()
+    stack = [atom for number in group.equations for atom in graph.equations[number].invars]
+    stack += group.parts.values()
+    while stack:
+        atom = stack.pop()
+        number = graph.place(atom)
+        if number < 0 or home.get(number) == place or atom in needed or number in repeated:
+            continue
+        if is_repeated(graph.equations[number]):
+            repeated.add(number)
+            stack += graph.equations[number].invars
+            continue
+        if home.get(number, math.inf) > place:
+            raise ValueError(
+                f"segment {place} reads what {graph.equations[number].primitive} makes, which is in "
+                f"{f'segment {home[number]}' if number in home else 'none'}; it must be in this one or one before it"
+            )
+        needed.add(atom)
+    return repeated, needed
+
+
+def _segment(
+    graph: Graph,
+    group: EquationGroup,
+    repeated: Collection[int],
+    handed_on: tuple[Sequence[Variable], Sequence[Variable]],
+    order: Mapping[Variable, int],
+) -> ProgramSegment:
+    takes, gives = handed_on
+    equations = [graph.equations[number] for number in sorted({*group.equations, *repeated})]
+    results = list(group.parts.values())
+    read = set(variables(atom for equation in equations for atom in equation.invars)) | set(variables(results))
+    inputs = [number for number, argument in enumerate(graph.arguments) if argument in read]
+    constants = [constant for constant in graph.constants if constant in read]
+    reads = [*(graph.arguments[number] for number in inputs), *takes]
+    jaxpr = _program(graph.closed.jaxpr, reads, equations, [*results, *gives], constants)
+    return ProgramSegment(
+        partial(jax.core.eval_jaxpr, jaxpr, [graph.constants[constant] for constant in constants]),
+        tuple(inputs),
+        tuple(order[atom] for atom in takes),
+        tuple(order[atom] for atom in gives),
+        tuple(group.parts),
+    )

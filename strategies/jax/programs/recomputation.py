@@ -1,0 +1,254 @@
+"""Recomputation: less memory for more time, by computing again in the backward pass what lies between marks.
+
+Semantics: the original's `recomputation_checkpoint` and recomputation modes, over `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from strategies.jax.programs.feed_program import current_program
+from strategies.jax.programs.jaxpr import Equation, EquationGroup, Graph, cut
+from strategies.jax.programs.segments import Part, carry_out
+from strategies.jax.programs.xla_pitfalls import behind, is_true
+from strategies.typing import Function, Leaf, Tree
+
+Marked = TypeVar("Marked")
+Policy = Callable[..., Any]
+
+MARK = "recomputation_checkpoint"
+_NONE, _BLOCKS = "none", "blocks"
+
+
+def recomputation_checkpoint(tree: Marked) -> Marked:
+    """Mark values of a loss function that are kept for the backward pass; does nothing without recomputation.
+
+    A mark cuts the function in two: what comes before it is one block, what comes behind it another.
+
+    Args:
+        tree: a pytree of arrays; it is returned.
+    """
+    marked: Marked = jax.tree.map(lambda leaf: checkpoint_name(leaf, MARK), tree)
+    return marked
+
+
+def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
+    """Return a loss function with the same values and gradients that keeps less for its backward pass.
+
+    Between blocks it keeps what one of them hands to others. Within a block it keeps nothing, or what the policy says,
+    and computes the block again when its gradient is needed. Collectives over the replicas are never repeated.
+
+    Args:
+        loss_fn: any traceable function of pytrees of arrays; may be differentiated once, backward.
+        recompute: "none" for `loss_fn` itself; "blocks" to compute again what comes before the last mark; or a policy
+            of `jax.checkpoint_policies`, applied to every block.
+
+    Raises:
+        ValueError: for anything else; and, when it is traced with "blocks", if there is no mark.
+    """
+    if recompute == _NONE:
+        return loss_fn
+    if recompute != _BLOCKS and not callable(recompute):
+        raise ValueError(
+            f"recompute is {recompute!r}; it is 'none', 'blocks', or a policy of jax.checkpoint_policies, such as "
+            "jax.checkpoint_policies.dots_saveable"
+        )
+
+    @functools.wraps(loss_fn)
+    def recomputed(*arguments: Tree) -> Tree:
+        program = current_program()
+
+        def traced(token: jax.Array, *arguments: Tree) -> tuple[jax.Array, Tree]:
+            with program.inside(token):
+                result = loss_fn(*arguments)
+                return program.token, result
+
+        closed, (_, shapes) = jax.make_jaxpr(traced, return_shape=True)(program.token, *arguments)
+        graph = Graph.of(closed)
+        blocks = list(_blocks(graph, None if recompute == _BLOCKS else recompute))
+        token, *results = _evaluate(graph, blocks, [program.token, *jax.tree.leaves(arguments)])
+        program.advance(token)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return recomputed
+
+
+# ---- blocks
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Equations one behind the other.
+
+    Attributes:
+        equations: their numbers in the graph, at least one.
+        is_repeated: whether they are evaluated again in the backward pass.
+        policy: what is kept of them all the same.
+    """
+
+    equations: range
+    is_repeated: bool
+    policy: Policy | None = None
+
+
+def _blocks(graph: Graph, policy: Policy | str | None) -> Iterator[_Block]:
+    """Cut behind each mark, and on both sides of what has effects or needs the other replicas."""
+    marks = [number for number, equation in enumerate(graph.equations) if _is_mark(equation)]
+    if policy is None and not marks:
+        raise ValueError(
+            "recompute is 'blocks', and the loss function has no recomputation_checkpoint; mark the values between its "
+            "blocks, outside of scans and loops, or use a policy of jax.checkpoint_policies"
+        )
+    chosen = policy if callable(policy) else None
+    first = 0
+    for number, equation in enumerate(graph.equations):
+        before = range(first, number)
+        if equation.effects:
+            if before:
+                yield _Block(before, policy is not None or number <= marks[-1], chosen)
+            yield _Block(range(number, number + 1), False)
+            first = number + 1
+        elif _is_mark(equation):
+            yield _Block(range(first, number + 1), len(before) > 0, chosen)
+            first = number + 1
+    if first < len(graph.equations):
+        yield _Block(range(first, len(graph.equations)), policy is not None, chosen)
+
+
+def _is_mark(equation: Equation) -> bool:
+    return bool(equation.primitive.name == "name" and equation.params["name"] == MARK)
+
+
+def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf]) -> list[Leaf]:
+    constants = graph.lift_constants()  # which may be differentiated
+    results = {Part(number): atom for number, atom in enumerate(graph.results)}
+    segments = cut(graph, [*(EquationGroup(block.equations) for block in blocks), EquationGroup((), results)])
+
+    def compute(number: int, given: list[Leaf]) -> Sequence[Leaf]:
+        segment = segments[number]
+        if segment.parts:
+            return segment.function(*given)
+        block = blocks[number]
+        if block.is_repeated:
+            is_argument = [place >= len(constants) for place in segment.inputs]
+            return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
+        if graph.equations[block.equations[0]].primitive.name == "io_callback":  # through which no gradient flows
+            given = [_constant(value) for value in given]
+        return segment.function(*given)
+
+    *_, (_, found) = carry_out(segments, [*constants, *arguments], compute)
+    return list(found)
+
+
+# ---- repetition
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["backward", "is_true"],
+    meta_fields=["is_hidden", "places", "count", "floats"],
+)
+@dataclass(frozen=True)
+class _Residuals:
+    """The values that are kept of a block.
+
+    Attributes:
+        backward: cotangents of floating-point results -> cotangents of some arguments; holds what was kept.
+        is_true: a scalar that is true, though the compiler does not know.
+        is_hidden: which of what was kept is hidden from the compiler.
+        places: which arguments these are.
+        count: of the arguments.
+        floats: which results are of floating-point dtypes.
+    """
+
+    backward: Any
+    is_true: jax.Array
+    is_hidden: tuple[bool, ...]
+    places: tuple[int, ...]
+    count: int
+    floats: tuple[int, ...]
+
+
+def _repeated(
+    function: Callable[..., Sequence[Leaf]], policy: Policy | None, is_variable: Sequence[bool]
+) -> Callable[..., Sequence[Leaf]]:
+    """Return the same function, evaluated again for its gradient, and not before that is needed.
+
+    `jax.checkpoint` alone does not get that far: XLA:CPU drops its barriers, finds that the same is computed twice, and
+    keeps the first; or it computes the second early. So what was kept is hidden behind a choice that depends on the
+    cotangents. (A branch would do too; but XLA:CPU rewrites convolutions outside of branches only, for other bits.)
+
+    Args:
+        function: a block.
+        policy: what is kept of it.
+        is_variable: which arguments need not be hidden if they are differentiated: what is computed again needs more
+            than them, and hiding them would copy them.
+    """
+
+    @jax.custom_vjp
+    def repeated(*arguments: Leaf) -> Sequence[Leaf]:
+        return function(*arguments)
+
+    def forward(*primals: Leaf) -> tuple[Sequence[Leaf], _Residuals]:
+        arguments = [primal.value for primal in primals]
+        places = tuple(place for place, primal in enumerate(primals) if primal.perturbed)
+        is_float: list[bool] = []
+
+        def of_those(*some: Leaf) -> tuple[list[Leaf], list[Leaf]]:
+            every = list(arguments)
+            for place, value in zip(places, some, strict=True):
+                every[place] = value
+            results = function(*every)
+            is_float[:] = [jnp.issubdtype(result.dtype, jnp.floating) for result in results]
+            floats = [result for result, floating in zip(results, is_float, strict=True) if floating]
+            return floats, list(results)
+
+        checkpointed = jax.checkpoint(of_those, policy=policy)
+        floats, backward, results = jax.vjp(checkpointed, *(arguments[place] for place in places), has_aux=True)
+        numbers = tuple(number for number, floating in enumerate(is_float) if floating)
+        shown = [arguments[place] for place in places if is_variable[place]]
+        hidden = tuple(all(leaf is not one for one in shown) for leaf in jax.tree.leaves(backward))
+        return results, _Residuals(backward, is_true(floats), hidden, places, len(primals), numbers)
+
+    def backward(kept: _Residuals, cotangents: Sequence[Leaf]) -> tuple[Leaf, ...]:
+        dense = [_dense(cotangents[number]) for number in kept.floats]
+        is_there = kept.is_true & is_true(dense)
+        leaves, structure = jax.tree.flatten(kept.backward)
+        leaves = [behind(is_there, leaf) if hide else leaf for leaf, hide in zip(leaves, kept.is_hidden, strict=True)]
+        found = jax.tree.unflatten(structure, leaves)(dense)
+        of_arguments = dict(zip(kept.places, found, strict=True))
+        return tuple(of_arguments.get(place) for place in range(kept.count))
+
+    repeated.defvjp(forward, backward, symbolic_zeros=True)
+
+    def called(*arguments: Leaf) -> list[Leaf]:
+        results = repeated(*arguments)
+        return [result if jnp.issubdtype(result.dtype, jnp.inexact) else _constant(result) for result in results]
+
+    return called
+
+
+@jax.custom_jvp
+def _constant(value: jax.Array) -> jax.Array:
+    """Return a value that JAX does not differentiate, as it does results of a custom gradient, integers too."""
+    return value
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _constant_jvp(primals: tuple[jax.Array], tangents: Leaf) -> tuple[jax.Array, Leaf]:
+    (value,) = primals
+    return value, SymbolicZero(jax.typeof(value).to_tangent_aval())
+
+
+def _dense(cotangent: Leaf) -> jax.Array:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    array: jax.Array = jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    return array

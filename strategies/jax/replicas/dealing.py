@@ -1,0 +1,145 @@
+"""The distribution of values over replicas: batches are dealt out, and all replicas share anything else.
+
+A batch of a distributed data set is made of arrays like any other, which programs take apart and put into trees of
+their own. So that is known of each array, for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from strategies.data.replication import Replication
+from strategies.jax.replicas.devices import ReplicaDevices
+from strategies.per_replica import PerReplica, Shared, dealt
+from strategies.train_state import is_trained
+from strategies.typing import Batch, Leaf, Tree
+
+Fact = TypeVar("Fact")
+
+
+class _Known(Generic[Fact]):
+    """Something that is known of arrays, which it does not keep."""
+
+    def __init__(self) -> None:
+        self._of_identity: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+
+    def note(self, tree: Tree, fact: Fact) -> None:
+        """Take note of it for the arrays of a tree."""
+        for array in jax.tree.leaves(tree):
+            # Called while the array is still there, so before another one can have its identity.
+            forget = functools.partial(self._forget, id(array))
+            self._of_identity[id(array)] = weakref.ref(array, forget), fact
+
+    def _forget(self, identity: int, _: weakref.ref[Any]) -> None:
+        self._of_identity.pop(identity, None)
+
+    def of(self, leaf: Leaf) -> Fact | None:
+        """Return the known fact about a leaf of a tree; None if there is none."""
+        found = self._of_identity.get(id(leaf))
+        return found[1] if found is not None and found[0]() is leaf else None
+
+
+_replications = _Known[Replication]()
+_mirrored = _Known[bool]()
+
+
+def replication_of(leaf: Leaf) -> Replication | None:
+    """Return the replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
+    return _replications.of(leaf)
+
+
+def mirrored(tree: Tree) -> Tree:
+    """Return the same tree, and note that all replicas share its arrays."""
+    _mirrored.note(tree, True)
+    return tree
+
+
+class Dealing:
+    """Deals values out to the local replicas.
+
+    Args:
+        devices: of the local replicas.
+        total_replicas: the replicas of all instances.
+        batch_sizes: how many elements a replica takes in a step of the data sets that were distributed to them; it may
+            grow.
+    """
+
+    def __init__(self, devices: ReplicaDevices, total_replicas: int, batch_sizes: Collection[int]) -> None:
+        self._devices = devices
+        self._replication = Replication(devices.replicas, total_replicas)
+        self._batch_sizes = batch_sizes
+
+    def batch(self, tree: Tree) -> Tree:
+        """Return a host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
+        return self.noted(self._devices.place(tree))
+
+    def noted(self, batch: Tree) -> Tree:
+        """Return the same batch, and note among which replicas it is dealt out."""
+        _replications.note(batch, self._replication)
+        return batch
+
+    def split(self, tree: Tree) -> PerReplica:
+        """Return a tree, with all local replicas along the first axis of its leaves, cut into one for each of them.
+
+        Raises:
+            ValueError: if it cannot be divided among them, or is a batch for others.
+        """
+        self.refuse_others(tree)
+        jax.tree.map(self._devices.replica_shape, tree)
+        return PerReplica(tuple(self._devices.parts(tree)), self._replication.local)
+
+    def deal(self, value: Tree) -> Tree:
+        """Return the value; where a part of it is the replicas' own, one `PerReplica` of whole trees.
+
+        Args:
+            value: a pytree, whose leaves may be `PerReplica`, arrays of a batch, and `Shared`.
+
+        Raises:
+            ValueError: a `PerReplica` or a batch is for other replicas.
+        """
+        return dealt(jax.tree.map(self._of_replicas, value), self._replication.local)
+
+    def deal_argument(self, value: Tree) -> Tree:
+        """Deal a value as `deal` does; refuse arrays that may have been computed of a batch.
+
+        Raises:
+            ValueError: see `deal`; and if nobody can tell whether an array is to be dealt out.
+        """
+        for leaf in jax.tree.leaves(value):
+            self._refuse_what_may_be_a_batch(leaf)
+        return self.deal(value)
+
+    def refuse_others(self, batch: Batch) -> None:
+        """Refuse a batch that is dealt out among other replicas than these.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for leaf in jax.tree.leaves(batch):
+            replication = replication_of(leaf)
+            if replication is not None and replication != self._replication:
+                raise ValueError(
+                    f"the batch is dealt out among {replication}, and it is used on {self._replication}; use the "
+                    "batches of the strategy that runs the program, and none from before an instance was lost"
+                )
+
+    def _of_replicas(self, leaf: Leaf) -> Tree:
+        if isinstance(leaf, Shared):
+            return leaf.value
+        return leaf if replication_of(leaf) is None else self.split(leaf)
+
+    def _refuse_what_may_be_a_batch(self, leaf: Leaf) -> None:
+        rows, local = next(iter(getattr(leaf, "shape", ())), 0), len(self._replication.local)
+        if local == 1 or not rows or rows not in [local * size for size in self._batch_sizes]:
+            return
+        if replication_of(leaf) is None and not _mirrored.of(leaf) and not is_trained(leaf):
+            raise ValueError(
+                f"an array of shape {list(leaf.shape)} is as long as a batch for the {local} replicas of this "
+                "instance, but is none that a data set gave; write strategy.dealt(array) to give each replica its "
+                "rows, or strategy.shared(array) to give all of it to every replica"
+            )

@@ -1,0 +1,359 @@
+"""The context of a replica inside a compiled function: its index, and collectives over all replicas."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import Communicator
+from collectives.reduction import normalise_op
+from popdist.instance import replica_blocks
+from strategies.data.replication import Replication
+from strategies.errors import DeviceError, EndOfDataError, FeedError
+from strategies.jax.programs.feed_program import FeedProgram, tracing
+from strategies.jax.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
+from strategies.jax.replicas.devices import ReplicaDevices
+from strategies.jax.replicas.reduction_ops import check_dtype
+from strategies.jax.replicas.replica_groups import ReplicaGroups
+from strategies.typing import Leaf, Tree
+
+
+class ProgramEndListener(Protocol):
+    """The interface of objects, such as outfeeds, that are told when a program that used them has ended."""
+
+    def end_program(self) -> None:
+        """Learn that all local replicas have ended the program.
+
+        Raises:
+            FeedError: if they have not used it alike.
+        """
+
+
+_current: ContextVar[ReplicaContext | None] = ContextVar("replica_context", default=None)
+
+
+class ReplicaContext:
+    """One replica, while its program is traced.
+
+    Attributes:
+        replica_id_in_sync_group: this replica's global index, a traced int32 scalar.
+        num_replicas_in_sync: the replicas of all instances.
+        feeds: what infeeds and outfeeds know of its program.
+        reducer: carries out collectives.
+    """
+
+    def __init__(
+        self,
+        reducer: CrossReplicaReducer,
+        replica_index: jax.Array,
+        name_program: Callable[[], str],
+        is_watched: bool = False,
+    ) -> None:
+        self.replica_id_in_sync_group = replica_index
+        self.num_replicas_in_sync = reducer.total_replicas
+        self.reducer = reducer
+        self._program = functools.cache(name_program)
+        self._calls = 0
+        self.feeds = FeedProgram(
+            replica=replica_index,
+            replication=reducer.replication,
+            report=reducer.fail if is_watched else reducer.fail_and_raise,
+            token=jnp.zeros_like(replica_index),
+            meets=reducer.meets,
+        )
+
+    def all_reduce(self, op: str, value: Tree) -> Tree:
+        """Reduce a pytree over all replicas of all instances; every replica gets the result.
+
+        Sums are taken in the order of the tree over replicas; 16-bit floats are added in float32; a mean of integers
+        is truncated. Its gradient is the same reduction of the gradients, as in
+        `tf.distribute.ReplicaContext.all_reduce`, and may be differentiated again.
+
+        Args:
+            op: "sum", "mean", "min" or "max" (the last two have no gradient).
+            value: arrays of this replica, with the same shapes and dtypes on all replicas.
+
+        Raises:
+            ValueError: for another op.
+        """
+        op = normalise_op(op)
+
+        def reduce(name: str, index: jax.Array, leaf: jax.Array) -> jax.Array:
+            return self.reducer.reduce(op, index, leaf, name)
+
+        def all_reduce(leaf: Leaf) -> jax.Array:
+            named: OfReplica = functools.partial(reduce, self.next_name())
+            if op not in ("sum", "mean"):
+                named = without_gradient(named, f"all_reduce({op!r}) has no gradient; use 'sum' or 'mean'")
+            return named(self.replica_id_in_sync_group, jnp.asarray(leaf))
+
+        return jax.tree.map(all_reduce, value)
+
+    def next_name(self) -> str:
+        """Return a name for the next collective of this program, the same on every replica."""
+        name = f"{self._program()}/{self._calls}"
+        self._calls += 1
+        return name
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether its program has asked so far for nothing that belongs to these replicas: no collective, no feed."""
+        return not self._calls and not self.has_feeds
+
+    @property
+    def has_feeds(self) -> bool:
+        """Whether its program has asked so far for a feed."""
+        return bool(self.feeds.infeeds or self.feeds.outfeeds)
+
+
+def get_replica_context() -> ReplicaContext:
+    """Return the context of the replica whose program is being traced.
+
+    Raises:
+        RuntimeError: outside of `strategy.run` and of a loss function.
+    """
+    context = _current.get()
+    if context is None:
+        raise RuntimeError("there is no replica here; call get_replica_context inside strategy.run or a loss function")
+    return context
+
+
+def refuse_in_replica(call: str) -> None:
+    """Stop a call that is for all replicas at once, where a replica's program is being traced.
+
+    Raises:
+        RuntimeError: naming the call.
+    """
+    if _current.get() is not None:
+        raise RuntimeError(
+            f"{call} was called by a replica, inside strategy.run or a loss function; call it outside, or use "
+            "strategies.get_replica_context() there"
+        )
+
+
+@contextmanager
+def replica_context(context: ReplicaContext) -> Iterator[None]:
+    """Make `context` the one that `get_replica_context` returns."""
+    token = _current.set(context)
+    try:
+        with tracing(context.feeds):
+            yield
+    finally:
+        _current.reset(token)
+
+
+@dataclass
+class _CollectiveCall:
+    """The local replicas in one cross-replica call.
+
+    Attributes:
+        contributions: by the global indices of the replicas.
+        results: likewise.
+    """
+
+    contributions: dict[int, np.ndarray] = field(default_factory=dict)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    results: Mapping[int, np.ndarray] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+class CrossReplicaReducer:
+    """Carries out the collectives of compiled programs.
+
+    The local replicas meet in callbacks. The last one to come combines their values, or takes them into a named
+    collective of the instances, for which these may come in different orders.
+
+    Args:
+        communicator: connects the instances.
+        devices: where the local replicas run.
+        total_replicas: the replicas of all instances.
+        is_identity: have `reduce` leave values as they are (the original's
+            `add_ipu_cross_replica_reductions=False`).
+
+    Attributes:
+        last_error: the first error since the running program began.
+    """
+
+    def __init__(
+        self, communicator: Communicator, devices: ReplicaDevices, total_replicas: int, is_identity: bool = False
+    ) -> None:
+        self.total_replicas = total_replicas
+        self.last_error: BaseException | None = None
+        self._communicator = communicator
+        self._devices = devices
+        self._is_identity = is_identity
+        self._blocks = replica_blocks(communicator.size, total_replicas)
+        self._lock = threading.Lock()
+        self._calls: dict[str, _CollectiveCall] = {}
+        self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
+
+    def begin(self) -> None:
+        """Prepare for a program; drop what is left of one that has failed half-way."""
+        self.end()
+        self.last_error = None
+
+    def meets(self, outfeed: ProgramEndListener) -> None:
+        """Note that a replica of the running program enqueues an outfeed; from any thread."""
+        if outfeed not in self._outfeeds:
+            with self._lock:
+                self._outfeeds.add(outfeed)
+
+    def end(self) -> None:
+        """End the program; drop what not all local replicas have enqueued, and note that as an error."""
+        if not self._outfeeds:
+            return
+        with self._lock:
+            outfeeds, self._outfeeds = list(self._outfeeds), WeakSet()
+        for outfeed in outfeeds:
+            try:
+                outfeed.end_program()
+            except FeedError as error:
+                self.last_error = self.last_error or error
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the program when the block does; raise the error of a collective or feed where JAX raises one of it."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.last_error not in (None, error):
+                raise self.last_error from error
+            raise
+        finally:
+            self.end()
+
+    @property
+    def replication(self) -> Replication:
+        """The replicas that run the programs."""
+        return Replication(self._devices.replicas, self.total_replicas)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that a replica of the running program has failed; from any thread.
+
+        The data end at the same place on all instances, and all of them finish their programs. After any other error
+        replicas may be at different places: those that wait for others, and those that come to wait, end with it. The
+        first such error stays.
+        """
+        with self._lock:
+            if not self._has_failed:
+                self.last_error = error
+            if isinstance(error, EndOfDataError):
+                return
+            for call in self._calls.values():
+                call.error = error
+                call.is_over.set()
+            self._calls.clear()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.last_error is not None and not isinstance(self.last_error, EndOfDataError)
+
+    def fail_and_raise(self, error: BaseException) -> None:
+        """Note the error as `fail` does, and end the replica whose callback this is."""
+        self.fail(error)
+        raise error
+
+    def reduce(self, op: str, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
+        """Reduce one array over all replicas, unless reductions are left out; see `collect`."""
+        return value if self._is_identity else self.collect(Reduce(op), ReplicaGroups(), index, value, name)
+
+    def collect(
+        self, kind: CollectiveKind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str
+    ) -> jax.Array:
+        """Return a replica's result of a collective within its group; called while its program is traced.
+
+        A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
+        where they are.
+
+        Args:
+            kind: of the collective.
+            groups: of replicas.
+            index: the replica's global index, an int32 scalar.
+            value: of this replica, of the same shape and dtype on all of them.
+            name: of the collective; see `ReplicaContext.next_name`.
+
+        Raises:
+            UnsupportedBufferError: for a dtype that instances do not exchange, on one instance as on several.
+            ValueError: if the replicas cannot be divided into these groups.
+            DeviceError: if the local replicas do not all run at once.
+        """
+        check_dtype(value.dtype, reduces=kind.reduces)
+        collective = Collective(name, kind, groups, self.total_replicas, self._carry_out)
+        if len(collective.members[0]) == 1:
+            return value.reshape(collective.shape(value.shape))
+        self._require_lockstep()
+        self._communicator.expect_callbacks()
+        return collective(index, value)
+
+    def _require_lockstep(self) -> None:
+        if not self._devices.is_lockstep:
+            raise DeviceError(
+                f"{len(self._devices.replicas)} replicas have to wait for each other on {self._devices.width} devices; "
+                "give each of them one, with fewer replicas or more instances"
+            )
+
+    def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
+        """Return a replica's result, once all other replicas of this instance have contributed."""
+        with self._lock:
+            if self.last_error is not None and self._has_failed:
+                raise self.last_error
+            call = self._calls.setdefault(collective.name, _CollectiveCall())
+            call.contributions[replica] = np.asarray(value, order="C")
+            is_last = len(call.contributions) == len(self._devices.replicas)
+            if is_last:
+                del self._calls[collective.name]
+        if is_last:
+            try:
+                call.results = self._results(collective, call.contributions)
+            except BaseException as error:
+                call.error = error
+                self.fail(error)
+            finally:
+                call.is_over.set()
+        call.is_over.wait()
+        if call.error is not None:
+            raise call.error
+        return call.results[replica]
+
+    def _results(self, collective: Collective, contributions: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray]:
+        """Return the result of each local replica."""
+        kind, members = collective.kind, collective.members
+        if isinstance(kind, Reduce) and len(members) == 1 and self._communicator.size > 1:
+            ordered = [contributions[replica] for replica in self._devices.replicas]
+            out = np.empty_like(ordered[0])
+            handle = self._communicator.start_ordered_all_reduce(ordered, out, kind.op, name=collective.name)
+            return dict.fromkeys(self._devices.replicas, handle.wait())
+        values = contributions if self._stay_inside(members) else self._gather(contributions, collective.name)
+        here = [group for group in members if not values.keys().isdisjoint(group)]
+        return {
+            replica: result
+            for group in here
+            for replica, result in zip(group, kind.combine([values[one] for one in group]), strict=True)
+        }
+
+    def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
+        """Return whether no group, on any instance, crosses instances."""
+        return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
+
+    def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
+        """Return the values of all replicas; instances with one replica less send a row that nobody reads."""
+        ordered = [contributions[replica] for replica in self._devices.replicas]
+        mine = np.empty((max(map(len, self._blocks)), *ordered[0].shape), ordered[0].dtype)
+        for row, contribution in enumerate(ordered):
+            mine[row] = contribution
+        whole = self._communicator.start_all_gather(mine, name=name).wait()
+        return {
+            replica: whole[rank, row, ...]
+            for rank, block in enumerate(self._blocks)
+            for row, replica in enumerate(block)
+        }

@@ -1,0 +1,321 @@
+"""All replicas of a job: those that this instance drives, and what connects it with the others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import Communicator
+from collectives.buffers import refuse_masked
+from collectives.instruments import Instruments
+from collectives.reduction import normalise_op
+from popdist.instance import Instance
+from popdist.records import FaultInjector, NoProgress, Progress, Waits
+from strategies.argument_checks import Axis, parts_along
+from strategies.core.members import InstanceProgress
+from strategies.core.survival import together, warn_where_none_goes_on
+from strategies.data.datasets import DistributedDataset
+from strategies.defaults import Defaults
+from strategies.errors import StrategyError
+from strategies.jax.programs.program import DeviceProgram, HeldState
+from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.replicas.dealing import Dealing
+from strategies.jax.replicas.devices import claim_devices, is_key
+from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.replica_context import CrossReplicaReducer, ReplicaContext
+from strategies.per_replica import PerReplica
+from strategies.sinks.opening import asked_sinks
+from strategies.sinks.sinks import JobFacts
+from strategies.typing import Batch, Leaf, Tree
+
+Same = TypeVar("Same")
+
+
+@final
+class Replicas:
+    """The replicas of a job, as steps, checkpoints and variables need them; a strategy chooses the membership.
+
+    Args:
+        kind: the name of the strategy, for messages.
+        membership: who takes part, and which replicas this process drives.
+        progress: the line to the supervisor of this instance.
+        add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
+        variables_on_host: whether variables and optimizer state live in host memory.
+
+    Attributes:
+        kind: see above.
+        first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
+        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
+        adds_in_order: whether sums over replicas have the same bits however these are spread.
+        done_so_far: the progress of this instance, for those who go on when one is lost.
+        progress: see above.
+        faults: what the user wants to go wrong in this instance.
+        variables_on_host: see above.
+        grid: where the local replicas run, replicas x the devices that one spans.
+        devices: its first column, where all runs that is not in a pipeline.
+        reducer: carries out what replicas compute together.
+        dealing: deals batches out among the local replicas.
+        programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
+            which tell whether what it took for constant is unchanged.
+        sinks: get the metrics of every step; those that the environment asks for, and others that are added.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        membership: Membership,
+        progress: Progress | None = None,
+        add_cross_replica_reductions: bool = True,
+        variables_on_host: bool = False,
+    ) -> None:
+        self.kind = kind
+        self._membership = membership
+        self.first_index = membership.instance.index
+        self.num_replicas_in_sync = membership.instance.total_replicas
+        self.adds_in_order = membership.adds_in_order
+        self.done_so_far = InstanceProgress()
+        self.variables_on_host = variables_on_host
+        self.progress = progress or NoProgress()
+        attached = self.instruments.attached
+        self.faults = next((each for each in attached if isinstance(each, FaultInjector)), FaultInjector())
+        self._add_cross_replica_reductions = add_cross_replica_reductions
+        self._datasets: WeakSet[DistributedDataset] = WeakSet()
+        self._batch_sizes: set[int] = set()
+        self._has_carried_on = False
+        self._claim()
+        self.sinks = asked_sinks(self.job, os.environ)
+        warn_where_none_goes_on(self)
+
+    def _claim(self) -> None:
+        """Find devices for the local replicas; programs for others are of no use any more."""
+        instance = self.instance
+        self.grid = claim_devices(
+            instance.local_replica_range,
+            instance.total_replicas,
+            instance.local_index,
+            instance.ipus_per_replica,
+            self.instruments,
+            self.defaults.executables,
+        )
+        self.devices = self.grid.first
+        self.reducer = CrossReplicaReducer(
+            self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
+        )
+        self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
+        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
+        self._program_numbers = itertools.count()
+
+    # ---- who is there
+
+    @property
+    def instance(self) -> Instance:
+        """The instance with the replicas that this process drives, as the instances are numbered now."""
+        return self._membership.instance
+
+    @property
+    def defaults(self) -> Defaults:
+        """See `Strategy.defaults`."""
+        return self._membership.defaults
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects the instances that are left."""
+        return self._membership.communicator
+
+    @property
+    def instruments(self) -> Instruments:
+        """The instruments attached to this instance."""
+        return self.communicator.instruments
+
+    @property
+    def num_instances(self) -> int:
+        """n, the processes that drive them."""
+        return self.instance.count
+
+    @property
+    def instance_index(self) -> int:
+        """The index of this instance, 0 to n - 1."""
+        return self.instance.index
+
+    @property
+    def local_replicas(self) -> range:
+        """The global indices of this instance's replicas."""
+        return self.instance.local_replica_range
+
+    @property
+    def is_chief(self) -> bool:
+        """See `Strategy.is_chief`."""
+        return self._membership.is_chief
+
+    def on_chief(self, function: Callable[[], object]) -> None:
+        """See `Strategy.on_chief`."""
+        is_done = False
+
+        def attempt() -> bool:
+            nonlocal is_done
+            if self.is_chief and not is_done:
+                function()
+                is_done = True
+            self.communicator.barrier(name="duty of the chief")
+            return True
+
+        together(self, attempt, lambda done, root: done, lambda: True)
+
+    @property
+    def variables_device(self) -> jax.Device:
+        """The device of variables, optimizer state and updates: the host's CPU, or the first device."""
+        first = self.devices.devices[0]
+        if first.platform != "cpu" and self.variables_on_host:
+            return jax.local_devices(backend="cpu")[0]
+        return first
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether a step sends gradients to the other instances while it computes the rest of them."""
+        return self.variables_on_host and self.num_instances > 1
+
+    @property
+    def job(self) -> JobFacts:
+        """The facts about the job that sinks of metrics need."""
+        at_first = self.num_instances
+        waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
+        return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
+
+    # ---- instances that are lost
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        return self._membership.can_carry_on
+
+    def carry_on(self) -> None:
+        """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
+
+        The number of replicas stays; each instance drives other ones than before, also of data sets.
+
+        Raises:
+            LifeCycleError: the job cannot go on.
+        """
+        self._membership.carry_on()
+        self._has_carried_on = True
+        self._claim()
+        for dataset in self._datasets:
+            dataset.redistribute(self.local_replicas)
+
+    def adopt(self, dataset: DistributedDataset, rows: int) -> None:
+        """Redistribute a data set whenever this instance drives other replicas than before.
+
+        Args:
+            dataset: of all replicas.
+            rows: of each replica in a batch; arrays that have as many rows are taken for parts of batches.
+        """
+        self._datasets.add(dataset)
+        self._batch_sizes.add(rows)
+
+    def replicas_batch(self, batch: Batch) -> Batch:
+        """Return the batch of the same step for the replicas that this instance drives since it has carried on.
+
+        Raises:
+            StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
+        """
+        dataset = self.dataset_of(batch)
+        if dataset is not None:
+            return dataset.read_again()
+        raise StrategyError(
+            "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
+            "strategy.distribute_dataset as they come"
+        )
+
+    def up_to_date(self, batch: Batch) -> Batch:
+        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
+        dataset = self.dataset_of(batch) if self._has_carried_on else None
+        return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
+
+    def dataset_of(self, batch: Batch) -> DistributedDataset | None:
+        """Return the data set whose last batch this is; None if it is no data set's last batch."""
+        return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
+
+    # ---- values
+
+    def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
+        """See `Strategy.per_replica`."""
+        return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
+
+    def broadcast(self, tree: Same, root: int = 0) -> Same:
+        """See `Strategy.broadcast`."""
+        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
+            raise TypeError(
+                "a PerReplica has a value of each local replica, and broadcast sends one of the instance; give it one "
+                "of the values, or reduce them"
+            )
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
+        self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
+        whole: Same = jax.tree.unflatten(structure, received)
+        return whole
+
+    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> jax.Array:
+        array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
+        self.communicator.broadcast(array, root, name=name)
+        placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
+
+    def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
+        """See `Strategy.reduce`."""
+        op = normalise_op(op)
+        leaves, structure = self.local_leaves(value)
+        along = "" if axis is None else f" along {axis}"
+        reduced = []
+        for number, arrays in enumerate(leaves):
+            parts = arrays if axis is None else [part for array in arrays for part in parts_along(axis, array)]
+            reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
+        return jax.tree.unflatten(structure, reduced)
+
+    def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
+        """Return for each leaf of a value the arrays of the local replicas, and the structure.
+
+        Raises:
+            ValueError: the replicas' trees differ, or the value cannot be dealt out.
+        """
+        value = self.dealing.deal_argument(value)
+        values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
+        trees = [jax.tree.flatten(one) for one in values]
+        structure = trees[0][1]
+        structures = sorted({str(tree) for _, tree in trees})
+        if len(structures) > 1:
+            raise ValueError(f"replicas have values of different structures, {', '.join(structures)}; make them alike")
+        of_replicas = zip(*(leaves for leaves, _ in trees), strict=True)
+        return [[_host_array(leaf) for leaf in leaves] for leaves in of_replicas], structure
+
+    # ---- programs
+
+    def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
+        """Return the context of a replica whose program is about to be traced.
+
+        Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
+
+        Args:
+            replica_index: its global index.
+            program: what kind of program.
+            is_watched: whether who runs it looks at `reducer.last_error` when it has ended.
+        """
+        numbers = self._program_numbers
+        return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
+
+
+def _host_array(leaf: Leaf) -> np.ndarray:
+    refuse_masked(leaf)
+    return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
+
+
+def as_jax_would(leaf: Leaf) -> np.ndarray:
+    """Convert a leaf as `jnp.asarray` does, but on the host: that one compiles a program for each shape and dtype."""
+    array: np.ndarray = refuse_cut_integers(_host_array(leaf))
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

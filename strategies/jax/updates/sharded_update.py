@@ -1,0 +1,210 @@
+"""Replicated tensor sharding: every replica keeps its part of the optimizer state, and updates that part."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from strategies.errors import StrategyError
+from strategies.exchange.shards import ShardedArrays
+from strategies.jax.gradients.leaving import flatten
+from strategies.jax.gradients.replica_program import loss_of
+from strategies.jax.programs.dataflow import first_across_elements, operations
+from strategies.jax.programs.jaxpr import is_read
+from strategies.jax.programs.program import jit, shapes_of
+from strategies.jax.replicas.devices import borrow
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import ShardedTree, shards_of, take
+from strategies.jax.updates.optimizers import AS_WRITTEN, AnyOptimizer, Known
+from strategies.jax.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
+from strategies.typing import Gradients, OptimizerState, Tree, Variables
+
+logger = logging.getLogger(__name__)
+
+_PARTS = "parts of variables"
+
+
+class AcrossElementsError(StrategyError):
+    """An optimizer computes elements of different parts from each other; nobody outside of `updates` sees it."""
+
+
+@final
+class ShardedStateUpdate(VariableUpdate):
+    """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
+
+    Args:
+        replicas: see `VariableUpdate`.
+        optimizer: computes every element of the state and the changes from the same elements of the gradients, state
+            and variables; what it needs to know of all of them is in `Known`.
+        settings: see `VariableUpdate`.
+        variables: those that are trained; shapes and dtypes are enough.
+
+    Raises:
+        AcrossElementsError: if the optimizer looks across elements.
+    """
+
+    def __init__(
+        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+    ) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._shards = shards_of(replicas, settings.min_elements)
+        whole = shapes_of(variables)
+        of_whole = self._trace(whole)
+        self._refuse_across_elements(whole, of_whole)
+        needs_norm = is_read(of_whole.jaxpr, of_whole.jaxpr.invars[-1])
+        if replicas.communicator.scatters_reductions and not needs_norm:
+            self.mean_shards = self._shards
+        self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
+        self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
+        self._jitted = jit(self._divided, donate_argnums=(1,))
+        self._divide = self.in_turn(self._jitted)
+        self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
+
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
+        """See `VariableUpdate`."""
+        return self._optimizer.init(self._take(variables, first))
+
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
+        """See `VariableUpdate`; a collective call."""
+        buffers, small, optimizer_state, self._reading = self._divide(
+            variables, self.on_device(optimizer_state), means, control, self._first
+        )
+        leaves, structure = jax.tree.flatten(variables)
+        for number, members in self._parts.members.items():
+            self.wait()  # the last variables may still be made from the same memory
+            gathered = self._parts.gather(number, borrow(buffers[number]), self._replicas.communicator)
+            old, starts = [leaves[leaf] for leaf in members], self._parts.layout.buffers[number].starts
+            with jax.default_device(self._replicas.variables_device):
+                united, self._reading = self._unite(old, gathered, starts)
+            for leaf, new in zip(members, united, strict=True):
+                leaves[leaf] = new
+        for leaf, new in zip(self._parts.uncut, small, strict=True):
+            leaves[leaf] = new
+        placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
+        return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
+
+    def programs(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Traced]:
+        """See `VariableUpdate`: what computes this instance's parts."""
+        given = shapes_of((variables, optimizer_state, means))
+        return {"update of parts": self._jitted.trace(*given, control, self._first)}
+
+    # ---- programs
+
+    def _take(self, tree: Tree, first: jax.Array) -> Tree:
+        """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round otherwise."""
+        return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: take(self._shards, leaf, first), tree))
+
+    def _divided(
+        self,
+        variables: Variables,
+        optimizer_state: OptimizerState,
+        means: Gradients,
+        control: jax.Array,
+        first: jax.Array,
+    ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
+        """Return the parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
+        whole, layout = jax.tree.leaves(variables), self._parts.layout
+        parts = self._take(variables, first)
+        gradients, known = self._known(variables, means, control, first)
+        arithmetic = self._adding(lambda number, _: self._take(self._bits(number, whole[number].shape, control), first))
+        shards, optimizer_state = self._optimizer.apply(gradients, optimizer_state, parts, known, arithmetic)
+        leaves = jax.tree.leaves(shards)
+        cut, small = ([leaves[number] for number in numbers] for numbers in (self._parts.cut, self._parts.uncut))
+        zeros = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
+        return flatten(layout, cut, None, zeros), small, optimizer_state, jnp.zeros(())
+
+    def _known(
+        self, variables: Variables, means: Gradients, control: jax.Array, first: jax.Array
+    ) -> tuple[Gradients, Known]:
+        """Return this instance's parts of the gradients, and what is known of all of them."""
+        _, norm = self._gradients(variables, means, control)
+        if self.mean_shards is not None:
+            norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
+
+        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:  # some are this instance's parts already
+            return take(self._shards, mean, first) if mean.shape == variable.shape else mean
+
+        # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
+        own = jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
+        return self._gradients(variables, own, control)[0], Known(norm, loss_of(control))
+
+    def _united(
+        self, old: Sequence[jax.Array], gathered: jax.Array, starts: tuple[int, ...]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Return the new variables in the memory of the old ones, of their parts in one buffer of each instance."""
+        united = []
+        for whole, start in zip(old, starts, strict=True):
+            stop = start + math.prod(self._shards.shape(whole))
+            united.append(self._shards.join(gathered[:, start:stop], whole))
+        return united, jnp.zeros(())
+
+    # ---- whether it can be
+
+    def _refuse_across_elements(self, whole: Variables, of_whole: core.ClosedJaxpr) -> None:
+        """Raise an AcrossElementsError if the optimizer, whose update has these equations, looks across elements."""
+        if self._optimizer.needs_whole:
+            raise AcrossElementsError("the optimizer asks for whole arrays")
+        parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
+        of_parts, of_others = self._trace(parts), self._trace(self._others(whole))
+        found = first_across_elements(of_parts) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
+        if found is None and not operations(of_whole) == operations(of_parts) == operations(of_others):
+            found = "other operations or numbers for arrays of other shapes"
+        if found is not None:
+            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
+
+    def _shapes_of_state(self, whole: Variables) -> tuple[Tree, Tree]:
+        """Return the shapes of the whole optimizer state, and whether each of them follows from that of a variable."""
+        shapes, changed = (jax.eval_shape(self._optimizer.init, tree) for tree in (whole, self._others(whole)))
+        return shapes, jax.tree.map(lambda one, other: one.shape != other.shape, shapes, changed)
+
+    def _others(self, whole: Variables) -> Variables:
+        """Return the variables with other shapes for those that are cut: parts of some size."""
+
+        def other(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
+
+        return jax.tree.map(lambda leaf: other(leaf) if self._shards.divides(leaf) else leaf, whole)
+
+    def _trace(self, tree: Tree) -> core.ClosedJaxpr:
+        """Return the equations of an update of a tree of such shapes."""
+        state = jax.eval_shape(self._optimizer.init, tree)
+        given, _ = self._shapes_of(tree)
+
+        def update(
+            gradients: Gradients, state: OptimizerState, variables: Variables, loss: jax.Array, norm: jax.Array
+        ) -> tuple[Variables, OptimizerState]:
+            return self._optimizer.apply(gradients, state, variables, Known(norm, loss), AS_WRITTEN)
+
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.make_jaxpr(update)(given, state, tree, scalar, scalar)
+
+
+def update_for(
+    replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+) -> VariableUpdate:
+    """Return the update of such variables: with whole optimizer state, or in parts as far as the optimizer allows it.
+
+    Args:
+        replicas: whose variables are updated. The part of the only replica is the whole state.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
+        settings: of the update.
+        variables: those that are trained; shapes and dtypes are enough.
+    """
+    if not settings.shards_state or replicas.num_replicas_in_sync == 1:
+        return WholeStateUpdate(replicas, optimizer, settings)
+    try:
+        return ShardedStateUpdate(replicas, optimizer, settings, variables)
+    except AcrossElementsError as error:
+        logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+        return WholeStateUpdate(replicas, optimizer, settings, variables)

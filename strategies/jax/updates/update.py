@@ -1,0 +1,270 @@
+"""The update of a step: the optimizer, once per instance, on the mean gradients of all replicas."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.exchange.shards import Shards
+from strategies.jax.gradients.accumulation import accumulator_dtypes
+from strategies.jax.gradients.replica_program import LOSS_SCALE, STEP, loss_of
+from strategies.jax.programs.compilation import compiled_in_turn
+from strategies.jax.programs.program import jit, shapes_of
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import PartOfArray, ShardedTree, shards_of
+from strategies.jax.updates.arithmetic import add_stochastically
+from strategies.jax.updates.optimizers import AnyOptimizer, Arithmetic, Known, OptaxOptimizer, StepOptimizer
+from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
+
+HOST_MEMORY = "pinned_host"
+_ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """The settings of how variables are updated, whatever the optimizer is.
+
+    Attributes:
+        seed: of stochastic rounding.
+        gradient_dtype: in which the optimizer gets the gradients.
+        unscales: whether the mean gradients are divided by the loss scale.
+        rounds_stochastically: variables of 16 bits.
+        offloads_state: whether optimizer state lies in host memory between updates.
+        shards_state: whether every replica keeps a part of the optimizer state.
+        min_elements: variables with fewer elements have their state whole on every instance.
+    """
+
+    seed: int = 0
+    gradient_dtype: AccumulationDtype = None
+    unscales: bool = False
+    rounds_stochastically: bool = False
+    offloads_state: bool = False
+    shards_state: bool = False
+    min_elements: int = 32
+
+
+class VariableUpdate(ABC):
+    """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
+
+    The step calls `init` or `adopt` once, and then `apply` for each step, with `wait` before the mean gradients are
+    overwritten.
+
+    Args:
+        replicas: whose variables are updated.
+        optimizer: an optax gradient transformation, or a `StepOptimizer`.
+        settings: see there.
+
+    Attributes:
+        mean_shards: the shards of mean gradients if `apply` takes this instance's part only; None if it takes them
+            whole.
+    """
+
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+        self.mean_shards: Shards | None = None
+        self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
+        self._replicas = replicas
+        self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
+        self._settings = settings
+        self._first = np.int32(replicas.local_replicas.start)
+        self._reading: jax.Array | None = None  # ready when the last update has read the gradients
+
+    @abstractmethod
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
+        """Return the optimizer state before the first step; traceable.
+
+        Args:
+            variables: whole.
+            first: the first replica of the instance whose part is returned, an int32 scalar.
+        """
+
+    @abstractmethod
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
+        """Return new variables and optimizer state; the old ones are used up.
+
+        Args:
+            variables: whole.
+            optimizer_state: what `init`, `adopt` or `apply` returned last.
+            means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
+                until `wait` returns.
+            control: see `control_words`; with the mean loss, see `with_loss`.
+        """
+
+    @abstractmethod
+    def programs(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Traced]:
+        """Return the programs of `apply`, by what they compute; the same on every instance.
+
+        Args:
+            variables: see `apply`; shapes and dtypes are enough here, and of the following two.
+            optimizer_state: see `apply`.
+            means: see `apply`; they may also be whole.
+            control: see `apply`.
+        """
+
+    # ---- what all of them do alike
+
+    def init(self, variables: Variables) -> OptimizerState:
+        """Return this instance's optimizer state before the first step, where it lies."""
+        self._optimizer.check(*self._shapes_of(variables))
+        return self._placed(self._compiled(self.begun), variables, self._first)
+
+    def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
+        if self._state_shards is None:
+            return self._placed(lambda: optimizer_state)
+        return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
+
+    def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+        return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
+
+    def wait(self) -> None:
+        """Return when the mean gradients of the last update are not read any more."""
+        if self._reading is not None:
+            self._reading.block_until_ready()
+
+    def _placed(self, init: Function, *arguments: Tree) -> OptimizerState:
+        """Return the result of `init`, placed where optimizer state lies.
+
+        Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
+        """
+        device = self._replicas.variables_device
+        with jax.default_device(device):
+            return self.offloaded(jax.device_put(init(*arguments), device))
+
+    def _compiled(self, function: Function) -> Function:
+        return self.in_turn(jit(function))
+
+    def in_turn(self, program: jax.stages.Wrapped) -> Function:
+        """Return the same program, which one instance of the host compiles where executables are kept."""
+        return compiled_in_turn(program, self._replicas.devices.executables)
+
+    def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
+        """Return the shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
+        leaves, structure = jax.tree.flatten(variables)
+        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        return jax.tree.unflatten(structure, given), shapes_of(variables)
+
+    def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
+        """Return the mean gradients as the optimizer gets them, and their norm."""
+        leaves, structure = jax.tree.flatten(means)
+        if self._settings.unscales:
+            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
+            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        # Behind a barrier, so that the sums have the same bits whatever is done with the gradients besides.
+        squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
+        return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+    def _adding(self, bits_of: Callable[[int, jax.Array], jax.Array]) -> Arithmetic:
+        """Return the arithmetic of an update, with random bits for stochastic rounding: see `add_stochastically`."""
+        if not self._settings.rounds_stochastically:
+            return Arithmetic()
+        return Arithmetic(lambda variables, changes: add_stochastically(variables, changes, bits_of))
+
+    def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
+        """Random bits for a variable: of the step, the same on every instance."""
+        own = jax.random.fold_in(jax.random.key(self._settings.seed), _ROUNDING)
+        key = jax.random.fold_in(jax.random.fold_in(own, control[STEP]), number)
+        return jax.random.bits(key, shape, jnp.uint32)
+
+    # ---- where the state lies
+
+    def offloaded(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Move the state to where it lies between updates."""
+        return self._moved(optimizer_state, HOST_MEMORY)
+
+    def on_device(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Move the state to where it is updated."""
+        return self._moved(optimizer_state, None)
+
+    def _moved(self, optimizer_state: OptimizerState, kind: str | None) -> OptimizerState:
+        if not self._settings.offloads_state:
+            return optimizer_state
+        device = self._replicas.variables_device
+        return jax.device_put(optimizer_state, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+
+@final
+class WholeStateUpdate(VariableUpdate):
+    """The whole optimizer state on every instance while it is updated, by the same program for every optimizer.
+
+    Between updates each instance has all of the state, or (its replicas / R) of it: then instances send their parts to
+    each other before each update.
+
+    Args:
+        replicas: see `VariableUpdate`.
+        optimizer: see `VariableUpdate`.
+        settings: see `VariableUpdate`; smaller arrays than its `min_elements` are whole on every instance.
+        variables: None if each instance keeps all of the state. Otherwise those that are trained; shapes and dtypes are
+            enough.
+    """
+
+    def __init__(
+        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables = None
+    ) -> None:
+        super().__init__(replicas, optimizer, settings)
+        self._jitted = jit(self.traced, donate_argnums=(0, 1))
+        self._program = self.in_turn(self._jitted)
+        if variables is not None:
+            shards = shards_of(replicas, settings.min_elements)
+            shapes = jax.eval_shape(self._optimizer.init, variables)
+            is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
+            self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
+            self._cut = self._compiled(self._state_shards.take)
+
+    def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
+        """See `VariableUpdate`."""
+        state = self._optimizer.init(variables)
+        if self._state_shards is None:
+            return state
+        # Behind a barrier: if XLA fused it with the cut, it could round otherwise.
+        return self._state_shards.take(jax.lax.optimization_barrier(state), first)
+
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> tuple[Variables, OptimizerState]:
+        """See `VariableUpdate`; a collective call if instances have parts of the state."""
+        state = self.on_device(optimizer_state)
+        if self._state_shards is not None:
+            state = self._gathered(self._state_shards.whole(state))
+        variables, state, self._reading = self._program(variables, state, means, control)
+        if self._state_shards is not None:
+            state = self._cut(state, self._first)
+        return variables, self.offloaded(state)
+
+    def _gathered(self, whole: OptimizerState) -> OptimizerState:
+        leaves, structure = jax.tree.flatten(whole)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, PartOfArray):
+                array = leaf.gather(f"optimizer state/{number}")
+                leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
+        return jax.tree.unflatten(structure, leaves)
+
+    def programs(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+    ) -> Mapping[str, jax.stages.Traced]:
+        """See `VariableUpdate`."""
+        state = optimizer_state if self._state_shards is None else self._state_shards.shapes
+        return {"update": self._jitted.trace(*shapes_of((variables, state, means)), control)}
+
+    def traced(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: jax.Array
+    ) -> tuple[Variables, OptimizerState, jax.Array]:
+        """Return new variables, new optimizer state, and a token that is ready when they are; traceable."""
+        gradients, norm = self._gradients(variables, means, control)
+        arithmetic = self._adding(lambda number, leaf: self._bits(number, leaf.shape, control))
+        known = Known(norm, loss_of(control))
+        variables, optimizer_state = self._optimizer.apply(gradients, optimizer_state, variables, known, arithmetic)
+        return variables, optimizer_state, jnp.zeros(())

@@ -1,1 +1,0 @@
-"""The step as an object: options, engine, one update after another, and the records of them."""

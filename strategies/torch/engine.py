@@ -1,0 +1,394 @@
+"""The engine of PyTorch: replicas on threads, and one step of the optimizer per instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import final
+
+import jax
+import numpy as np
+import torch
+
+from strategies.core.agreement import broadcast_text, insist_on_agreement
+from strategies.core.digest import insist_on_same_bits
+from strategies.core.engine import Arrived, Buffers, Engine
+from strategies.core.gathering import replicas_where
+from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.data.sources import Masked
+from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.exchange.flat import not_made
+from strategies.exchange.means import Bucket
+from strategies.jax.comparing.agreement import terms_of
+from strategies.jax.comparing.digest import host_arrays
+from strategies.jax.memory.plan import MemoryPlan
+from strategies.jax.replicas.replicas import Replicas
+from strategies.loss_scaling import LossScale, LossScaling
+from strategies.pipelines.timetable import Timed
+from strategies.torch.agreement import (
+    StepSettings,
+    lines_of_function,
+    lines_of_module,
+    lines_of_optimizer,
+    settings_differ,
+    settings_in_words,
+)
+from strategies.torch.evaluation import TorchRows
+from strategies.torch.gradient_exchange import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    refuse_gradients_of_some,
+)
+from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.memory import plan_memory
+from strategies.torch.optimizer_arrays import numbers_of_groups
+from strategies.torch.options import TorchOptions
+from strategies.torch.plain_pass import Comparison, expected_of
+from strategies.torch.replica_run import LossFunction, ReplicaTurn
+from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
+from strategies.torch.threads import intra_op_threads
+from strategies.torch.training import TorchTraining
+from strategies.torch.updates import refuse_groups
+from strategies.train_state import TrainState
+from strategies.typing import Batch, Tree
+
+
+@dataclass
+class TorchPending:
+    """A step of PyTorch that has begun; see `PendingStep`.
+
+    Attributes:
+        local: the replicas that compute.
+        scale: of the losses.
+        watch: compares replica 0 with plain PyTorch; None where that is not done.
+        is_verified: whether that is done on any instance.
+        buckets: of gradients, when they are ready.
+        means: of the gradients; None for parameters that have none.
+        values: the agreed values of buffers and frozen parameters.
+        is_finite: whether the step may be applied.
+    """
+
+    local: LocalReplicas
+    scale: float
+    watch: Comparison | None
+    is_verified: bool
+    buckets: Iterator[tuple[Bucket, Buffers]]
+    means: Sequence[torch.Tensor | None] = ()
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_finite: bool = True
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """See `PendingStep`."""
+        assert self.local.exchange is not None
+        return self.local.exchange
+
+
+@final
+class TorchEngine(Engine[TorchTraining, TorchPending]):
+    """Computes steps by modules of PyTorch, which it changes in place.
+
+    Args:
+        replicas: where the replicas are.
+        training: the module, its optimizer, and how far they are.
+        loss_fn: see `Trainer`.
+        options: of the step.
+        is_recorded: whether every step is recorded, which lets instances differ.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        training: TorchTraining,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        is_recorded: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._training = training
+        self._loss_fn = loss_fn
+        self._options = options
+        self._is_recorded = is_recorded
+        self._settings = StepSettings(training.parameters, training.optimizer)
+        self._rows = TorchRows(replicas, options.seed, is_recorded)
+        self._local: LocalReplicas | None = None
+        self._first_step: int | None = None  # with these copies of the module
+        self._has_warned = False  # of what is lost with an instance
+
+    def close(self) -> None:
+        """End the threads of the replicas; a step or an evaluation begins new ones."""
+        if self._local is not None:
+            self._local.close()
+        self._rows.close()
+
+    def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
+        """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
+        scaling = replace(self._options.scaling or LossScaling(factor=1.0), initial=scale)
+        self._options = replace(self._options, loss_scaling=scaling)
+        skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
+        training.loss_scale = replace(scaling.start(), skipped=np.int32(skipped))
+        return scaling
+
+    @property
+    def outputs(self) -> Sequence[Sequence[Tree]]:
+        """The outputs of the last step, for each local replica and micro-batch."""
+        return [] if self._local is None else [run.outputs for run in self._local.runs]
+
+    @property
+    def spans(self) -> dict[int, Sequence[Timed]]:
+        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        runs = [] if self._local is None else self._local.runs
+        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
+
+    # ---- the replicas
+
+    @property
+    def _steps_made(self) -> int:
+        """The number of steps made with these copies of the module, the same on all instances."""
+        return 0 if self._first_step is None else self._training.step - self._first_step
+
+    def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
+        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        self._replicas.dealing.refuse_others(given)
+        training, local = self._training, self._local
+        if local is not None:
+            local.follow()
+        if local is None or not local.fits(self._replicas):
+            if local is not None:
+                self._announce_what_is_trained(local)
+                local.close()
+            self._first_step = training.step
+            training.buffers.follow()
+            refuse_groups(training.module, training.optimizer, self._options)
+            local = LocalReplicas(self._replicas, training.memory_of_replicas, self._loss_fn, self._options)
+            self._local = local
+        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        if key not in local.agreed:
+            self._agree(given, batch)
+            local.agreed.add(key)
+        return local
+
+    def _announce_what_is_trained(self, local: LocalReplicas) -> None:
+        """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
+        if local.exchange is None or local.communicator is not self._replicas.communicator:
+            return
+        named = dict(self._training.module.named_parameters())
+        before = {parameter.name for parameter in local.exchange.plan.parameters}
+        frozen = [name for name in named if name in before and not named[name].requires_grad]
+        thawed = [name for name in named if name not in before and named[name].requires_grad]
+        if frozen or thawed:
+            changes = f"frozen: {', '.join(frozen) or 'none'}; trained anew: {', '.join(thawed) or 'none'}"
+            self._replicas.communicator.barrier(name=changes)
+
+    def _agree(self, given: Batch, batch: Batch) -> None:
+        """Compare what decides the result with the other instances; a collective call."""
+        training, replicas = self._training, self._replicas
+        dataset = replicas.dataset_of(given)
+        if replicas.communicator.size > 1 and not self._is_recorded:
+            programs = {
+                "the module": lines_of_module(training.module),
+                "the loss function": lines_of_function(self._loss_fn),
+                "the update": lines_of_optimizer(training.optimizer),
+                "map_gradient": lines_of_function(self._options.map_gradient),
+            }
+            local = len(replicas.local_replicas)
+            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            options = {**self._options.terms, "step": training.step}
+            terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
+            insist_on_agreement(replicas, terms)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(replicas, lost_with_an_instance(False, dataset))
+
+    def planned(self, batch: Batch) -> MemoryPlan:
+        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        plan = self._gradient_plan(1)
+        buckets = plan.buckets(not_made)
+        return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
+
+    def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
+        """Plan how gradients travel, and make the memory for their means; a collective call."""
+        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
+        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means)
+
+    def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
+        training, options = self._training, self._options
+        named = training.module.named_parameters()
+        parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
+        tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
+        streams = options.streams_over(self._replicas)
+        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
+
+    @property
+    def _has_private_means(self) -> bool:
+        """Whether something may write to the mean gradients."""
+        is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
+        return not is_plain or self._options.before_update is not None
+
+    # ---- one step
+
+    def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
+        """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
+        if self._options.compares_bits(self._steps_made):
+            insist_on_same_bits(self._replicas, host_arrays(state.tensors()), state.step)
+        tensors = tensors_of(batch)
+        local = self._local_for(batch, tensors)
+        self._let_go(local)
+        scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+        is_verified = self._steps_made < self._options.verify_steps
+        watch = self._expected(tensors, scale) if is_verified else None
+        moving, settings = state.buffers.moving, self._settings.word(state.step)
+        turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
+        masters = map(state.buffers.masters_of, local.replicas)
+        residuals = state.residuals or [()] * len(local.replicas)
+        local.begin(tensors, list(map(turn, masters, residuals)))
+        return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
+
+    def _let_go(self, local: LocalReplicas) -> None:
+        """Give the gradients of the last step back, before there are others."""
+        for parameter in self._training.parameters:
+            parameter.grad = None
+        if local.exchange is not None:
+            local.exchange.let_go()
+
+    def _expected(self, batch: Batch, scale: float) -> Comparison | None:
+        """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
+        local, training = self._replicas.local_replicas, self._training
+        if local.start:
+            return None
+        part = parts_of(batch, len(local))[0]
+        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
+        return None if expected is None else Comparison(expected)
+
+    def _refuse_difference(self, watch: Comparison | None) -> None:
+        """Have all instances raise what the one with replica 0 has found; a collective call."""
+        found = "" if watch is None else watch.difference
+        if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
+            raise StrategyError(f"in step {self._training.step} {told}")
+
+    def arrived(self, pending: TorchPending) -> Arrived:
+        """See `Engine`."""
+        training, exchange, local = self._training, pending.exchange, pending.local
+        training.memory_of_replicas.refuse_gradients_of_originals()
+        if pending.is_verified:
+            self._refuse_difference(pending.watch)
+        plan, tail = exchange.plan, exchange.tail
+        if settings_differ(*tail.settings):
+            insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
+        if not tail.has_gradient.any():
+            raise StrategyError(
+                "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
+                "module that loss_fn is given as its first argument"
+            )
+        runs = local.runs
+        refuse_gradients_of_some(
+            plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
+        )
+        pending.values = training.buffers.agreed(tail.has_changed, [run.copy.slots for run in runs], self._replicas)
+        means = exchange.means(1.0 if plan.quantised else pending.scale)
+        pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
+        pending.is_finite = self._is_finite(plan, means, local)
+        local.give_back()
+
+        def gradients() -> tuple[Tree, Tree]:
+            return self._named(plan, means), plan.shards
+
+        return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
+
+    def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
+        """See `Engine`."""
+        training, local = self._training, pending.local
+        training.loss_scale = scale
+        if pending.is_finite:
+            self._apply(pending.means)
+            training.buffers.keep(pending.values)
+            local.share_frozen(training.buffers.written)
+            if pending.exchange.plan.quantised:
+                training.residuals = [run.residuals for run in local.runs]
+        training.step += 1
+        training.replaced()
+        return training
+
+    def _apply(self, means: Sequence[torch.Tensor | None]) -> None:
+        training, options = self._training, self._options
+        pairs = list(zip(training.trained, means, strict=True))
+        with intra_op_threads(options.intra_op_threads):
+            for parameter, mean in pairs:
+                parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
+            if options.before_update is not None:
+                options.before_update(training.module)
+                pairs = [(parameter, parameter.grad) for parameter in training.trained]
+            training.update.apply(pairs)
+
+    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+        """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
+        own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
+        return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
+
+    def _is_finite(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
+        """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
+
+        Raises:
+            NonFiniteGradientError: with `check_numerics`.
+        """
+        if self._training.loss_scale is None and not self._options.check_numerics:
+            return True
+        flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
+        if plan.shards is not None:
+            flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
+        if not flags.any() or not self._options.check_numerics:
+            return not flags.any()
+        number = int(np.flatnonzero(flags)[0])
+        are_bad = [not run.is_finite(number) for run in local.runs]
+        replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
+        raise NonFiniteGradientError(
+            f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
+            f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
+            "the batches of these replicas"
+        )
+
+    # ---- without training
+
+    def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
+        """See `Engine`."""
+        return self._rows.tell(task, state, batch)
+
+    # ---- the state
+
+    def share(self, state: TorchTraining, root: int) -> TorchTraining:
+        """See `Engine`. Hyperparameters stay."""
+        state.share(root)
+        return state
+
+    def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
+        """See `Engine`."""
+        return host_arrays(state.recorded())
+
+    def snapshot(self, state: TorchTraining) -> TrainState:
+        """See `Engine`: views of the memory of tensors."""
+        return state.state()
+
+    def restore(self, snapshot: TrainState) -> TorchTraining:
+        """See `Engine`: the arrays are copied."""
+        training = self._training
+        training.load(snapshot)
+        return training
+
+
+def flipped(state: TorchTraining) -> TorchTraining:
+    """Change a bit in the middle of one number of the first parameter, for faults on purpose; return the same state."""
+    array = as_array(state.parameters[0])
+    array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
+    return state
+
+
+def _shape_for_one(leaf: object, local: int) -> object:
+    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
