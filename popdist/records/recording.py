@@ -37,9 +37,9 @@ LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdist", "strategies"))
 _COMPILING = {
-    str(_ROOT / "strategies" / "gradients" / "replica_program.py"): LOSS,
-    str(_ROOT / "strategies" / "updates" / "update.py"): OPTIMIZER,
-    str(_ROOT / "strategies" / "updates" / "sharded_update.py"): OPTIMIZER,
+    str(_ROOT / "strategies" / "jax" / "gradients" / "replica_program.py"): LOSS,
+    str(_ROOT / "strategies" / "jax" / "updates" / "update.py"): OPTIMIZER,
+    str(_ROOT / "strategies" / "jax" / "updates" / "sharded_update.py"): OPTIMIZER,
 }
 _MOST_QUESTIONS = 100
 

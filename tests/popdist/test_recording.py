@@ -71,9 +71,9 @@ def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatc
 @pytest.mark.parametrize(
     ("module", "where"),
     [
-        ("gradients/replica_program", "loss"),
-        ("updates/update", "optimizer"),
-        ("updates/sharded_update", "optimizer"),
+        ("jax/gradients/replica_program", "loss"),
+        ("jax/updates/update", "optimizer"),
+        ("jax/updates/sharded_update", "optimizer"),
         ("exchange/flat", ""),
     ],
 )

@@ -12,7 +12,7 @@ import threading
 from typing import final
 
 import pytest
-from engine_rows import EVALUATED, EVERY, REPLICAS, Row, batches, train
+from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, train
 from losing import Lost, thread_name
 from surviving_instances import run_instances
 
@@ -146,8 +146,14 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
     check(run_instances(count, REPLICAS, functools.partial(train, row=row), faults, mechanism=mechanism), row, lost)
 
 
-@EVERY
-@pytest.mark.parametrize("step", [0, pytest.param(2, marks=pytest.mark.complete)])
+def in_tiers(row: Row, step: int):
+    """A case, which is of the complete tier if it takes long."""
+    given = row.as_parameter
+    is_long = step > 0 or row.name == "jax"
+    return pytest.param(row, step, marks=[*given.marks, *([pytest.mark.complete] if is_long else [])])
+
+
+@pytest.mark.parametrize(("row", "step"), [in_tiers(row, step) for row in ROWS for step in (0, 2)])
 def test_another_may_be_lost_while_one_takes_over_the_state_of_the_other(row, step):
     """Of three instances one is lost instead of the message that one of the others needs to complete the step."""
     first = Events(2, step)
