@@ -62,6 +62,8 @@ class Defaults:
         prefetches: whether data are prepared ahead.
         executables: the folder where compiled programs are kept; "" for none.
         attaches: whether programs run at all.
+        exchange: the way of gradients that lie on a device, one of `strategies.exchange.on_device.EXCHANGES`.
+        deterministic: whether programs on GPUs use operations with the same bits in each run.
     """
 
     selection: Selection | None = None
@@ -74,6 +76,8 @@ class Defaults:
     prefetches: bool = True
     executables: str = ""
     attaches: bool = True
+    exchange: str = "auto"
+    deterministic: bool = True
 
 
 _in_force = Defaults()

@@ -1,0 +1,100 @@
+"""The exchange of gradients that lie on a device: the interface between an engine and the path that they take.
+
+Each instance adds the gradients of its replicas on the device, as far as the tree allows (`collectives.tree.subtrees`).
+A path makes the means over all replicas of these sums. Every path gives the bits of the exchange on the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, TypeAlias
+
+import numpy as np
+
+from collectives.plans.spread import Spread
+from collectives.tree import TreeNode
+from strategies.typing import Leaf
+
+DeviceArray: TypeAlias = Leaf
+"""A flat array on a device, of the engine's framework. It may be unfinished: what uses it is queued behind."""
+
+AUTO, COMPILED, WINDOW, HOST = "auto", "compiled", "window", "host"
+EXCHANGES = (AUTO, COMPILED, WINDOW, HOST)
+"""The words for an exchange: as the start finds it; compiled collectives; windows on the device; on the host."""
+
+
+class DeviceArithmetic(Protocol):
+    """The arithmetic of a framework on its devices, with the bits of `collectives.reduction.Reduction`.
+
+    Nothing waits for the device.
+    """
+
+    def total(self, nodes: Sequence[TreeNode], sums: Sequence[DeviceArray]) -> DeviceArray:
+        """Return the sum of neighbours in the tree, in the order of the tree and in the accumulators' dtype.
+
+        Args:
+            nodes: in order; together they are one node.
+            sums: theirs; a contribution of one replica may have the narrow dtype in which it travels. They may be used
+                up.
+        """
+
+    def mean(
+        self, nodes: Sequence[TreeNode], sums: Sequence[DeviceArray], dtype: np.dtype, replicas: int
+    ) -> DeviceArray:
+        """Return the sum of neighbours that are the whole tree, divided once by the replicas, rounded once to a dtype.
+
+        Args:
+            nodes: in order; together they are the root.
+            sums: see `total`.
+            dtype: of the mean.
+            replicas: R.
+        """
+
+
+class DevicePath(ABC):
+    """A path on which sums that lie on devices become means over all replicas of all instances.
+
+    Args:
+        spread: of the replicas over the instances; `spread.sums` has the nodes that each instance adds by itself.
+        rank: of this instance.
+    """
+
+    word: ClassVar[str]
+    """One of `EXCHANGES`."""
+
+    def __init__(self, spread: Spread, rank: int) -> None:
+        self.spread = spread
+        self.rank = rank
+
+    @property
+    def nodes(self) -> tuple[TreeNode, ...]:
+        """The nodes whose sums this instance gives."""
+        return self.spread.sums[self.rank]
+
+    @abstractmethod
+    def means(
+        self, name: str, sums: Sequence[Sequence[DeviceArray]], dtypes: Sequence[np.dtype]
+    ) -> Sequence[DeviceArray]:
+        """Return the mean of each buffer of a bucket. Collective; need not wait for the device.
+
+        The layouts of the instances have been compared before.
+
+        Args:
+            name: of the bucket.
+            sums: for each buffer those of `nodes`, flat, all of the same length and of the accumulators' dtype (or, of
+                a single replica, in the dtype in which it travels). They may be used up. A buffer may be empty.
+            dtypes: of the mean of each buffer, in which gradients travel.
+        """
+
+    @abstractmethod
+    def gather(self, name: str, own: DeviceArray) -> DeviceArray:
+        """Return the flat arrays of all instances, of equal size, one row for each instance. Collective.
+
+        Args:
+            name: of the collective.
+            own: of this instance.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most paths have nothing to give back
+        """Give back what the path has; no collective call."""
