@@ -120,7 +120,8 @@ class FlatLayout:
     def view(self, leaf: int, arrays: Sequence[Array]) -> Array:
         """The leaf of that number in buffers; of the host nothing is copied."""
         shape, (number, start) = self.shapes[leaf], self.places[leaf]
-        return arrays[number][start : start + math.prod(shape)].reshape(shape)
+        found: Array = arrays[number][start : start + math.prod(shape)].reshape(shape)
+        return found
 
     def buffer_of(self, leaf: int) -> int:
         """Return the number of the buffer in which a leaf lies."""
@@ -128,4 +129,5 @@ class FlatLayout:
 
     def tail_view(self, arrays: Sequence[Array]) -> Array:
         """The tail in buffers; of the host nothing is copied."""
-        return arrays[0][arrays[0].size - self.tail :]
+        found: Array = arrays[0][arrays[0].size - self.tail :]
+        return found

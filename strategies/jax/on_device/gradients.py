@@ -10,7 +10,7 @@ from collectives.tree import TreeNode, parent_of
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.replicas.devices import ReplicaDevices
-from strategies.typing import Tree, Variables
+from strategies.typing import Leaf, Tree, Variables
 
 
 class DeviceGradients:
@@ -54,8 +54,9 @@ class DeviceGradients:
         count = len(self._plan.layouts[0].buffers)
         for position, replica in enumerate(self._devices.replicas):
             first, last = shared[position % len(shared)]
-            (program,) = self._plan.compiled(self._devices.device_of(position))
-            results = program(*first, *jax.tree.leaves(of_replicas[position]), *last)
+            device = self._devices.device_of(position)
+            (program,) = self._plan.compiled(device)
+            results = program(*first, *self._moved(jax.tree.leaves(of_replicas[position]), device), *last)
             sums.append((TreeNode(replica, replica + 1), list(results[:count])))
             kept.append(list(results[count:]))
             self._add(sums)
@@ -73,5 +74,5 @@ class DeviceGradients:
             buffers = [own, self._moved(theirs, next(iter(own[0].devices())))]
             sums[-2:] = [(parent, self._arithmetic.totals((left, right), buffers))]
 
-    def _moved(self, buffers: list[jax.Array], device: jax.Device) -> list[jax.Array]:
+    def _moved(self, buffers: list[Leaf], device: jax.Device) -> list[Leaf]:
         return buffers if len(set(self._devices.devices)) == 1 else jax.device_put(buffers, device)
