@@ -194,9 +194,9 @@ def _obstacle_on_devices(facts: Sequence[InstanceFacts]) -> str | None:
 
 
 def _obstacle(word: str, facts: Sequence[InstanceFacts]) -> str | None:
-    if word == COMPILED:
-        return None if len(facts) == 1 else _obstacle_to_compiled(facts)
-    return _obstacle_to_window(facts)
+    if len(facts) == 1:
+        return None
+    return _obstacle_to_compiled(facts) if word == COMPILED else _obstacle_to_window(facts)
 
 
 def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:

@@ -74,6 +74,7 @@ ASKED = {
     "compiled over gRPC": ("compiled", all_with([A, B], transport="gRPC"), "compiled", True),
     "window": ("window", [A, B], "window", True),
     "window with one": ("window", [A], "local", True),
+    "window with one on the CPU": ("window", [PROCESSOR], "local", True),
     "host on CPUs": ("host", [PROCESSOR, PROCESSOR], "host", False),
     "host with one": ("host", [A], "host", False),
     "host": ("host", [A, B], "host", False),

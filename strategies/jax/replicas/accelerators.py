@@ -1,9 +1,10 @@
-"""The facts about the accelerators of this instance, found before JAX starts."""
+"""The facts about the accelerators of this instance, found before JAX starts, and the exchange that follows."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 from pathlib import Path
 
@@ -11,12 +12,44 @@ import jax
 
 from collectives.cuda.driver import visible_gpus
 from popdist.instance import Instance
-from strategies.exchange.choice import CPU, GPU, SINGLE, InstanceFacts
+from popdist.timeline.recorder import Recorder
+from strategies.exchange.choice import (
+    CPU,
+    GPU,
+    ON_CPUS,
+    SINGLE,
+    ExchangeChoice,
+    InstanceFacts,
+    agreed_choice,
+    are_facts_needed,
+    asked_exchange,
+)
 from strategies.jax.programs.xla_pitfalls import jax_has_started
 from strategies.jax.replicas.membership import Membership
 
 _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
+
+
+def exchange_of(membership: Membership, platform: str, variables_on_host: bool) -> ExchangeChoice:
+    """Return the exchange of a job, noted in the timeline. Collective, except on CPUs that are not asked for more.
+
+    Args:
+        membership: of this instance.
+        platform: of its replicas.
+        variables_on_host: see `Replicas`.
+
+    Raises:
+        DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
+    """
+    asked = asked_exchange(membership.defaults.exchange, os.environ)
+    if not are_facts_needed(platform, asked):
+        return ON_CPUS
+    chosen = agreed_choice(membership.communicator, facts_of(membership, platform, variables_on_host), asked)
+    for each in membership.communicator.instruments.attached:
+        if isinstance(each, Recorder):
+            each.measured(f"exchange {chosen.word}", 1.0)
+    return chosen
 
 
 def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> InstanceFacts:

@@ -19,17 +19,18 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
-from popdist.timeline.recorder import Recorder
 from strategies.argument_checks import Axis, parts_along
 from strategies.core.members import InstanceProgress
 from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
-from strategies.exchange.choice import CPU, ON_CPUS, ExchangeChoice, agreed_choice, are_facts_needed, asked_exchange
+from strategies.exchange.choice import CPU, GPU
+from strategies.jax.programs.compilation import usual_folder
+from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
-from strategies.jax.replicas.accelerators import expected_platform, facts_of
+from strategies.jax.replicas.accelerators import exchange_of, expected_platform
 from strategies.jax.replicas.dealing import Dealing
 from strategies.jax.replicas.devices import claim_devices, is_key
 from strategies.jax.replicas.membership import Membership
@@ -104,14 +105,18 @@ class Replicas:
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
         platform = expected_platform()
-        self.exchange = self._choose_exchange(platform)
+        self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
+        has_same_bits = platform == GPU and self.defaults.deterministic
+        if has_same_bits:
+            use_deterministic_operations(os.environ)
         self.grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,
             instance.local_index,
             instance.ipus_per_replica,
             self.instruments,
-            self.defaults.executables,
+            self.defaults.executables or (usual_folder(os.environ) if has_same_bits else ""),
+            is_spread=self.exchange.is_on_device,
         )
         self.devices = self.grid.first
         if self.devices.is_cpu and platform != CPU:
@@ -125,18 +130,6 @@ class Replicas:
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
         self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
-
-    def _choose_exchange(self, platform: str) -> ExchangeChoice:
-        """Choose how gradients are added; before JAX starts. Collective where this instance has an accelerator."""
-        asked = asked_exchange(self.defaults.exchange, os.environ)
-        if not are_facts_needed(platform, asked):
-            return ON_CPUS
-        own = facts_of(self._membership, platform, self.variables_on_host)
-        chosen = agreed_choice(self.communicator, own, asked)
-        for each in self.instruments.attached:
-            if isinstance(each, Recorder):
-                each.measured(f"exchange {chosen.word}", 1.0)
-        return chosen
 
     # ---- who is there
 
