@@ -31,13 +31,16 @@ _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
 
 
-def exchange_of(membership: Membership, platform: str, variables_on_host: bool) -> ExchangeChoice:
+def exchange_of(
+    membership: Membership, platform: str, variables_on_host: bool, ordinal: int | None = None
+) -> ExchangeChoice:
     """Return the exchange of a job, noted in the timeline. Collective, except on CPUs that are not asked for more.
 
     Args:
         membership: of this instance.
         platform: of its replicas.
         variables_on_host: see `Replicas`.
+        ordinal: of the GPU on which this instance computes; None: as `choose_grid` deals them out.
 
     Raises:
         DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
@@ -45,25 +48,28 @@ def exchange_of(membership: Membership, platform: str, variables_on_host: bool) 
     asked = asked_exchange(membership.defaults.exchange, os.environ)
     if not are_facts_needed(platform, asked):
         return ON_CPUS
-    chosen = agreed_choice(membership.communicator, facts_of(membership, platform, variables_on_host), asked)
+    gpu = "" if platform != GPU else first_gpu(membership.instance) if ordinal is None else gpu_at(ordinal)
+    own = facts_of(membership, platform, variables_on_host, gpu)
+    chosen = agreed_choice(membership.communicator, own, asked)
     for each in membership.communicator.instruments.attached:
         if isinstance(each, Recorder):
             each.measured(f"exchange {chosen.word}", 1.0)
     return chosen
 
 
-def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> InstanceFacts:
+def facts_of(membership: Membership, platform: str, variables_on_host: bool, gpu: str) -> InstanceFacts:
     """Return the facts about this instance.
 
     Args:
         membership: of this instance.
         platform: of its replicas.
         variables_on_host: see `Replicas`.
+        gpu: the UUID of its GPU; "" for none.
     """
     instance = membership.instance
     return InstanceFacts(
         platform,
-        first_gpu(instance) if platform == GPU else "",
+        gpu,
         machine_of(instance),
         membership.transport if instance.count > 1 else SINGLE,
         has_nccl(),
@@ -94,8 +100,12 @@ def expected_platform() -> str:
 
 def first_gpu(instance: Instance) -> str:
     """Return the UUID of the GPU that `choose_grid` gives to an instance's first replica; "" where no driver tells."""
+    return gpu_at(instance.local_index * instance.local_replicas * instance.ipus_per_replica)
+
+
+def gpu_at(place: int) -> str:
+    """Return the UUID of a visible GPU, its ordinal modulo their number; "" where no driver tells."""
     gpus = visible_gpus()
-    place = instance.local_index * instance.local_replicas * instance.ipus_per_replica
     return gpus[place % len(gpus)].uuid if gpus else ""
 
 

@@ -25,7 +25,7 @@ from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
-from strategies.exchange.choice import CPU, GPU
+from strategies.exchange.choice import CPU, GPU, ExchangeChoice
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -106,6 +106,7 @@ class Replicas:
         instance = self.instance
         platform = expected_platform()
         self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
+        self._exchanges_of_gpus: dict[int, ExchangeChoice] = {}
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
@@ -206,6 +207,19 @@ class Replicas:
         at_first = self.num_instances
         waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
         return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
+
+    def exchange_on_gpu(self, ordinal: int) -> ExchangeChoice:
+        """Return the exchange of an engine that chooses its GPU itself, as PyTorch's does, whatever JAX computes on.
+
+        A collective call, the first time, and again after an instance was lost.
+
+        Args:
+            ordinal: of the GPU, among those that this process sees.
+        """
+        if ordinal not in self._exchanges_of_gpus:
+            chosen = exchange_of(self._membership, GPU, self.variables_on_host, ordinal)
+            self._exchanges_of_gpus[ordinal] = chosen
+        return self._exchanges_of_gpus[ordinal]
 
     # ---- instances that are lost
 
