@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ _OF_GPUS = ("cuda", "gpu", "rocm")
 
 
 def exchange_of(
-    membership: Membership, platform: str, variables_on_host: bool, ordinal: int | None = None
+    membership: Membership, platform: str, variables_on_host: bool, gpu: str | None = None
 ) -> ExchangeChoice:
     """Return the exchange of a job, noted in the timeline. Collective, except on CPUs that are not asked for more.
 
@@ -40,7 +41,7 @@ def exchange_of(
         membership: of this instance.
         platform: of its replicas.
         variables_on_host: see `Replicas`.
-        ordinal: of the GPU on which this instance computes; None: as `choose_grid` deals them out.
+        gpu: the UUID of its first GPU; default: as JAX counts them.
 
     Raises:
         DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
@@ -48,8 +49,8 @@ def exchange_of(
     asked = asked_exchange(membership.defaults.exchange, os.environ)
     if not are_facts_needed(platform, asked):
         return ON_CPUS
-    gpu = "" if platform != GPU else first_gpu(membership.instance) if ordinal is None else gpu_at(ordinal)
-    own = facts_of(membership, platform, variables_on_host, gpu)
+    facts = facts_of(membership, platform, variables_on_host)
+    own = facts if gpu is None else replace(facts, gpu=gpu)
     chosen = agreed_choice(membership.communicator, own, asked)
     for each in membership.communicator.instruments.attached:
         if isinstance(each, Recorder):
@@ -57,19 +58,18 @@ def exchange_of(
     return chosen
 
 
-def facts_of(membership: Membership, platform: str, variables_on_host: bool, gpu: str) -> InstanceFacts:
+def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> InstanceFacts:
     """Return the facts about this instance.
 
     Args:
         membership: of this instance.
         platform: of its replicas.
         variables_on_host: see `Replicas`.
-        gpu: the UUID of its GPU; "" for none.
     """
     instance = membership.instance
     return InstanceFacts(
         platform,
-        gpu,
+        first_gpu(instance) if platform == GPU else "",
         machine_of(instance),
         membership.transport if instance.count > 1 else SINGLE,
         has_nccl(),
@@ -100,12 +100,8 @@ def expected_platform() -> str:
 
 def first_gpu(instance: Instance) -> str:
     """Return the UUID of the GPU that `choose_grid` gives to an instance's first replica; "" where no driver tells."""
-    return gpu_at(instance.local_index * instance.local_replicas * instance.ipus_per_replica)
-
-
-def gpu_at(place: int) -> str:
-    """Return the UUID of a visible GPU, its ordinal modulo their number; "" where no driver tells."""
     gpus = visible_gpus()
+    place = instance.local_index * instance.local_replicas * instance.ipus_per_replica
     return gpus[place % len(gpus)].uuid if gpus else ""
 
 

@@ -106,7 +106,6 @@ class Replicas:
         instance = self.instance
         platform = expected_platform()
         self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
-        self._exchanges_of_gpus: dict[int, ExchangeChoice] = {}
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
@@ -131,6 +130,15 @@ class Replicas:
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
         self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
+
+    def exchange_on(self, platform: str, gpu: str) -> ExchangeChoice:
+        """Return the exchange for a device of another framework than JAX. Collective.
+
+        Args:
+            platform: of the device, see `InstanceFacts`.
+            gpu: the UUID of the device.
+        """
+        return exchange_of(self._membership, platform, self.variables_on_host, gpu)
 
     # ---- who is there
 
@@ -207,19 +215,6 @@ class Replicas:
         at_first = self.num_instances
         waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
         return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
-
-    def exchange_on_gpu(self, ordinal: int) -> ExchangeChoice:
-        """Return the exchange of an engine that chooses its GPU itself, as PyTorch's does, whatever JAX computes on.
-
-        A collective call, the first time, and again after an instance was lost.
-
-        Args:
-            ordinal: of the GPU, among those that this process sees.
-        """
-        if ordinal not in self._exchanges_of_gpus:
-            chosen = exchange_of(self._membership, GPU, self.variables_on_host, ordinal)
-            self._exchanges_of_gpus[ordinal] = chosen
-        return self._exchanges_of_gpus[ordinal]
 
     # ---- instances that are lost
 
