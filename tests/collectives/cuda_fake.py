@@ -77,6 +77,12 @@ class FakeLibrary:
         uuid[0].bytes[:] = UUID
         return 0
 
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        return _u64(context, 1)
+
+    def _cuEventCreate(self, event: Any, flags: int) -> int:
+        return _u64(event, 1)
+
     def _cuMemAlloc_v2(self, pointer: Any, nbytes: int) -> int:
         name = secrets.token_hex(8).encode()
         with (self._folder / name.decode()).open("x+b") as file:
