@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_uint64, c_void_p
 
@@ -94,8 +94,18 @@ class CudaDevice:
             source: finished memory; this stream waits for no other.
             nbytes: how much.
         """
-        if nbytes:
-            self._call("cuMemcpyAsync", to, source, nbytes, self._stream)
+        self.copy_all([(to, source, nbytes)])
+
+    def copy_all(self, copied: Iterable[tuple[int, int, int]]) -> None:
+        """Begin several copies; see `copy`.
+
+        Args:
+            copied: for each its address, its source, and the number of bytes.
+        """
+        with self._current():
+            for to, source, nbytes in copied:
+                if nbytes:
+                    self._driver.call("cuMemcpyAsync", to, source, nbytes, self._stream)
 
     def synchronize(self) -> None:
         """Wait until all copies have been made."""

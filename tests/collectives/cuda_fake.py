@@ -96,10 +96,12 @@ class FakeLibrary:
         return _u64(pointer, address)
 
     def _cuMemFree_v2(self, address: int) -> int:
-        return 0 if self._memory.pop(address, None) else INVALID_VALUE
+        if address in self._memory:
+            (self._folder / self._memory[address][1].decode()).unlink()
+        return self._cuIpcCloseMemHandle(address)
 
     def _cuIpcCloseMemHandle(self, address: int) -> int:
-        return self._cuMemFree_v2(address)
+        return 0 if self._memory.pop(address, None) else INVALID_VALUE
 
     def _cuMemcpyAsync(self, to: int, source: int, nbytes: int, stream: int) -> int:
         memmove(to, source, nbytes)
