@@ -107,7 +107,8 @@ class WindowPath(DevicePath):
 
     def _put(self, layout: WindowLayout, windows: Windows, sums: Sequence[Sequence[DeviceArray]]) -> None:
         """Copy the sums of this instance into its window, when they have been computed."""
-        arrays, places = [], []
+        arrays: list[DeviceArray] = []
+        places: list[tuple[int, int]] = []
         for of_nodes, group in zip(layout.sums[self.rank], layout.groups, strict=True):
             for buffer, start, size in zip(group.numbers, group.starts, group.sizes, strict=True):
                 arrays += sums[buffer]

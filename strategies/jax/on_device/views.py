@@ -20,7 +20,8 @@ class JaxViews:
 
     def view(self, array: ExportedArray) -> jax.Array:
         """See `DeviceViews`."""
-        return jax.dlpack.from_dlpack(array, copy=False if array.nbytes else None)
+        found: jax.Array = jax.dlpack.from_dlpack(array, copy=False if array.nbytes else None)
+        return found
 
     def addresses(self, arrays: Sequence[jax.Array]) -> list[int]:
         """See `DeviceViews`."""

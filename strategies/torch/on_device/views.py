@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from collectives.dlpack import ExportedArray
 from strategies.torch.tensors import dtype_of
@@ -18,7 +19,7 @@ class TorchViews:
 
     def view(self, array: ExportedArray) -> torch.Tensor:
         """See `DeviceViews`."""
-        found: torch.Tensor = torch.from_dlpack(array)
+        found: torch.Tensor = from_dlpack(array)
         return found
 
     def addresses(self, arrays: Sequence[torch.Tensor]) -> list[int]:
