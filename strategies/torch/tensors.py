@@ -30,6 +30,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor, see `as_array`; of one on another device a copy, which waits for the device."""
+    return as_array(tensor.detach().cpu())
+
+
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """Return the memory of an array as a tensor; an array that may not be written is copied."""
     if not array.flags.writeable or not array.flags.c_contiguous:

@@ -29,7 +29,7 @@ from strategies.torch.optimizer_arrays import (
     state_of,
 )
 from strategies.torch.options import TorchOptions
-from strategies.torch.replica_memory import ReplicaMemory, device_here
+from strategies.torch.replica_memory import HOST, ReplicaMemory, device_here
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
@@ -204,7 +204,7 @@ def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
 ) -> list[torch.Tensor]:
     """Return tensors as rank `root` has them, in memory of their own; a collective call."""
-    received = [tensor.detach().clone(memory_format=torch.contiguous_format) for _, tensor in named]
+    received = [tensor.detach().to(HOST, copy=True, memory_format=torch.contiguous_format) for _, tensor in named]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
     return received
