@@ -21,7 +21,7 @@ from strategies.torch.module_parts import refuse_to_be_compiled
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join
-from strategies.torch.training import refuse_modules
+from strategies.torch.training import refuse_modules, refuse_other_devices
 from strategies.typing import Tree
 
 
@@ -92,6 +92,7 @@ class DistributedModel(torch.nn.Module):
                 "instances as replicas, or use strategies.torch.Trainer, which drives several"
             )
         refuse_modules(module)
+        refuse_other_devices(module, "DistributedModel")
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
                 f"groups of replicas have rows of {grouped[0]}, and here the module is the replica itself; use "

@@ -34,7 +34,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
 from strategies.torch.tensors import as_array, have_same_bits
-from strategies.torch.training import received_tensors, refuse_modules, take_over
+from strategies.torch.training import received_tensors, refuse_modules, refuse_other_devices, take_over
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
@@ -106,6 +106,7 @@ class GradientAveraging:
     def _plan_anew(self) -> None:
         """Average what is trained now, from here on; a collective call."""
         refuse_modules(self._module)
+        refuse_other_devices(self._module, "DistributedModel")
         self._watch.look()
         self._add_hooks()
         known = {slot.name for slot in self._buffers.slots}
