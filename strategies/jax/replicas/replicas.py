@@ -24,6 +24,7 @@ from strategies.core.survival import together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
+from strategies.exchange.on_device import COMPILED, WINDOW
 from strategies.jax.programs.program import DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
 from strategies.jax.replicas.dealing import Dealing
@@ -103,6 +104,7 @@ class Replicas:
             instance.ipus_per_replica,
             self.instruments,
             self.defaults.executables,
+            is_spread=self.defaults.exchange in (COMPILED, WINDOW),
         )
         self.devices = self.grid.first
         self.reducer = CrossReplicaReducer(
