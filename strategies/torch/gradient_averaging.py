@@ -419,7 +419,8 @@ def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
 
 
 def _described(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}"
+    where = "" if parameter.device.type == "cpu" else f" on {parameter.device.type}"
+    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}{where}"
 
 
 def _is_returned(node: Node) -> bool:
