@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import math
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
 _GLOO = "gloo"
-_left: list[Any] = []
-"""What a failed instance has left without an end, which would wait for the others."""
 
 
 class RuntimeState(IntEnum):
@@ -116,6 +115,7 @@ def connect_processes(communicator: Communicator) -> None:
     with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
         _initialize(_Coordinator.agreed(communicator, port), communicator)
     atexit.register(_leave_if_failed)
+    _delay_abort()
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,21 @@ def _leave_if_failed() -> None:
     """Leave the coordinator without an end if the program has failed: JAX's own end waits for all other instances."""
     if process.has_failed:
         state = distributed.global_state
-        _left.extend([state.client, state.service, state.preemption_sync_manager])
-        state.client = state.service = state.preemption_sync_manager = None
+        for each in (state.client, state.service):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # else its destructor waits
+        state.client = state.service = None
+
+
+def _delay_abort() -> None:
+    """Have this process live on for some seconds when JAX aborts it because the coordinator is lost.
+
+    The launcher ends it in less, or it finds by its own communicator that another instance is lost, and says so. The
+    handler is the C function `sleep` itself, which gets the number of the signal, 6, for seconds. A handler in Python
+    would not be called: `abort` does not return to Python.
+    """
+    if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):  # None: Open MPI's, which writes a trace of C++
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, libc.sleep)
 
 
 def _bytes(text: str) -> np.ndarray:
