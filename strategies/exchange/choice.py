@@ -39,6 +39,7 @@ class InstanceFacts:
         has_nccl: whether NCCL is installed.
         can_carry_on: whether the others go on where an instance is lost.
         variables_on_host: whether variables and optimizer state live in host memory.
+        unconnected: why the framework's processes cannot be connected for compiled collectives; "" if they can.
     """
 
     platform: str
@@ -48,6 +49,7 @@ class InstanceFacts:
     has_nccl: bool = True
     can_carry_on: bool = False
     variables_on_host: bool = False
+    unconnected: str = ""
 
     def pack(self) -> np.ndarray:
         """Return uint8[1024], the same number of bytes for all instances."""
@@ -205,6 +207,9 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
             "compiled collectives cannot go on where an instance is lost, as --on-failure shrink wants it; "
             "use --on-failure restart"
         )
+    for index, each in enumerate(facts):
+        if each.unconnected:
+            return f"on instance {index} {each.unconnected}"
     if facts[0].platform != GPU:
         return None
     for index, each in enumerate(facts):

@@ -27,6 +27,7 @@ from strategies.exchange.choice import (
 )
 from strategies.jax.programs.xla_pitfalls import jax_has_started
 from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import WHY_UNCONNECTED, runtime_state
 
 _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
@@ -75,6 +76,7 @@ def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> 
         has_nccl(),
         membership.can_carry_on,
         variables_on_host,
+        WHY_UNCONNECTED.get(runtime_state(instance.count), ""),
     )
 
 

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
 _GLOO = "gloo"
+_OTHER_WAY = "POPDIST_EXCHANGE=host"
 
 
 class RuntimeState(IntEnum):
@@ -51,6 +52,19 @@ class RuntimeState(IntEnum):
     """The program has connected it with another number of processes."""
 
 
+WHY_UNCONNECTED = {
+    RuntimeState.ALONE: (
+        "JAX has started before it could be connected with the other instances; make the strategy before the first "
+        "array, and the first look at jax.devices()"
+    ),
+    RuntimeState.ELSEWHERE: (
+        "jax.distributed.initialize was called for another number of processes than this job has instances; leave the "
+        "call out"
+    ),
+}
+"""The states from which JAX cannot be connected, and what to do."""
+
+
 def runtime_state(instances: int) -> RuntimeState:
     """Return the state of JAX in this process; JAX is not started.
 
@@ -63,33 +77,30 @@ def runtime_state(instances: int) -> RuntimeState:
     return RuntimeState.ALONE if xla_bridge.backends_are_initialized() else RuntimeState.UNSTARTED
 
 
+def own_process() -> int | None:
+    """Return the number of this process among those that JAX knows; None if it knows no other. JAX is not started."""
+    state = distributed.global_state
+    return state.process_id if state.client is not None and state.num_processes > 1 else None
+
+
 def why_unconnected(states: Sequence[RuntimeState]) -> str:
     """Return why JAX's processes cannot be connected, or "" if they can or are.
 
     Args:
         states: of all instances.
     """
-    if (started := _ranks(states, RuntimeState.ALONE)) != "":
-        return (
-            f"JAX has started on {started} before it could be connected with the other instances; make the strategy "
-            "before the first array, or the first look at jax.devices()"
-        )
-    if (elsewhere := _ranks(states, RuntimeState.ELSEWHERE)) != "":
-        return (
-            f"the program has called jax.distributed.initialize on {elsewhere} for another number of processes than "
-            f"the {len(states)} instances of this job; leave the call out"
-        )
+    for state, why in WHY_UNCONNECTED.items():
+        if state in states:
+            return f"on {_ranks(states, state)} {why}"
     if len(set(states)) > 1:
-        return (
-            f"the program has called jax.distributed.initialize on {_ranks(states, RuntimeState.CONNECTED)} only; leave "
-            "the call out, or make it on all instances"
-        )
+        connected = _ranks(states, RuntimeState.CONNECTED)
+        return f"jax.distributed.initialize was called on {connected} only; leave the call out, or make it on all"
     return ""
 
 
 def _ranks(states: Sequence[RuntimeState], state: RuntimeState) -> str:
     ranks = [str(rank) for rank, each in enumerate(states) if each == state]
-    return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+    return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
 def states_of_all(communicator: Communicator) -> list[RuntimeState]:
@@ -109,11 +120,11 @@ def connect_processes(communicator: Communicator) -> None:
     """
     states = states_of_all(communicator)
     if why := why_unconnected(states):
-        raise DeviceError(f"gradients cannot be exchanged by compiled collectives: {why}, or use POPDIST_EXCHANGE=host")
-    if states[0] == RuntimeState.CONNECTED:
-        return
-    with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
-        _initialize(_Coordinator.agreed(communicator, port), communicator)
+        raise DeviceError(f"compiled collectives need JAX's processes connected, and {why}; or set {_OTHER_WAY}")
+    if states[0] == RuntimeState.UNSTARTED:
+        with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
+            _initialize(_Coordinator.agreed(communicator, port), communicator)
+    atexit.unregister(_leave_if_failed)
     atexit.register(_leave_if_failed)
     _delay_abort()
 
@@ -170,8 +181,8 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
     except RuntimeError as error:
         raise DeviceError(
             f"JAX could not connect with the other instances at {coordinator.address} within connect_timeout_s = "
-            f"{limits.connect_timeout_s:g} ({error}); let the hosts reach each other at any port, or use "
-            "POPDIST_EXCHANGE=host"
+            f"{limits.connect_timeout_s:g} ({error}); let the hosts reach each other at any port, or set "
+            f"{_OTHER_WAY}"
         ) from error
     logger.debug("JAX's processes are connected at %s", coordinator.address)
 
