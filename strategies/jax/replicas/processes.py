@@ -27,11 +27,11 @@ import numpy as np
 from jax._src import distributed, xla_bridge
 
 from collectives import Communicator
-from collectives.network.addresses import LOOPBACK, own_address_towards
 from popdist.instance import this_host
 from popdist.process import process
 from popdist.tuning import read_limits
 from strategies.errors import DeviceError
+from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
 logger = logging.getLogger(__name__)
 
