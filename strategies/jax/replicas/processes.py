@@ -30,12 +30,14 @@ from collectives import Communicator
 from popdist.instance import this_host
 from popdist.process import process
 from popdist.tuning import read_limits
+from popdist.xla import own_autotuning_setting
 from strategies.errors import DeviceError
 from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
 logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
+_LEAST_PATIENCE_S = 100  # for JAX's heartbeats, as it has it; limits of our own may be shorter
 _GLOO = "gloo"
 _OTHER_WAY = "POPDIST_EXCHANGE=host"
 
@@ -150,10 +152,11 @@ class _Coordinator:
             port: free on the host of instance 0, which chooses it.
         """
         hosts = [_text(row) for row in communicator.all_gather(_bytes(this_host()), name="hosts of JAX")]
-        addresses = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
-        communicator.broadcast(addresses, 0, name="coordinator of JAX")
-        address = _text(addresses[communicator.rank])
-        return cls(address, address if len(set(hosts)) == 1 else f"[::]:{address.rpartition(':')[2]}")
+        packed = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
+        addresses = [_text(row) for row in communicator.broadcast(packed, 0, name="coordinator of JAX")]
+        everywhere = "[::]" if any(address.startswith("[") for address in addresses) else "0.0.0.0"
+        bound = addresses[0] if len(set(hosts)) == 1 else f"{everywhere}:{addresses[0].rpartition(':')[2]}"
+        return cls(addresses[communicator.rank], bound)
 
 
 def _place(own: str, other: str, port: int) -> str:
@@ -167,6 +170,8 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
         jax.config.update("jax_cpu_collectives_implementation", _GLOO)
     # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
     jax.config.update("jax_enable_preemption_service", False)
+    os.environ.update(own_autotuning_setting(os.environ))
+    patience_s = max(_LEAST_PATIENCE_S, math.ceil(limits.timeout_s))
     try:
         jax.distributed.initialize(
             coordinator.address,
@@ -174,8 +179,8 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
             communicator.rank,
             cluster_detection_method="deactivate",  # else Open MPI's variables would choose a GPU
             initialization_timeout=math.ceil(limits.connect_timeout_s),
-            heartbeat_timeout_seconds=math.ceil(limits.timeout_s),
-            shutdown_timeout_seconds=math.ceil(limits.timeout_s),
+            heartbeat_timeout_seconds=patience_s,
+            shutdown_timeout_seconds=patience_s,
             coordinator_bind_address=coordinator.bound,
         )
     except RuntimeError as error:

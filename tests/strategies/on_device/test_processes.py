@@ -6,6 +6,7 @@ import jax
 import pytest
 from poprun_jobs import run, two
 
+from popdist.xla import own_autotuning_setting
 from strategies.jax.replicas.processes import RuntimeState, own_process, runtime_state, why_unconnected
 
 NEW, CONNECTED, ALONE, ELSEWHERE = RuntimeState
@@ -79,3 +80,15 @@ def test_a_program_that_has_started_jax_is_refused():
     finished = run(*two(HEAD + "jax.devices()" + TRAIN))
     assert finished.status == 1
     assert "on instance 0 JAX has started before it could be connected" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        ("", "--xla_gpu_shard_autotuning=false"),
+        ("--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=true --xla_gpu_shard_autotuning=false"),
+        ("--xla_gpu_shard_autotuning=true", None),
+    ],
+)
+def test_an_instance_compiles_without_the_others_unless_the_user_says_otherwise(flags, then):
+    assert own_autotuning_setting({"XLA_FLAGS": flags}) == ({} if then is None else {"XLA_FLAGS": then})
