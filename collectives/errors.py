@@ -10,6 +10,8 @@ CollectiveError
 ├── ClosedError             the communicator was closed: do not use it any more
 ├── BusyError               two threads called at once: use the named asynchronous calls
 ├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
+├── CudaError               the CUDA driver refused a call: exchange on another path
+├── MappingError            ranks cannot map each other's memory: exchange on another path
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
 """
 
@@ -66,6 +68,22 @@ class BusyError(CollectiveError):
 
 class UnsupportedBufferError(CollectiveError, TypeError):
     """A buffer whose dtype, shape or memory layout the called collective does not take."""
+
+
+class CudaError(CollectiveError):
+    """The CUDA driver refused a call.
+
+    Attributes:
+        code: the driver's number of the error; 0 where another rank met it.
+    """
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class MappingError(CollectiveError):
+    """The ranks cannot map each other's memory; every rank raises it, with the same text."""
 
 
 class MissingBackendError(CollectiveError, ImportError):

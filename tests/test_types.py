@@ -11,6 +11,7 @@ PACKAGES = ("collectives", "popdist", "poprun", "strategies")
 
 ANY = {
     "collectives": 5,
+    "collectives/cuda": 3,
     "collectives/network": 11,
     "popdist": 6,
     "popdist/environments": 1,

@@ -12,7 +12,7 @@ import numpy as np
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.exchange.means import Bucket
-from strategies.loss_scaling import LossScale
+from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Batch, Gradients, Leaf, Tree
 
 if TYPE_CHECKING:
@@ -69,15 +69,18 @@ class Arrived:
         names: the names of the metrics.
         tail: their means over all replicas, float32; other values may follow.
         notice: the share of the replicas whose instances had a notice.
-        is_finite: whether the step may be applied; True if gradients are not checked.
+        is_finite: whether the step may be applied; True if gradients are not checked. It may be an unread scalar on a
+            device if there is a `scale_after`.
         gradients: returns the mean gradients, and how they are cut into shards, for records.
+        scale_after: returns the scale of the next loss by a flag that nobody has read; see `LossScaling.after`.
     """
 
     names: tuple[str, ...]
     tail: UnreadArray
     notice: float
-    is_finite: bool
+    is_finite: bool | UnreadArray
     gradients: Callable[[], tuple[Gradients, Tree]]
+    scale_after: Callable[[LossScaling, LossScale, UnreadArray], LossScale] = LossScaling.after
 
 
 State = TypeVar("State", bound=EngineState)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -62,6 +63,29 @@ class Metrics(Mapping[str, float]):
         return f"Metrics({dict(self)})"
 
 
+@dataclass(frozen=True)
+class _UnreadWithScale:
+    """Metrics on a device, and the loss scale behind them; `np.asarray` waits for both."""
+
+    tail: UnreadArray
+    count: int
+    scale: LossScale
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(metrics_of(("",) * self.count, np.asarray(self.tail), self.scale).means)
+
+    def __getitem__(self, place: int) -> float:
+        return float(np.asarray(self)[place])
+
+    def is_ready(self) -> bool:
+        """Return whether reading would not wait."""
+        return bool(self.tail.is_ready())
+
+    def is_deleted(self) -> bool:
+        """Return whether the memory was given up."""
+        return bool(self.tail.is_deleted())
+
+
 def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | None) -> Metrics:
     """Return the metrics of a step; with loss scaling also "loss_scale" and "skipped_steps".
 
@@ -72,6 +96,8 @@ def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | Non
     """
     if scale is None:
         return Metrics(names, tail)
+    if not isinstance(tail, np.ndarray):
+        return Metrics((*names, "loss_scale", "skipped_steps"), _UnreadWithScale(tail, len(names), scale))
     own, rest = np.split(np.asarray(tail), [len(names)])
     of_scale = np.array([scale.scale, scale.skipped], np.float32)
     return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))

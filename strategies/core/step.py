@@ -108,7 +108,7 @@ class StepLoop(Generic[State, Pending]):
         self.notice.agree(arrived.notice)
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
-            scale = self.scaling.after(scale, arrived.is_finite)
+            scale = arrived.scale_after(self.scaling, scale, arrived.is_finite)
         if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         with instruments.during[UPDATE]:

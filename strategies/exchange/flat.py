@@ -6,11 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
 from strategies.typing import Leaf
+
+Array = TypeVar("Array", bound=Leaf)
+"""Flat arrays of NumPy or JAX."""
 
 FLOAT32 = np.dtype(np.float32)
 LARGE_BYTES = 1 << 20
@@ -109,19 +113,21 @@ class FlatLayout:
             buffers.append(Buffer(name, dtypes[name], end, leaves, starts))
         return tuple(buffers)
 
-    def views(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The leaves in host buffers, nothing copied."""
+    def views(self, arrays: Sequence[Array]) -> list[Array]:
+        """The leaves in buffers; of the host nothing is copied."""
         return [self.view(leaf, arrays) for leaf in range(len(self.shapes))]
 
-    def view(self, leaf: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The leaf of that number in host buffers, nothing copied."""
+    def view(self, leaf: int, arrays: Sequence[Array]) -> Array:
+        """The leaf of that number in buffers; of the host nothing is copied."""
         shape, (number, start) = self.shapes[leaf], self.places[leaf]
-        return arrays[number][start : start + math.prod(shape)].reshape(shape)
+        found: Array = arrays[number][start : start + math.prod(shape)].reshape(shape)
+        return found
 
     def buffer_of(self, leaf: int) -> int:
         """Return the number of the buffer in which a leaf lies."""
         return self.places[leaf][0]
 
-    def tail_view(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The tail in host buffers, nothing copied."""
-        return arrays[0][arrays[0].size - self.tail :]
+    def tail_view(self, arrays: Sequence[Array]) -> Array:
+        """The tail in buffers; of the host nothing is copied."""
+        found: Array = arrays[0][arrays[0].size - self.tail :]
+        return found

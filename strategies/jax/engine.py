@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import NoReturn, TypeAlias, final
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from strategies.jax.evaluation_program import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.jax.gradients.replica_program import with_loss
+from strategies.jax.on_device.queue import StepQueue
+from strategies.jax.on_device.step import DevicePending, DeviceStep
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.replicas.devices import borrow
@@ -29,7 +31,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
 from strategies.train_state import TrainState
-from strategies.typing import Batch, Gradients, Tree
+from strategies.typing import Batch, Gradients, Leaf, Tree
 
 
 @dataclass
@@ -40,22 +42,18 @@ class JaxPending:
         step: its programs.
         state: with which it began.
         control: see `control_words`.
-        notice: whether this instance was given one.
         buckets: of gradients, when they are ready.
         tail: what has travelled behind the gradients, or is still being computed.
         is_finite: whether the step may be applied.
-        after: the state after a step that is made in one program; None where it is made in parts.
         kept: the new residuals and model state.
     """
 
     step: PreparedStep
     state: TrainState
     control: np.ndarray
-    notice: bool
-    buckets: Iterator[tuple[Bucket, Buffers]] = field(default_factory=lambda: iter(()))
+    buckets: Iterator[tuple[Bucket, Buffers]]
     tail: UnreadArray = None
     is_finite: bool = True
-    after: TrainState | None = None
     kept: tuple[Tree, Tree] = (None, None)
 
     @property
@@ -64,8 +62,40 @@ class JaxPending:
         return self.step.exchange
 
 
+@dataclass(frozen=True)
+class FusedPending:
+    """A step of the only replica that one program makes; see `PendingStep`. Nobody waits for it.
+
+    Attributes:
+        names: of the metrics.
+        tail: the metrics.
+        notice: whether the instance was given one.
+        after: the state after the step.
+        buckets: none.
+    """
+
+    names: tuple[str, ...]
+    tail: UnreadArray
+    notice: bool
+    after: TrainState
+    buckets: Iterator[tuple[Bucket, Buffers]] = field(default_factory=lambda: iter(()))
+
+    @property
+    def exchange(self) -> NoReturn:
+        """See `PendingStep`: there is no bucket."""
+        raise AssertionError("a step of the only replica exchanges nothing")
+
+    @property
+    def arrived(self) -> Arrived:
+        """See `Arrived`. Steps are not made in one program where gradients are recorded."""
+        return Arrived(self.names, self.tail, float(self.notice), True, lambda: ({}, None))
+
+
+JaxPendings: TypeAlias = JaxPending | DevicePending | FusedPending
+
+
 @final
-class JaxEngine(Engine[TrainState, JaxPending]):
+class JaxEngine(Engine[TrainState, JaxPendings]):
     """Computes steps by programs of JAX; a step uses up the state with which it began.
 
     Args:
@@ -88,34 +118,47 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         self._is_recorded = is_recorded
         self._fused = FusedPrograms(programs, self._in_parts, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
+        self._queue = StepQueue()
 
     # ---- one step
 
-    def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPending:
+    def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
         """See `Engine`."""
-        step, control = self._programs.prepare(state, batch), control_of(state, notice)
+        step = self._programs.prepare(state, batch)
+        if isinstance(step, DeviceStep):
+            return self._begun_on_device(step, state, batch, notice)
         made = self._fused.made(step, state, [batch]) if self.may_fuse else None
-        if made is None:
-            return self._begun(step, state, batch, control, notice)
-        after, tail = made
-        return JaxPending(step, state, control, notice, tail=tail, after=after)
+        if made is not None:
+            return FusedPending(step.program.names, made[1], notice, made[0])
+        return self._begun(step, state, batch, control_of(state, notice))
 
-    def _begun(
-        self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray, notice: bool = False
-    ) -> JaxPending:
+    def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
+        if self.may_fuse and not self._replicas.devices.is_cpu:
+            made = self._fused.on_device(step, state, batch)
+            if made is not None:
+                return FusedPending(step.program.names, made[1], notice, made[0])
+
+        def arguments(control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
+            return self._programs.arguments(state, batch, control)
+
+        return DevicePending.begun(step, state, notice, arguments)
+
+    def _begun(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> JaxPending:
         step.gradients.dispatch(*self._programs.arguments(state, batch, control))
-        return JaxPending(step, state, control, notice, self._buckets(step))
+        return JaxPending(step, state, control, self._buckets(step))
 
     def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
         for bucket, contributions in step.gradients.collect():
             step.update.wait()  # the last one may still be reading the results
             yield bucket, contributions
 
-    def arrived(self, pending: JaxPending) -> Arrived:
+    def arrived(self, pending: JaxPendings) -> Arrived:
         """See `Engine`."""
+        if isinstance(pending, FusedPending):
+            return pending.arrived
+        if isinstance(pending, DevicePending):
+            return self._arrived_on_device(pending)
         program = pending.step.program
-        if pending.after is not None:  # nobody waits for the only replica
-            return Arrived(program.names, pending.tail, float(pending.notice), True, lambda: self._means(pending))
         self._raise_if_feeds_differ()
         pending.kept = self._kept(pending.step, pending.state)
         tail = pending.tail = pending.step.gradients.tail.copy()
@@ -126,14 +169,22 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         notice = float(tail[program.notice_place])
         return Arrived(program.names, tail, notice, pending.is_finite, lambda: self._means(pending))
 
+    def _arrived_on_device(self, pending: DevicePending) -> Arrived:
+        arrived = pending.arrived()
+        if self._options.check_numerics:  # the one option that waits for every step
+            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-pending.step.program.flags :])
+        return arrived
+
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards
 
-    def update(self, pending: JaxPending, scale: LossScale | None) -> TrainState:
+    def update(self, pending: JaxPendings, scale: LossScale | None) -> TrainState:
         """See `Engine`."""
+        if isinstance(pending, FusedPending):
+            return self._queued(pending.after, pending.tail)
+        if isinstance(pending, DevicePending):
+            return self._queued(pending.updated(scale), pending.tail)
         state, step = pending.state, pending.step
-        if pending.after is not None:
-            return pending.after
         if not pending.is_finite:
             return replace(state, step=state.step + 1, loss_scale=scale)
         trainable = step.program.trainable
@@ -145,6 +196,12 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         )
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
+
+    def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
+        """Return the state after a step for which nobody waits; on CPUs that are not many."""
+        if isinstance(tail, jax.Array):
+            self._queue.add(state.step - 1, tail)
+        return state
 
     def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
         """Return the new residuals and model state; a collective call where the model state has leaves of replica 0."""
@@ -203,7 +260,7 @@ class JaxEngine(Engine[TrainState, JaxPending]):
         if len(batches) == 1:
             return None
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
-        if any(other is not step for other in others):
+        if isinstance(step, DeviceStep) or any(other is not step for other in others):
             return None
         self._replicas.instruments.step_begins(state.step)
         made = self._fused.made(step, state, batches)

@@ -23,6 +23,7 @@ from strategies.core.metrics import UnreadArray
 from strategies.jax.comparing.exactness import are_same, probe_of
 from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, SUM
 from strategies.jax.gradients.replica_program import STEP, ReplicaProgram, with_loss
+from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.devices import is_key
@@ -78,6 +79,25 @@ class FusedPrograms:
             return None
         self._fused[key] = None  # also if the trial fails
         return self._made_both_ways(step, state, batches)
+
+    def on_device(self, step: DeviceStep, state: TrainState, batch: Batch) -> Made | None:
+        """Make a step on an accelerator in one program; None if it calls back into Python.
+
+        It is not compared with anything, which would take the memory of several states: every step of the only replica
+        is made in this way, from the first one on.
+
+        Args:
+            step: of the only replica.
+            state: used up, unless the result is None.
+            batch: of the shapes of the step.
+        """
+        key = step.program, 1
+        if key not in self._fused:
+            assert isinstance(step.update, WholeStateUpdate)
+            fused = FusedSteps(step.program, step.update)
+            self._fused[key] = None if fused.has_effects(state, [batch]) else fused
+        found = self._fused[key]
+        return None if found is None else found(state, [batch])
 
     def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
         assert isinstance(step.update, WholeStateUpdate)

@@ -187,6 +187,13 @@ class StepOptions(CommonOptions):
         return super().own_part or ("model state of single replicas" if has_own_model_state else None)
 
     @property
+    def needs_host(self) -> str | None:
+        """The option because of which gradients go through the host, in words; None if they may stay on the device."""
+        if self.transfer.is_quantised:
+            return "gradients travel as int8"
+        return None if self.pipeline is None else "replicas are pipelines"
+
+    @property
     def may_fuse(self) -> bool:
         """Whether several steps may be one program."""
         is_plain = self.scaling is None and self.pipeline is None

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.exchange.means import Allocate, Means
+from strategies.exchange.means import Allocate, Bucket, Means
+from strategies.exchange.on_device import AUTO
 from strategies.exchange.shards import Shards
 from strategies.jax.comparing.agreement import lines_of, terms_of
 from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
@@ -21,6 +23,10 @@ from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.on_device.gradients import DeviceGradients
+from strategies.jax.on_device.paths import path_for
+from strategies.jax.on_device.step import DeviceStep
+from strategies.jax.on_device.update import FlatUpdate
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.captures import Reads
 from strategies.jax.programs.compilation import explain_recompilation
@@ -32,7 +38,7 @@ from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.jax.updates.sharded_update import update_for
 from strategies.jax.updates.update import VariableUpdate
 from strategies.train_state import TrainState
-from strategies.typing import Batch, Function, Gradients, LossFunction, Tree, Variables
+from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, Tree, Variables
 
 logger = logging.getLogger("strategies.jax")
 
@@ -66,11 +72,13 @@ class _Plan:
         program: of a replica.
         gradients: the compiled programs that compute it.
         lines: what they compute, for the comparison with other instances; none where there is none.
+        is_on_device: whether gradients stay on the device.
     """
 
     program: ReplicaProgram
     gradients: ReplicaPlan
     lines: Sequence[str]
+    is_on_device: bool = False
 
 
 class StepPrograms:
@@ -110,13 +118,14 @@ class StepPrograms:
     def _claim_replicas(self) -> None:
         """Begin anew with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
+        self._path = path_for(self._replicas)
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
-        self._steps: dict[Any, PreparedStep] = {}
+        self._steps: dict[Any, PreparedStep | DeviceStep] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
-    def arguments(self, state: TrainState, batch: Batch, control: np.ndarray) -> tuple[Tree, Sequence[Tree], Tree]:
+    def arguments(self, state: TrainState, batch: Batch, control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
         """Return the arguments of `ReplicaGradients.dispatch`.
 
         Args:
@@ -159,7 +168,7 @@ class StepPrograms:
             self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
         return self._updates[key]
 
-    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
         if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
             self._claim_replicas()
@@ -208,7 +217,7 @@ class StepPrograms:
             self._options.shapes_of_replica(state.model_state),
         )
 
-    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep:
+    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         shapes = self._shapes_of(state, batch)
         key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         kept = self._kept(key)
@@ -217,6 +226,26 @@ class StepPrograms:
         if kept is None:
             plan = self._plans[key] = self._streaming(plan, shapes, state, batch)
         self._log_effective_batch(shapes.batch)
+        return self._of_device(plan, shapes) if plan.is_on_device else self._of_host(plan, shapes)
+
+    def _of_device(self, plan: _Plan, shapes: ReplicaShapes) -> DeviceStep:
+        assert self._path is not None
+        assert isinstance(plan.gradients, JaxGradientPlan)
+        program, (layout,) = plan.program, plan.gradients.layouts
+        update = self.update_of(shapes.variables)
+        update.path = self._path
+        structure = jax.tree.structure(program.trainable.pick(shapes.variables))
+        return DeviceStep(
+            program,
+            Bucket("gradients", layout, (), frozenset()),
+            DeviceGradients(self._devices, plan.gradients, self._path.nodes, self._replicas.num_replicas_in_sync),
+            self._path,
+            update,
+            FlatUpdate(program, update, layout, structure, self._options.scaling is not None),
+            self._replicas,
+        )
+
+    def _of_host(self, plan: _Plan, shapes: ReplicaShapes) -> PreparedStep:
         communicator = self._replicas.communicator
         gradients = self._programs(plan.gradients, communicator.allocate)
         quantised = plan.program.quantised
@@ -238,6 +267,8 @@ class StepPrograms:
         not: what is measured or compared for it is measured and compared by all of them, or by none.
         """
         found = self._plans.get(key)
+        if found is not None and found.is_on_device and self._path is None:
+            found = None
         if self._replicas.num_instances == self._instances_at_first:
             return found
         return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
@@ -258,24 +289,51 @@ class StepPrograms:
             options.transfer,
             options.check_numerics,
         )
-        gradients = self._planned(program, shapes)
-        return _Plan(program, gradients, lines_of(gradients.equations()) if self._is_compared else [])
+        on_device = self._planned_on_device(program, shapes)
+        gradients = on_device or self._planned(program, shapes)
+        lines = lines_of(gradients.equations()) if self._is_compared else []
+        return _Plan(program, gradients, lines, on_device is not None)
 
     def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
         if self._options.pipeline is not None:
             return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
         return self._in_one_program(program, shapes, streams=False)
 
+    def _planned_on_device(self, program: ReplicaProgram, shapes: ReplicaShapes) -> JaxGradientPlan | None:
+        """Return the plan of a step that stays on the device; None if it goes through the host.
+
+        Raises:
+            ValueError: if the program asks for the device, and something in the step needs the host.
+        """
+        if self._path is None:
+            return None
+        plan, reason = None, self._options.needs_host
+        if reason is None:
+            plan = self._in_one_program(program, shapes, streams=False, makes_buffers=True)
+            plan.equations()  # now it is known what the loss function does
+            reason = why_on_host(program)
+        if reason is None:
+            return plan
+        exchange = self._replicas.defaults.exchange
+        if exchange != AUTO:
+            raise ValueError(
+                f"the exchange is {exchange!r}, on the device, and {reason}; use exchange 'auto' or 'host'"
+            )
+        logger.info("gradients go through the host: %s", reason)
+        return None
+
     def _mean_shards(self, program: ReplicaProgram, shapes: ReplicaShapes) -> Shards | None:
         return None if program.quantised else self.update_of(shapes.variables).mean_shards
 
-    def _in_one_program(self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool) -> JaxGradientPlan:
+    def _in_one_program(
+        self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool, makes_buffers: bool = False
+    ) -> JaxGradientPlan:
         own, shared = self._divided(shapes.model_state)
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
         arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
         shards = self._mean_shards(program, shapes)
-        return JaxGradientPlan(self._devices, program, arguments, streams, shards)
+        return JaxGradientPlan(self._devices, program, arguments, streams, shards, makes_buffers)
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
         """Return the plan, with gradients that are streamed if they may be; a collective call then."""
@@ -338,6 +396,19 @@ class StepPrograms:
             count,
             replicas,
         )
+
+
+def why_on_host(program: ReplicaProgram) -> str | None:
+    """Return the reason why a replica's gradients go through the host; None if they may stay on the device.
+
+    Args:
+        program: of a replica, which has been traced.
+    """
+    if not program.is_independent:
+        return "the loss function has collectives of replicas or feeds"
+    if any(not jnp.issubdtype(result.dtype, jnp.floating) for result in program.results):
+        return "the model state has a sum of integers"
+    return None
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from typing import final
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
@@ -42,6 +43,8 @@ class JaxGradientPlan(ReplicaPlan):
         shapes: of its arguments.
         streams: whether to cut it into segments.
         shards: see `Leaving`.
+        makes_buffers: whether the programs make the buffers in which gradients leave them; otherwise they take over
+            the memory of others, their last arguments.
 
     Attributes:
         segments: the parts of the program.
@@ -57,8 +60,10 @@ class JaxGradientPlan(ReplicaPlan):
         shapes: Sequence[Tree],
         streams: bool,
         shards: Shards | None,
+        makes_buffers: bool = False,
     ) -> None:
         averaged = program.results
+        self._makes_buffers = makes_buffers
         self.leaving = Leaving(tuple(averaged), shards, len(averaged) - program.num_gradients)
         self.sum_bytes = 0  # micro-batches are added inside of the program
         self._shapes = jax.tree.leaves(shapes)
@@ -125,6 +130,8 @@ class JaxGradientPlan(ReplicaPlan):
         return [found[number] for number in range(len(self.segments))]
 
     def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
+        if self._makes_buffers:
+            return []
         return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
 
     def _of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -144,11 +151,13 @@ class JaxGradientPlan(ReplicaPlan):
             results = segment.function(*values[:first_buffer])
             finished = dict(zip(segment.parts, results, strict=False))
             gradients = [finished[part] for part in self.leaving.of_gradients(segment.parts)]
-            buffers = flatten(layout, gradients, finished.get(Part(TAIL)), values[first_buffer:])
+            into = values[first_buffer:] or [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
+            buffers = flatten(layout, gradients, finished.get(Part(TAIL)), into)
             kept = [finished[part] for part in self._of_kept(segment.parts)]
             return (*buffers, *kept, *results[len(segment.parts) :])
 
-        return devices.compile(of_one_replica, range(first_buffer, first_buffer + len(layout.buffers)))
+        donated = () if self._makes_buffers else range(first_buffer, first_buffer + len(layout.buffers))
+        return devices.compile(of_one_replica, donated)
 
 
 @final

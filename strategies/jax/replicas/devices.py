@@ -245,11 +245,12 @@ def claim_devices(
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
     executables_folder: str = "",
+    is_spread: bool = False,
 ) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
     On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
-    put shards on devices of their own.
+    put shards on devices of their own, and for simulated accelerators.
 
     Args:
         replicas: the local replicas.
@@ -259,6 +260,7 @@ def claim_devices(
         ipus_per_replica: the devices that each replica spans.
         instruments: see programs for them being compiled, and replicas at work.
         executables_folder: where compiled programs are kept if the environment names no folder; "" for none.
+        is_spread: whether each replica has a device of its own on CPUs too, as on accelerators.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
@@ -272,7 +274,7 @@ def claim_devices(
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments)
+    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments, is_spread)
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
@@ -286,6 +288,7 @@ def choose_grid(
     executables: Path | None = None,
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
+    is_spread: bool = False,
 ) -> DeviceGrid:
     """Return the devices of JAX that `claim_devices` gives to local replicas, once JAX has started; change nothing.
 
@@ -297,10 +300,11 @@ def choose_grid(
         executables: the folder where compiled programs are kept.
         ipus_per_replica: see `claim_devices`.
         instruments: see `claim_devices`.
+        is_spread: see `claim_devices`.
     """
     devices = jax.local_devices()
     local = len(replicas)
-    if devices[0].platform == "cpu":
+    if devices[0].platform == "cpu" and not is_spread:
         column = ReplicaDevices((devices[0],) * local, replicas, executables, instruments)
         return DeviceGrid(tuple(replace(column) for _ in range(ipus_per_replica)))
     possible = (width for width in range(1, local + 1) if local % width == 0)

@@ -24,7 +24,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import ShardedTree, shards_of, take
 from strategies.jax.updates.optimizers import AS_WRITTEN, AnyOptimizer, Known
 from strategies.jax.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
-from strategies.typing import Gradients, OptimizerState, Tree, Variables
+from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ShardedStateUpdate(VariableUpdate):
         return self._optimizer.init(self._take(variables, first))
 
     def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
         """See `VariableUpdate`; a collective call."""
         buffers, small, optimizer_state, self._reading = self._divide(
@@ -80,8 +80,7 @@ class ShardedStateUpdate(VariableUpdate):
         )
         leaves, structure = jax.tree.flatten(variables)
         for number, members in self._parts.members.items():
-            self.wait()  # the last variables may still be made from the same memory
-            gathered = self._parts.gather(number, borrow(buffers[number]), self._replicas.communicator)
+            gathered = self._gathered(number, buffers[number])
             old, starts = [leaves[leaf] for leaf in members], self._parts.layout.buffers[number].starts
             with jax.default_device(self._replicas.variables_device):
                 united, self._reading = self._unite(old, gathered, starts)
@@ -91,6 +90,13 @@ class ShardedStateUpdate(VariableUpdate):
             leaves[leaf] = new
         placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
+
+    def _gathered(self, number: int, buffer: jax.Array) -> Leaf:
+        """Return the parts of all instances in a buffer, one row for each instance; a collective call."""
+        if self.path is not None:
+            return self.path.gather(f"{_PARTS}/{number}", buffer)
+        self.wait()  # the last variables may still be made from the same memory
+        return self._parts.gather(number, borrow(buffer), self._replicas.communicator)
 
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray

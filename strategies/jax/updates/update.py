@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
 from strategies.jax.gradients.accumulation import accumulator_dtypes
 from strategies.jax.gradients.replica_program import LOSS_SCALE, STEP, loss_of
@@ -20,7 +21,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray, ShardedTree, shards_of
 from strategies.jax.updates.arithmetic import add_stochastically
 from strategies.jax.updates.optimizers import AnyOptimizer, Arithmetic, Known, OptaxOptimizer, StepOptimizer
-from strategies.typing import AccumulationDtype, Function, Gradients, OptimizerState, Tree, Variables
+from strategies.typing import AccumulationDtype, Function, Gradients, Leaf, OptimizerState, Tree, Variables
 
 HOST_MEMORY = "pinned_host"
 _ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
@@ -63,10 +64,12 @@ class VariableUpdate(ABC):
     Attributes:
         mean_shards: the shards of mean gradients if `apply` takes this instance's part only; None if it takes them
             whole.
+        path: gathers parts that lie on devices; None if they are gathered on the host.
     """
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         self.mean_shards: Shards | None = None
+        self.path: DevicePath | None = None
         self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
         self._replicas = replicas
         self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
@@ -85,15 +88,15 @@ class VariableUpdate(ABC):
 
     @abstractmethod
     def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
         """Return new variables and optimizer state; the old ones are used up.
 
         Args:
             variables: whole.
             optimizer_state: what `init`, `adopt` or `apply` returned last.
-            means: host arrays like the variables, or of some of them what `mean_shards` makes of those; they are read
-                until `wait` returns.
+            means: arrays like the variables, or of some of them what `mean_shards` makes of those; those of the host
+                are read until `wait` returns.
             control: see `control_words`; with the mean loss, see `with_loss`.
         """
 
@@ -126,6 +129,11 @@ class VariableUpdate(ABC):
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
         return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether this instance keeps a part of the optimizer state only."""
+        return self._state_shards is not None
 
     def wait(self) -> None:
         """Return when the mean gradients of the last update are not read any more."""
@@ -233,7 +241,7 @@ class WholeStateUpdate(VariableUpdate):
         return self._state_shards.take(jax.lax.optimization_barrier(state), first)
 
     def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
         """See `VariableUpdate`; a collective call if instances have parts of the state."""
         state = self.on_device(optimizer_state)

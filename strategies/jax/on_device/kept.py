@@ -1,0 +1,59 @@
+"""The model state after a step on the device: what replicas have made of it, and what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, SUM
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.replicas.replicas import Replicas
+from strategies.typing import Leaf, Tree
+
+
+def model_state_after(
+    program: ReplicaProgram,
+    replicas: Replicas,
+    before: Tree,
+    kept: Sequence[Sequence[jax.Array]],
+    means: Sequence[jax.Array],
+) -> Tree:
+    """Return the new model state; a collective call where several instances take leaves of replica 0.
+
+    Nobody waits for the device, but for those leaves.
+
+    Args:
+        program: of a replica.
+        replicas: where the replicas are.
+        before: the model state with which the step began.
+        kept: what each local replica keeps.
+        means: of the leaves that travel, over all replicas.
+    """
+    rule, device = program.rule, replicas.variables_device
+    of_state = [program.unpack_kept(of_replica)[1] for of_replica in kept]
+    averaged = rule.words.count(MEAN)
+    sums = [jnp.asarray(old) + mean for old, mean in zip(rule.pick(before, SUM), means[averaged:], strict=True)]
+    new = {**of_state[0], MEAN: list(means[:averaged]), SUM: sums}
+    if new[FIRST] and replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+        new[FIRST] = replicas.broadcast(new[FIRST])
+    own = [jax.device_put(each[PER_REPLICA], device) for each in of_state]
+    new[PER_REPLICA] = [_joined(leaves) for leaves in zip(*own, strict=True)]
+    return rule.put(before, new)
+
+
+@jax.jit
+def _joined(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return what replicas have, one behind the other along the first axis."""
+    return jnp.concatenate(leaves)
+
+
+@jax.jit
+def _chosen(is_finite: jax.Array, new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(lambda one, other: jnp.where(is_finite, one, other), new, old)
+
+
+def chosen(is_finite: Leaf, new: Tree, old: Tree) -> Tree:
+    """Return the new model state if the step may be applied, the old one otherwise; nobody waits for the flag."""
+    return new if is_finite is True else _chosen(is_finite, new, old)

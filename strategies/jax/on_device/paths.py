@@ -1,0 +1,54 @@
+"""The path on which gradients that lie on JAX's devices become means over all instances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import jax
+import numpy as np
+
+from collectives.plans.spread import Spread
+from collectives.tree import TreeNode, halves, root_of
+from strategies.exchange.choice import LOCAL
+from strategies.exchange.on_device import DevicePath
+from strategies.jax.on_device.arithmetic import JaxArithmetic
+from strategies.jax.replicas.replicas import Replicas
+
+
+@final
+class LocalPath(DevicePath):
+    """The only instance: the last addition and the division are one program.
+
+    Args:
+        replicas: R.
+    """
+
+    word = LOCAL
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(Spread.together([replicas]), 0)
+        self._arithmetic = JaxArithmetic()
+
+    @property
+    def nodes(self) -> tuple[TreeNode, ...]:
+        """See `DevicePath`: what the last addition adds."""
+        root = root_of(self.spread.replicas)
+        return (root,) if root.is_leaf else halves(root)
+
+    def means(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]) -> Sequence[jax.Array]:
+        """See `DevicePath`."""
+        if self.spread.replicas == 1:
+            return [of_buffer[0] for of_buffer in sums]
+        return self._arithmetic.means(self.nodes, list(zip(*sums, strict=True)), dtypes, self.spread.replicas)
+
+    def gather(self, name: str, own: jax.Array) -> jax.Array:
+        """See `DevicePath`."""
+        return own[None]
+
+
+def path_for(replicas: Replicas) -> DevicePath | None:
+    """Return the path of gradients that stay on the device; None if they go through the host."""
+    if not replicas.exchange.is_on_device:
+        return None
+    return LocalPath(replicas.num_replicas_in_sync) if replicas.num_instances == 1 else None

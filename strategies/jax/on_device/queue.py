@@ -1,0 +1,47 @@
+"""The steps that the devices have not made yet: not too many of them, and each failure named by its step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import jax
+
+from strategies.core.metrics import UnreadArray
+from strategies.errors import StrategyError
+
+MOST = 8
+"""Steps that are begun before the oldest one has ended. They keep their batches in memory."""
+
+
+class StepQueue:
+    """The steps that were begun, with an array of each that is ready when the step has ended."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, UnreadArray]] = deque()
+
+    def add(self, step: int, ready: UnreadArray) -> None:
+        """Add a step; wait for the oldest one where there are too many.
+
+        Args:
+            step: the number of the step, from 0.
+            ready: an array that the step computes.
+
+        Raises:
+            StrategyError: if a step has failed on the devices, with its number.
+        """
+        self._steps.append((step, ready))
+        while self._steps and (len(self._steps) > MOST or _has_ended(self._steps[0][1])):
+            number, oldest = self._steps.popleft()
+            try:
+                if not oldest.is_deleted():
+                    oldest.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                self._steps.clear()
+                raise StrategyError(
+                    f"step {number} has failed on the device, and step {step} was begun meanwhile: {error}; go on from "
+                    "a checkpoint"
+                ) from error
+
+
+def _has_ended(array: UnreadArray) -> bool:
+    return bool(array.is_deleted() or array.is_ready())

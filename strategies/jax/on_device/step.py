@@ -1,0 +1,145 @@
+"""A step that stays on the device: gradients, their means and the update are queued there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.core.engine import Arrived, Buffers
+from strategies.exchange.means import Bucket
+from strategies.exchange.on_device import DevicePath
+from strategies.jax.gradients.replica_program import ReplicaProgram, control_words
+from strategies.jax.on_device.gradients import DeviceGradients
+from strategies.jax.on_device.kept import chosen, model_state_after
+from strategies.jax.on_device.scaling import scale_after, scaled_control
+from strategies.jax.on_device.update import FlatUpdate
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.updates.update import VariableUpdate
+from strategies.loss_scaling import LossScale
+from strategies.train_state import TrainState
+from strategies.typing import Gradients, Leaf, Tree
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step for batches of some shapes.
+
+    Attributes:
+        program: what a replica computes.
+        bucket: the gradients, which all travel together; its means have no memory on the host.
+        gradients: compute and add it.
+        path: makes the means over all instances.
+        update: of the variables, with optimizer state in one piece or in parts.
+        flat: that update, of means in flat buffers.
+        replicas: where the replicas are.
+    """
+
+    program: ReplicaProgram
+    bucket: Bucket
+    gradients: DeviceGradients
+    path: DevicePath
+    update: VariableUpdate
+    flat: FlatUpdate
+    replicas: Replicas
+
+
+@dataclass
+class DevicePending:
+    """A step on the device that has begun; see `PendingStep`, and `Exchange`, both of which it is.
+
+    Attributes:
+        step: its programs.
+        state: with which it began.
+        control: see `control_words`.
+        notice: whether this instance was given one; then the share of those who were.
+        sums: for each buffer those of this instance's nodes.
+        kept: what each local replica keeps.
+        means: the buffers with the means.
+        tail: what has travelled behind the gradients.
+        is_finite: whether the step may be applied; a scalar on the device with loss scaling.
+    """
+
+    step: DeviceStep
+    state: TrainState
+    control: Leaf
+    notice: float
+    sums: Sequence[Sequence[jax.Array]]
+    kept: Sequence[Sequence[jax.Array]]
+    means: Sequence[jax.Array] = field(default_factory=tuple)
+    tail: Leaf = None
+    is_finite: Leaf = True
+
+    @classmethod
+    def begun(
+        cls,
+        step: DeviceStep,
+        state: TrainState,
+        notice: bool,
+        arguments: Callable[[Leaf], tuple[Tree, Sequence[Tree], Tree]],
+    ) -> DevicePending:
+        """Begin a step; does not wait for the devices.
+
+        Args:
+            step: its programs.
+            state: with which it begins.
+            notice: whether this instance was given one.
+            arguments: returns those of `DeviceGradients.sums`, given the control words.
+        """
+        control: Leaf = control_words(state.step, notice, 1.0)
+        if state.loss_scale is not None:
+            control = scaled_control(control, jnp.asarray(state.loss_scale.scale, jnp.float32))
+        sums, kept = step.gradients.sums(*arguments(control))
+        return cls(step, state, control, float(notice), sums, kept)
+
+    @property
+    def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
+        """See `PendingStep`: the sums of this instance's nodes."""
+        yield self.step.bucket, self.sums
+
+    @property
+    def exchange(self) -> DevicePending:
+        """See `PendingStep`."""
+        return self
+
+    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+        """See `Exchange`. The notice goes from host to host, and with it what is called: all instances are there."""
+        step, communicator = self.step, self.step.replicas.communicator
+        if communicator.size > 1:
+            given = np.array([self.notice], np.float32)
+            sizes = [buffer.size for buffer in bucket.layout.buffers]
+            communicator.all_reduce(given, "max", name=f"{bucket.name} on devices, {step.path.word}: {sizes}")
+            self.notice = float(given[0])
+        dtypes = [buffer.dtype for buffer in bucket.layout.buffers]
+        self.sums = ()
+        self.means = step.path.means(bucket.name, contributions, dtypes)
+
+    def arrived(self) -> Arrived:
+        """Return the results of the exchange, which nobody has read."""
+        program = self.step.program
+        self.tail = self.step.flat.tail_of(self.means[0])
+        self.is_finite = True
+        if self.state.loss_scale is not None:
+            self.is_finite = self.tail[program.finite_place] == 0
+        return Arrived(program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after)
+
+    def _gradients(self) -> tuple[Gradients, None]:
+        return self.step.flat.unpacked(self.means, self.control)[0], None
+
+    def updated(self, scale: LossScale | None) -> TrainState:
+        """Return the state after the step, with the scale of the next loss."""
+        state, step = self.state, self.step
+        model_state = state.model_state
+        if model_state is not None:
+            of_state = step.flat.state_means(self.means)
+            model_state = model_state_after(step.program, step.replicas, model_state, self.kept, of_state)
+            model_state = chosen(self.is_finite, model_state, state.model_state)
+        trainable = step.program.trainable
+        trained, optimizer_state = step.flat.apply(
+            trainable.pick(state.variables), state.optimizer_state, self.means, self.control
+        )
+        variables = trainable.put(state.variables, trained)
+        return TrainState(variables, optimizer_state, state.step + 1, scale, None, model_state)

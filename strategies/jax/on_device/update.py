@@ -1,0 +1,113 @@
+"""The update of a step by mean gradients that lie in flat buffers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.exchange.flat import FlatLayout
+from strategies.jax.gradients.replica_program import ReplicaProgram, with_loss
+from strategies.jax.programs.program import jit
+from strategies.jax.updates.update import VariableUpdate, WholeStateUpdate
+from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
+
+Unpacked: TypeAlias = tuple[Gradients, jax.Array, jax.Array]
+"""Mean gradients like the trained variables, the tail, and control words with the mean loss."""
+
+
+class FlatUpdate:
+    """New variables of the mean gradients in flat buffers.
+
+    The optimizer runs in the program that takes the buffers apart, where every instance has all of its state; otherwise
+    behind that.
+
+    Args:
+        program: of a replica, whose results are in the buffers.
+        update: of the variables.
+        layout: of the buffers.
+        structure: of the variables that are trained.
+        scales: whether the tail says if the step may be applied.
+    """
+
+    def __init__(
+        self, program: ReplicaProgram, update: VariableUpdate, layout: FlatLayout, structure: Tree, scales: bool
+    ) -> None:
+        self._program = program
+        self._update = update
+        self._layout = layout
+        self._structure = structure
+        self._scales = scales
+        self._unpack = jit(self._unpacked)
+        self._tail = jit(lambda buffer: layout.tail_view([buffer]))
+        self._state = jit(lambda buffers: layout.views(buffers)[program.num_gradients :])
+        self._at_once = None
+        if isinstance(update, WholeStateUpdate) and not update.has_parts:
+            self._whole = update
+            self._at_once = update.in_turn(jit(self._updated, donate_argnums=(0, 1)))
+
+    def unpacked(self, buffers: Sequence[jax.Array], control: Leaf) -> Unpacked:
+        """Return the contents of the buffers, but for means of the model state."""
+        found: Unpacked = self._unpack(buffers, control)
+        return found
+
+    def tail_of(self, buffer: jax.Array) -> jax.Array:
+        """Return the tail that lies in the first buffer."""
+        found: jax.Array = self._tail(buffer)
+        return found
+
+    def state_means(self, buffers: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the means of leaves of the model state."""
+        found: list[jax.Array] = self._state(buffers)
+        return found
+
+    def apply(
+        self,
+        variables: Variables,
+        optimizer_state: OptimizerState,
+        buffers: Sequence[jax.Array],
+        control: Leaf,
+    ) -> tuple[Variables, OptimizerState]:
+        """Return new variables and optimizer state; the old ones are used up.
+
+        With loss scaling nothing changes where a gradient is not finite. Nobody waits for the device to find that out,
+        unless the optimizer has parts of its state on several instances.
+
+        Args:
+            variables: those that are trained.
+            optimizer_state: theirs.
+            buffers: with the means.
+            control: see `control_words`.
+        """
+        if self._at_once is not None:
+            state = self._whole.on_device(optimizer_state)
+            variables, state = self._at_once(variables, state, buffers, control)
+            return variables, self._whole.offloaded(state)
+        means, tail, control = self.unpacked(buffers, control)
+        if self._scales and not self._is_finite(np.asarray(tail)):
+            return variables, optimizer_state
+        return self._update.apply(variables, optimizer_state, means, control)
+
+    def _updated(
+        self, variables: Variables, optimizer_state: OptimizerState, buffers: Sequence[jax.Array], control: jax.Array
+    ) -> tuple[Variables, OptimizerState]:
+        means, tail, control = self._unpacked(buffers, control)
+        trained, state, _ = self._whole.traced(variables, optimizer_state, means, control)
+        if not self._scales:
+            return trained, state
+        is_finite = self._is_finite(tail)
+        before = variables, optimizer_state
+        trained, state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), (trained, state), before)
+        return trained, state
+
+    def _is_finite(self, tail: Tree) -> Tree:
+        return tail[self._program.finite_place] == 0
+
+    def _unpacked(self, buffers: Sequence[jax.Array], control: jax.Array) -> Unpacked:
+        # Behind a barrier, as if each were an argument: fused with the cut, the update could round otherwise.
+        leaves, tail = jax.lax.optimization_barrier((self._layout.views(buffers), self._layout.tail_view(buffers)))
+        means = jax.tree.unflatten(self._structure, leaves[: self._program.num_gradients])
+        return means, tail, with_loss(jnp.asarray(control), tail)

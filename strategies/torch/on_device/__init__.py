@@ -1,0 +1,1 @@
+"""PyTorch's exchange of gradients that lie on a device."""
