@@ -81,7 +81,7 @@ def read_options() -> argparse.Namespace:
     add("--turn-s", type=float, default=1.0, metavar="S", help="how long a queue takes, at most (%(default)s)")
     add("--seconds", type=float, default=290.0, metavar="S", help="for all rows; later ones are left out (%(default)s)")
     add("--limit-s", type=float, default=90.0, metavar="S", help="how long a row may take to start (%(default)s)")
-    add("--at-once", type=int, default=5, metavar="N", help="rows whose processes start together (%(default)s)")
+    add("--at-once", type=float, default=6, metavar="N", help="GPTs for which the GPU has memory (%(default)s)")
     add("--out", metavar="PATH", help="append each row to this file, as a line of JSON")
     return parser.parse_args()
 
@@ -167,10 +167,8 @@ def is_wanted(case: GpuCase, alternatives: Sequence[Sequence[str]] | None) -> bo
 def measured(cases: Sequence[GpuCase], options: argparse.Namespace, gpus: int) -> Iterator[Row]:
     """Yield the figures of each case; some start together, and are measured one after another."""
     end = time.monotonic() + options.seconds
-    at_once = options.at_once if gpus else 2
-    with ThreadPoolExecutor(at_once) as threads:
-        for first in range(0, len(cases), at_once):
-            together = cases[first : first + at_once]
+    with ThreadPoolExecutor() as threads:
+        for together in waves(cases, options.at_once if gpus else 1.0):
             if (left_s := end - time.monotonic()) < LEAST_S:
                 yield from (failed(case, "no time left") for case in together)
                 continue
@@ -180,6 +178,22 @@ def measured(cases: Sequence[GpuCase], options: argparse.Namespace, gpus: int) -
             for job in jobs:
                 yield job.measure() if time.monotonic() < end else failed(job.case, "no time left")
             list(threads.map(GpuJob.close, jobs))
+
+
+def waves(cases: Sequence[GpuCase], room: float) -> Iterator[list[GpuCase]]:
+    """Yield neighbours whose processes have room at the same time: that of GPTs, of which other models need half."""
+    wave: list[GpuCase] = []
+    for case in cases:
+        if wave and sum(map(room_of, [*wave, case])) > room:
+            yield wave
+            wave = []
+        wave.append(case)
+    if wave:
+        yield wave
+
+
+def room_of(case: GpuCase) -> float:
+    return case.instances * (1.0 if case.model == GPT else 0.5)
 
 
 def failed(case: GpuCase, reason: str) -> Row:

@@ -49,6 +49,14 @@ def test_the_table_fits_on_a_screen():
     assert all(len(gpu.cases_of(gpus)) <= 56 for gpus in (0, 1, 2, 8))
 
 
+@pytest.mark.parametrize("room", [0.5, 1, 6])
+def test_processes_that_wait_together_have_room_together(room):
+    cases = gpu.cases_of(1)
+    waves = list(gpu.waves(cases, room))
+    assert [case for wave in waves for case in wave] == cases
+    assert all(sum(map(gpu.room_of, wave)) <= room for wave in waves if len(wave) > 1)
+
+
 def test_ours_and_plain_programs_have_the_same_flags():
     flags = [environment_of(GpuCase("jax", JAX, MLP, way))["XLA_FLAGS"] for way in (PLAIN, OURS)]
     assert all("--xla_gpu_deterministic_ops=true" in each for each in flags)
