@@ -16,6 +16,8 @@ from control import Coordinator, Group
 from gpu_task import BITS, BY_HAND, DDP, JAX, OURS, PLAIN, GpuCase
 from timing import as_strategies_do, environment
 
+from popdist.xla import deterministic_setting
+
 RANK = Path(__file__).with_name("gpu_rank.py")
 QUEUES = 3
 READ_STEPS = 10
@@ -129,7 +131,7 @@ def environment_of(case: GpuCase) -> dict[str, str]:
     environ = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false", POPDIST_EXCHANGE=case.exchange)
     if case.is_deterministic:
         environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+        environ |= deterministic_setting(environ)
     if case.framework == JAX and case.way != OURS:
         environ = as_strategies_do(environ, case.replicas)
     return environ

@@ -36,7 +36,8 @@ ON_GPU = torch.cuda.is_available()
 def steps_of(case: GpuCase) -> GpuSteps:
     if not ON_GPU:
         torch.set_num_threads(1)  # as our replicas have
-    if case.is_deterministic:
+    if case.is_deterministic:  # the same for all ways: what the project sets by itself
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
     return {PLAIN: PlainTorch, DDP: DdpTorch}.get(case.way, OursTorch)(case)
 
