@@ -39,6 +39,7 @@ class InstanceFacts:
         has_nccl: whether NCCL is installed.
         can_carry_on: whether the others go on where an instance is lost.
         variables_on_host: whether variables and optimizer state live in host memory.
+        can_connect: whether its framework can still be connected with those of the others, for compiled collectives.
     """
 
     platform: str
@@ -48,6 +49,7 @@ class InstanceFacts:
     has_nccl: bool = True
     can_carry_on: bool = False
     variables_on_host: bool = False
+    can_connect: bool = True
 
     def pack(self) -> np.ndarray:
         """Return uint8[1024], the same number of bytes for all instances."""
@@ -158,7 +160,7 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
         return ExchangeChoice(HOST, False, "gRPC connects the instances, and nothing else is opened between them")
     if facts[0].platform != GPU:
         return ExchangeChoice(HOST, False, f"replicas compute on devices of the kind {facts[0].platform}")
-    without_compiled = _obstacle(COMPILED, facts)
+    without_compiled = _obstacle(COMPILED, facts) or _obstacle_of_start(facts)
     if without_compiled is None:
         return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there")
     without_window = _obstacle(WINDOW, facts)
@@ -220,6 +222,17 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
     if without:
         return f"NCCL is not installed for instance {without[0]}; install the nvidia-nccl package of your CUDA"
     return None
+
+
+def _obstacle_of_start(facts: Sequence[InstanceFacts]) -> str | None:
+    """Return why JAX cannot be connected any more. Where that was asked for, the engine says it: it may be PyTorch's."""
+    started = [index for index, each in enumerate(facts) if not each.can_connect]
+    if not started:
+        return None
+    return (
+        f"JAX has started on instance {started[0]} before it could be connected with the others; make the strategy "
+        "before JAX is used"
+    )
 
 
 def _obstacle_to_window(facts: Sequence[InstanceFacts]) -> str | None:

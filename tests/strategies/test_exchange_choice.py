@@ -48,6 +48,7 @@ FOUND = {
     "no NCCL on two hosts": (all_with([A, elsewhere(B)], has_nccl=False), "host", False, "NCCL.*on 2"),
     "lost in place": (all_with([A, B], can_carry_on=True), "window", True, "shrink"),
     "lost in place on two hosts": (all_with([A, elsewhere(B)], can_carry_on=True), "host", False, "shrink"),
+    "JAX has started": ([A, replace(B, can_connect=False)], "window", True, "JAX has started on instance 1"),
     "GPUs of another maker": (all_with([A, B], gpu=""), "host", False, "not known to the CUDA driver"),
     "gRPC": (all_with([A, B], transport="gRPC"), "host", False, "gRPC"),
     "Horovod": (all_with([A, B], transport="Horovod"), "host", False, "Horovod"),
@@ -70,6 +71,7 @@ ASKED = {
     "compiled over gloo": ("compiled", [PROCESSOR, PROCESSOR], "compiled", True),
     "compiled with one on the CPU": ("compiled", [PROCESSOR], "local", True),
     "compiled": ("compiled", [A, B], "compiled", True),
+    "compiled where JAX has started": ("compiled", all_with([A, B], can_connect=False), "compiled", True),
     "compiled over gRPC": ("compiled", all_with([A, B], transport="gRPC"), "compiled", True),
     "window": ("window", [A, B], "window", True),
     "window with one": ("window", [A], "local", True),
@@ -182,7 +184,7 @@ def test_a_strategy_on_cpus_sends_nothing():
     assert run_on_threads(2, one) == [(0, ON_CPUS)] * 2
 
 
-@pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", None, "compiled"), ("gpu", "GPU-a", "window")])
+@pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", "", "compiled"), ("gpu", "GPU-a", "window")])
 def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
     def one(communicator):
         membership = Connected(instance_of(communicator), communicator, Defaults(exchange=word))
