@@ -225,7 +225,7 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
 
 
 def _obstacle_of_start(facts: Sequence[InstanceFacts]) -> str | None:
-    """Return why JAX cannot be connected any more. Where that was asked for, the engine says it: it may be PyTorch's."""
+    """Return why JAX cannot be connected. Where that is asked for the engine says it, which may be PyTorch's."""
     started = [index for index, each in enumerate(facts) if not each.can_connect]
     if not started:
         return None
