@@ -70,11 +70,14 @@ class ExchangeChoice:
         word: COMPILED, WINDOW or HOST; LOCAL where one instance adds on its device.
         is_on_device: whether the local replicas' gradients are added on the device.
         reason: in words.
+        connects: whether JAX of all instances is to be connected, for compiled collectives, before it starts. Where it
+            has started already, engines of other frameworks can have that exchange.
     """
 
     word: str
     is_on_device: bool
     reason: str
+    connects: bool = False
 
 
 ON_CPUS = ExchangeChoice(HOST, False, "replicas compute on CPUs")
@@ -145,7 +148,9 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
     obstacle = _obstacle_on_devices(facts) or _obstacle(asked, facts)
     if obstacle is not None:
         raise DeviceError(f"the exchange {asked!r} was asked for, and {obstacle}")
-    return _local() if len(facts) == 1 else ExchangeChoice(asked, True, "it was asked for")
+    if len(facts) == 1:
+        return _local()
+    return ExchangeChoice(asked, True, "it was asked for", asked == COMPILED and _obstacle_of_start(facts) is None)
 
 
 def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
@@ -162,7 +167,7 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
         return ExchangeChoice(HOST, False, f"replicas compute on devices of the kind {facts[0].platform}")
     without_compiled = _obstacle(COMPILED, facts) or _obstacle_of_start(facts)
     if without_compiled is None:
-        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there")
+        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there", True)
     without_window = _obstacle(WINDOW, facts)
     if without_window is None:
         return ExchangeChoice(WINDOW, True, f"all instances are on one host, and {without_compiled}")

@@ -63,7 +63,7 @@ FOUND = {
 def test_what_nobody_asks_for_follows_from_the_facts(case):
     facts, word, is_on_device, reason = FOUND[case]
     chosen = choose_exchange(facts, "auto")
-    assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
+    assert (chosen.word, chosen.is_on_device, chosen.connects) == (word, is_on_device, word == "compiled")
     assert re.search(reason, chosen.reason)
 
 
@@ -76,6 +76,7 @@ ASKED = {
     "window": ("window", [A, B], "window", True),
     "window with one": ("window", [A], "local", True),
     "window with one on the CPU": ("window", [PROCESSOR], "local", True),
+    "window on CPUs": ("window", [PROCESSOR, PROCESSOR], "window", True),
     "host on CPUs": ("host", [PROCESSOR, PROCESSOR], "host", False),
     "host with one": ("host", [A], "host", False),
     "host": ("host", [A, B], "host", False),
@@ -87,6 +88,7 @@ def test_a_forced_word_is_taken_where_it_can_work(case):
     asked, facts, word, is_on_device = ASKED[case]
     chosen = choose_exchange(facts, asked)
     assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
+    assert chosen.connects == (word == "compiled" and facts[0].can_connect)
 
 
 REFUSED = {
@@ -101,7 +103,7 @@ REFUSED = {
     "compiled, Horovod": ("compiled", all_with([A, B], transport="Horovod"), "use PopDistStrategy"),
     "compiled, variables": ("compiled", all_with([A, B], variables_on_host=True), "leave variables_on_host out"),
     "window, two hosts": ("window", [A, elsewhere(B)], "on 2; use the exchange 'compiled'"),
-    "window, CPUs": ("window", [PROCESSOR, PROCESSOR], "instance 0 has none; use the exchange 'host'"),
+    "window, TPUs": ("window", all_with([A, B], platform="tpu", gpu=""), "windows are for GPUs"),
     "window, no driver": ("window", [A, replace(B, gpu="")], "instance 1 has none"),
     "window, Horovod": ("window", all_with([A, B], transport="Horovod"), "Horovod"),
     "a mixture": ("auto", [A, PROCESSOR], "instance 0 computes on 'gpu' and instance 1 on 'cpu'.*JAX_PLATFORMS=cpu"),

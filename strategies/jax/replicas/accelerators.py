@@ -25,9 +25,9 @@ from strategies.exchange.choice import (
     are_facts_needed,
     asked_exchange,
 )
-from strategies.jax.on_device.processes import RuntimeState, runtime_state
 from strategies.jax.programs.xla_pitfalls import jax_has_started
 from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import RuntimeState, runtime_state
 
 _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")

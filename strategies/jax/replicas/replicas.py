@@ -26,7 +26,6 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ExchangeChoice
-from strategies.exchange.on_device import COMPILED
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -111,7 +110,7 @@ class Replicas:
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
-        if self.exchange.word == COMPILED:
+        if self.exchange.connects:
             connect_processes(self.communicator)
         self.grid = claim_devices(
             instance.local_replica_range,
