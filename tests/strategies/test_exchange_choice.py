@@ -5,13 +5,17 @@ import logging
 import re
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from connected import Connected, ConnectedStrategy
 
+import strategies
 from collectives import LayoutMismatchError
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
+from popdist.timeline.recorder import Recorder, RingBuffer
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError
 from strategies.exchange.choice import (
@@ -195,6 +199,24 @@ def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
     [(chosen, calls), other] = run_on_threads(2, one)
     assert (chosen.word, chosen.is_on_device, calls) == (word, True, 1)
     assert other == (chosen, calls)
+
+
+def test_the_choice_is_in_the_timeline():
+    recorder = Recorder(RingBuffer(1 << 10))
+    on_device = Defaults(exchange="compiled")
+    strategy = strategies.IPUStrategy(2, attached=[recorder], defaults=on_device)
+    assert strategy.replicas.exchange.word == "local"
+    assert {"name": "exchange local"} in recorder.take_new_names().values()
+
+
+def test_what_needs_the_host_is_refused_where_the_environment_forces_a_device(monkeypatch):
+    monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
+    strategy = strategies.IPUStrategy(2)
+    trainer = strategies.Trainer(
+        strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), gradient_transfer_dtype="int8"
+    )
+    with pytest.raises(ValueError, match="the exchange is 'compiled', on the device, and gradients travel as int8"):
+        trainer.step(trainer.init(jnp.ones(300)), {"x": np.ones((2, 300), np.float32)})
 
 
 def test_jax_on_the_cpu_counts_as_cpu_before_it_starts(in_new_process):
