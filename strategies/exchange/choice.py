@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -72,12 +72,14 @@ class ExchangeChoice:
         reason: in words.
         connects: whether JAX of all instances is to be connected, for compiled collectives, before it starts. Where it
             has started already, engines of other frameworks can have that exchange.
+        shares_gpu: whether some instances compute on the same GPU.
     """
 
     word: str
     is_on_device: bool
     reason: str
     connects: bool = False
+    shares_gpu: bool = False
 
 
 ON_CPUS = ExchangeChoice(HOST, False, "replicas compute on CPUs")
@@ -123,7 +125,7 @@ def agreed_choice(communicator: Communicator, own: InstanceFacts, asked: str) ->
     if communicator.size > 1:
         gathered = communicator.all_gather(own.pack(), name=f"{FACTS}: {asked}")
         facts = [InstanceFacts.unpack(row) for row in gathered]
-    chosen = choose_exchange(facts, asked)
+    chosen = replace(choose_exchange(facts, asked), shares_gpu=_sharing(facts) is not None)
     if communicator.rank == 0:
         where = "on the device" if chosen.is_on_device else "on the host"
         logger.info("exchange %s: gradients are added %s (%s)", chosen.word, where, chosen.reason)
@@ -214,19 +216,25 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
         )
     if facts[0].platform != GPU:
         return None
-    for index, each in enumerate(facts):
-        first = next(number for number, other in enumerate(facts) if other.gpu == each.gpu)
-        if not each.gpu:
-            return f"the GPU of instance {index} is not known to the CUDA driver; use the exchange 'host'"
-        if first != index:
-            return (
-                f"instances {first} and {index} share the GPU {each.gpu}, which NCCL refuses; "
-                "start an instance for each GPU, or use the exchange 'window'"
-            )
+    unknown = [index for index, each in enumerate(facts) if not each.gpu]
+    if unknown:
+        return f"the GPU of instance {unknown[0]} is not known to the CUDA driver; use the exchange 'host'"
+    if sharing := _sharing(facts):
+        return (
+            f"instances {sharing[0]} and {sharing[1]} share the GPU {facts[sharing[0]].gpu}, which NCCL refuses; "
+            "start an instance for each GPU, or use the exchange 'window'"
+        )
     without = [index for index, each in enumerate(facts) if not each.has_nccl]
     if without:
         return f"NCCL is not installed for instance {without[0]}; install the nvidia-nccl package of your CUDA"
     return None
+
+
+def _sharing(facts: Sequence[InstanceFacts]) -> tuple[int, int] | None:
+    """Return the first two instances that compute on the same GPU; None if there are none."""
+    gpus = [each.gpu for each in facts]
+    repeated = ((gpus.index(gpu), index) for index, gpu in enumerate(gpus) if gpu and gpus.index(gpu) != index)
+    return next(repeated, None)
 
 
 def _obstacle_of_start(facts: Sequence[InstanceFacts]) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from popdist.xla import DETERMINISTIC, deterministic_setting
+from popdist.xla import DETERMINISTIC, deterministic_setting, shared_memory_setting
 from strategies.jax.programs import determinism
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import WAY_OUT, use_deterministic_operations, way_out_of_refusals
@@ -46,6 +46,12 @@ def test_it_is_set_before_jax_starts_and_xla_knows_it(in_new_process):
         "print(os.environ['XLA_FLAGS'], jax.jit(lambda x: x + 1)(1.0))"
     )
     assert in_new_process(program).split() == [FLAG, "2.0"]
+
+
+def test_jax_leaves_memory_to_others_unless_the_user_has_said_how_much_it_takes():
+    assert shared_memory_setting({}) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert shared_memory_setting({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}) == {}
+    assert shared_memory_setting({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}) == {}
 
 
 @pytest.fixture

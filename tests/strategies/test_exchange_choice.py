@@ -161,7 +161,7 @@ def test_facts_come_back_as_they_were_packed():
 def test_instances_choose_alike_and_the_first_one_says_it(caplog):
     caplog.set_level(logging.INFO, "strategies.exchange")
     chosen = run_on_threads(3, lambda each: agreed_choice(each, (A, B, A)[each.rank], "auto"))
-    assert chosen == [choose_exchange([A, B, A], "auto")] * 3
+    assert chosen == [replace(choose_exchange([A, B, A], "auto"), shares_gpu=True)] * 3
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("exchange window: gradients are added on the device (all instances are on one host, and ")
 

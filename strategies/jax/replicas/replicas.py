@@ -19,6 +19,7 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
+from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
 from strategies.core.members import InstanceProgress
 from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
@@ -110,6 +111,8 @@ class Replicas:
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
+        if self.exchange.shares_gpu:
+            os.environ.update(shared_memory_setting(os.environ))
         if self.exchange.connects:
             connect_processes(self.communicator)
         self.grid = claim_devices(
