@@ -10,12 +10,15 @@ import numpy as np
 import optax
 import pytest
 from connected import Connected, ConnectedStrategy
+from losing import Lost
+from surviving_instances import run_instances
 
 import strategies
 from collectives import LayoutMismatchError
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
 from popdist.timeline.recorder import Recorder, RingBuffer
+from strategies.core.survival import surviving
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError
 from strategies.exchange.choice import (
@@ -199,6 +202,27 @@ def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
     [(chosen, calls), other] = run_on_threads(2, one)
     assert (chosen.word, chosen.is_on_device, calls) == (word, True, 1)
     assert other == (chosen, calls)
+
+
+@pytest.mark.parametrize(("instances", "then"), [(3, "window"), (2, "local")])
+def test_those_who_are_left_choose_again(monkeypatch, instances, then):
+    monkeypatch.setenv("POPDIST_EXCHANGE", "window")
+
+    def function(strategy):
+        replicas = strategy.replicas
+        words = [replicas.exchange.word]
+
+        def attempt():
+            if replicas.first_index == 1:
+                raise Lost
+            return strategy.reduce("sum", strategy.per_replica(np.int32)).item()
+
+        total = surviving(replicas, attempt, lambda: None)
+        return total, [*words, replicas.exchange.word]
+
+    found = run_instances(instances, 6, function)
+    assert found.pop(1) is None
+    assert found == [(15, ["window", then])] * (instances - 1)
 
 
 def test_the_choice_is_in_the_timeline():
