@@ -19,6 +19,9 @@ FIRST_WRONG = "0.10.2"
 LAST_MEASURED = "0.12.0.1"
 """The newest jaxlib that was looked at, and is wrong; newer ones are held to be so as long as they know the flag."""
 
+DETERMINISTIC = "--xla_gpu_deterministic_ops"
+"""Without it XLA times kernels and takes the fastest, and adds in any order in scatters; see docs/gpus.md."""
+
 POOL_VARIABLE = "PJRT_NPROC"
 SMALLEST_POOL = 8
 
@@ -77,6 +80,25 @@ def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
         f"jaxlib {jaxlib} adds up wrongly on CPUs when it leaves sums to YNNPACK, and {fact}; "
         f"{way_out} ({OVERRULE}=1 lets it add up wrongly)"
     )
+
+
+def deterministic_setting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable to set so that programs on GPUs have the same bits in each run; before JAX starts.
+
+    Nothing where the user's own flags name the flag, with either value, and where XLA will not start.
+
+    Args:
+        environ: the variables of the process.
+    """
+    flags = _flags(environ)
+    if flags is None or names_deterministic(environ):
+        return {}
+    return {FLAGS_VARIABLE: f"{flags} {DETERMINISTIC}=true".strip()}
+
+
+def names_deterministic(environ: Mapping[str, str]) -> bool:
+    """Return whether XLA's flags say whether operations on GPUs are deterministic."""
+    return re.search(rf"(?:^|\s){DETERMINISTIC}(?:=|\s|$)", _flags(environ) or "") is not None
 
 
 def is_overruled(environ: Mapping[str, str]) -> bool:

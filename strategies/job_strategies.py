@@ -12,6 +12,7 @@ from popdist.environments import Cluster
 from popdist.instance import Instance
 from strategies.argument_checks import positive
 from strategies.defaults import Defaults
+from strategies.exchange.choice import GRPC, HOROVOD
 from strategies.jax.replicas.membership import Membership
 from strategies.launched import join_as_configured, refuse_other_process, replicas_of_instance
 from strategies.strategy import Strategy
@@ -72,6 +73,7 @@ class HorovodJob(Membership):
 
     adds_in_order: ClassVar[bool] = False
     members: ClassVar[str] = "instances that Horovod connects"
+    transport: ClassVar[str] = HOROVOD
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`; calls `popdist.init` and `horovod.init`."""
@@ -135,6 +137,7 @@ class WorkerCluster(Membership):
     """
 
     members: ClassVar[str] = "workers of a cluster"
+    transport: ClassVar[str] = GRPC
 
     def __init__(
         self, cluster: Cluster, num_local_replicas: int | None, ipus_per_replica: int, defaults: Defaults | None

@@ -8,6 +8,7 @@ import strategies
 from collectives import Communicator
 from popdist import Instance
 from popdist.records import NoProgress, Progress
+from strategies.defaults import Defaults
 from strategies.jax.replicas.membership import Membership
 
 
@@ -18,13 +19,14 @@ class Connected(Membership):
     Args:
         instance: this one.
         communicator: connects them.
+        defaults: see `Membership`.
     """
 
     members = "instances of a test"
 
-    def __init__(self, instance: Instance, communicator: Communicator) -> None:
+    def __init__(self, instance: Instance, communicator: Communicator, defaults: Defaults | None = None) -> None:
         self._joined = instance, communicator
-        super().__init__()
+        super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
         """What was given."""
@@ -39,10 +41,16 @@ class ConnectedStrategy(strategies.Strategy):
         instance: see `Connected`.
         communicator: see `Connected`.
         progress: see `strategies.Strategy`.
+        defaults: see there.
         options: of `strategies.Strategy`.
     """
 
     def __init__(
-        self, instance: Instance, communicator: Communicator, progress: Progress | None = None, **options: Any
+        self,
+        instance: Instance,
+        communicator: Communicator,
+        progress: Progress | None = None,
+        defaults: Defaults | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(Connected(instance, communicator), progress or NoProgress(), **options)
+        super().__init__(Connected(instance, communicator, defaults), progress or NoProgress(), **options)

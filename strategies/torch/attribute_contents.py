@@ -114,3 +114,5 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[object]:
     if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel():
         flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
         yield digest(flat.contiguous().view(torch.uint8).numpy(), most_bytes=None)
+    elif tensor.device.type != "cpu" and not tensor.is_inference():
+        yield tensor._version  # bits of a device would be waited for

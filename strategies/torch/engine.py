@@ -21,6 +21,7 @@ from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.flat import not_made
 from strategies.exchange.means import Bucket
+from strategies.exchange.on_device import DevicePath
 from strategies.jax.comparing.agreement import terms_of
 from strategies.jax.comparing.digest import host_arrays
 from strategies.jax.memory.plan import MemoryPlan
@@ -43,13 +44,19 @@ from strategies.torch.gradient_exchange import (
     TorchGradientPlan,
     refuse_gradients_of_some,
 )
-from strategies.torch.local_replicas import LocalReplicas
+from strategies.torch.local_replicas import AnyExchange, LocalReplicas
 from strategies.torch.memory import plan_memory
+from strategies.torch.module_parts import Slot
+from strategies.torch.on_device.arithmetic import TorchArithmetic
+from strategies.torch.on_device.buffers import BuffersHere
+from strategies.torch.on_device.exchange import DeviceExchange
+from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
+from strategies.torch.parameter_writes import device_digests
 from strategies.torch.plain_pass import Comparison, expected_of
 from strategies.torch.replica_run import LossFunction, ReplicaTurn
-from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
+from strategies.torch.tensors import dtype_of, host_array, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.updates import refuse_groups
@@ -69,6 +76,7 @@ class TorchPending:
         buckets: of gradients, when they are ready.
         means: of the gradients; None for parameters that have none.
         values: the agreed values of buffers and frozen parameters.
+        moving: the numbers of those of which it is known that steps change them.
         is_finite: whether the step may be applied.
     """
 
@@ -79,10 +87,11 @@ class TorchPending:
     buckets: Iterator[tuple[Bucket, Buffers]]
     means: Sequence[torch.Tensor | None] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+    moving: frozenset[int] = frozenset()
     is_finite: bool = True
 
     @property
-    def exchange(self) -> GradientExchange:
+    def exchange(self) -> AnyExchange:
         """See `PendingStep`."""
         assert self.local.exchange is not None
         return self.local.exchange
@@ -116,6 +125,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._settings = StepSettings(training.parameters, training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
         self._local: LocalReplicas | None = None
+        self._path: DevicePath | None = None  # None: gradients are exchanged on the host
         self._first_step: int | None = None  # with these copies of the module
         self._has_warned = False  # of what is lost with an instance
 
@@ -123,6 +133,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """End the threads of the replicas; a step or an evaluation begins new ones."""
         if self._local is not None:
             self._local.close()
+        if self._path is not None:
+            self._path.close()
         self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
@@ -136,7 +148,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """The outputs of the last step, for each local replica and micro-batch."""
-        return [] if self._local is None else [run.outputs for run in self._local.runs]
+        fetched = self._training.memory_of_replicas.fetched
+        return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
 
     @property
     def spans(self) -> dict[int, Sequence[Timed]]:
@@ -164,7 +177,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._first_step = training.step
             training.buffers.follow()
             refuse_groups(training.module, training.optimizer, self._options)
-            local = LocalReplicas(self._replicas, training.memory_of_replicas, self._loss_fn, self._options)
+            memory, path = training.memory_of_replicas, self._new_path()
+            count = 0 if path is None else path.spread.size
+            local = LocalReplicas(self._replicas, memory, self._loss_fn, self._options, count)
             self._local = local
         tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
@@ -172,6 +187,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._agree(given, batch)
             local.agreed.add(key)
         return local
+
+    def _new_path(self) -> DevicePath | None:
+        """Return the path of gradients among the instances that there are now; None for the host."""
+        if self._path is not None:
+            self._path.close()
+        self._path = path_for(self._replicas, self._training.memory_of_replicas, self._options)
+        self._training.update.path = self._path
+        return self._path
 
     def _announce_what_is_trained(self, local: LocalReplicas) -> None:
         """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
@@ -211,9 +234,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         buckets = plan.buckets(not_made)
         return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
 
-    def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
+    def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
         """Plan how gradients travel, and make the memory for their means; a collective call."""
         plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
+        if self._path is not None:
+            insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
+            return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
         return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
@@ -221,6 +247,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         named = training.module.named_parameters()
         parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
+        if self._path is not None:
+            tail = metrics if self._path.spread.size == 1 else tail
+            return TorchGradientPlan(parameters, options.transfer, tail=tail)
         streams = options.streams_over(self._replicas)
         return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
 
@@ -235,7 +264,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
         """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
         if self._options.compares_bits(self._steps_made):
-            insist_on_same_bits(self._replicas, host_arrays(state.tensors()), state.step)
+            self._insist_on_same_bits(state)
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
         self._let_go(local)
@@ -248,6 +277,19 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         residuals = state.residuals or [()] * len(local.replicas)
         local.begin(tensors, list(map(turn, masters, residuals)))
         return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
+
+    def _insist_on_same_bits(self, state: TorchTraining) -> None:
+        """Compare the bits of the state between instances; first its digests on the device, where it lies on one."""
+        replicas = self._replicas
+        if replicas.num_instances == 1:
+            return
+        if not state.memory_of_replicas.is_on_host:
+            named = [*state.module.named_parameters(), *state.buffers.named().items()]
+            digests = np.array(device_digests([tensor for _, tensor in named]), np.uint64)
+            gathered = replicas.communicator.all_gather(digests, name="digests of the state on the device")
+            if (gathered == gathered[0]).all():
+                return
+        insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
     def _let_go(self, local: LocalReplicas) -> None:
         """Give the gradients of the last step back, before there are others."""
@@ -262,7 +304,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local.start:
             return None
         part = parts_of(batch, len(local))[0]
-        expected = expected_of(training.module, self._loss_fn, part, training.step, scale, self._options)
+        memory, options = training.memory_of_replicas, self._options
+        expected = expected_of(memory, self._loss_fn, part, training.step, scale, options)
         return None if expected is None else Comparison(expected)
 
     def _refuse_difference(self, watch: Comparison | None) -> None:
@@ -277,7 +320,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
             self._refuse_difference(pending.watch)
-        plan, tail = exchange.plan, exchange.tail
+        plan = exchange.plan
+        tail, means, are_bad = self._received(exchange, pending.scale)
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
         if not tail.has_gradient.any():
@@ -289,10 +333,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         refuse_gradients_of_some(
             plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
         )
-        pending.values = training.buffers.agreed(tail.has_changed, [run.copy.slots for run in runs], self._replicas)
-        means = exchange.means(1.0 if plan.quantised else pending.scale)
+        pending.values, pending.moving = self._agreed_buffers(exchange, tail, [run.copy.slots for run in runs])
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
-        pending.is_finite = self._is_finite(plan, means, local)
+        pending.is_finite = self._is_finite(plan, are_bad, local)
         local.give_back()
 
         def gradients() -> tuple[Tree, Tree]:
@@ -300,13 +343,39 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
         return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
 
+    def _received(
+        self, exchange: AnyExchange, scale: float
+    ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None]:
+        """Return what came along, the means where the parameters are, and which of them are bad, if that is checked."""
+        checks = self._training.loss_scale is not None or self._options.check_numerics
+        if isinstance(exchange, DeviceExchange):
+            of_device = exchange.means(scale)
+            tail, flags = exchange.arrived(of_device, checks)
+            return tail, of_device, flags if checks else None
+        tail, means = exchange.tail, exchange.means(1.0 if exchange.plan.quantised else scale)
+        are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
+        return tail, self._training.memory_of_replicas.put(means), are_bad
+
+    def _agreed_buffers(
+        self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
+    ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
+        """Return new values of buffers, and the numbers of those that are known to change; may be collective."""
+        buffers = self._training.buffers
+        if isinstance(exchange, DeviceExchange) and exchange.is_of_one:
+            is_first = not self._steps_made
+            return BuffersHere(buffers, self._replicas, self._training.memory_of_replicas).agreed(
+                slots, exchange.changed, is_first
+            )
+        found = buffers.agreed(tail.has_changed, slots, self._replicas)
+        return found, frozenset(found)
+
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
         """See `Engine`."""
         training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
             self._apply(pending.means)
-            training.buffers.keep(pending.values)
+            training.buffers.keep(pending.values, pending.moving)
             local.share_frozen(training.buffers.written)
             if pending.exchange.plan.quantised:
                 training.residuals = [run.residuals for run in local.runs]
@@ -325,20 +394,27 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 pairs = [(parameter, parameter.grad) for parameter in training.trained]
             training.update.apply(pairs)
 
-    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+    def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor | None]) -> dict[str, np.ndarray]:
         """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
-        own = {one.name: as_array(mean) for one, mean in zip(plan.parameters, means, strict=True)}
+        pairs = zip(plan.parameters, means, strict=True)
+        own = {
+            one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs
+        }
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _is_finite(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor], local: LocalReplicas) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:
         """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
+
+        Args:
+            plan: of the gradients.
+            flags: for each whether it is not finite; None where nobody wants to know.
+            local: the replicas that have computed.
 
         Raises:
             NonFiniteGradientError: with `check_numerics`.
         """
-        if self._training.loss_scale is None and not self._options.check_numerics:
+        if flags is None:
             return True
-        flags = np.array([not bool(torch.isfinite(mean).all()) for mean in means])
         if plan.shards is not None:
             flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
         if not flags.any() or not self._options.check_numerics:
@@ -382,8 +458,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
 def flipped(state: TorchTraining) -> TorchTraining:
     """Change a bit in the middle of one number of the first parameter, for faults on purpose; return the same state."""
-    array = as_array(state.parameters[0])
-    array.reshape(-1).view(np.uint8)[array.itemsize // 2] ^= 1
+    octets = state.parameters[0].detach().view(-1)[:1].view(torch.uint8)
+    octets[len(octets) // 2] ^= 1
     return state
 
 

@@ -21,6 +21,8 @@ from strategies.pipelines.running.driver import raise_first
 from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
+from strategies.torch.on_device.exchange import DeviceExchange
+from strategies.torch.on_device.contribution import DeviceContribution
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory
@@ -30,7 +32,9 @@ from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 from strategies.typing import Batch
 
-MakeExchange = Callable[[tuple[str, ...]], GradientExchange]
+AnyExchange = GradientExchange | DeviceExchange
+
+MakeExchange = Callable[[tuple[str, ...]], AnyExchange]
 """(names of the metrics) -> the exchange of their gradients."""
 
 
@@ -57,7 +61,11 @@ class LocalReplicas:
     """The local replicas, which compute gradients.
 
     A replica that is alone, and whose gradients do not travel while they are computed, runs in the thread that begins,
-    from the second step on.
+    from the second step on. Replicas whose gradients stay on the device run there one after another, each when the
+    gradients of those before it were added; if they meet in the middle of their passes, in threads.
+
+    Args:
+        instances: how many there are, if gradients stay on the device; 0 if they are exchanged on the host.
 
     Attributes:
         replicas: which they are.
@@ -66,8 +74,15 @@ class LocalReplicas:
         exchange: how gradients travel; None before the first forward pass.
     """
 
-    def __init__(self, replicas: Replicas, memory: ReplicaMemory, loss_fn: LossFunction, options: TorchOptions) -> None:
-        streams = options.streams_over(replicas)
+    def __init__(
+        self,
+        replicas: Replicas,
+        memory: ReplicaMemory,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        instances: int = 0,
+    ) -> None:
+        streams = options.streams_over(replicas) and not instances
         self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
         self.agreed: set[object] = set()
         memory.follow()
@@ -80,13 +95,16 @@ class LocalReplicas:
             at_once = len(self.replicas)
         of_all, instruments = replicas.num_replicas_in_sync, replicas.instruments
         self.runs = [
-            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings)
+            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings, instances)
             for replica in self.replicas
         ]
         for run in self.runs:
             run.follow()
-        self.exchange: GradientExchange | None = None
+        self.exchange: AnyExchange | None = None
         self._is_in_turn = len(self.runs) == 1 and not streams
+        self._is_on_device = instances > 0
+        self._waiting: list[Callable[[], None]] = []  # replicas that compute when their turn has come
+        self._make_exchange: MakeExchange | None = None
         self._first = _FirstStep()
         self._begun: list[Future[None]] = []
         self._memory = memory
@@ -139,6 +157,10 @@ class LocalReplicas:
         for run in self.runs:
             for event in run.finished:
                 event.clear()
+        if self._is_on_device and self._meetings is None:
+            turns_of_each = zip(self.runs, parts, turns, strict=True)
+            self._waiting = [partial(run.compute, part, turn) for run, part, turn in turns_of_each]
+            return
         compiling = self._new_compilation(parts[0])
         self._begun = [
             self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
@@ -177,8 +199,15 @@ class LocalReplicas:
         Args:
             make_exchange: called once; a collective call.
         """
+        if self._waiting:
+            yield self._collect_in_turn(make_exchange)
+            return
         if self.exchange is None:
             self._make_first(make_exchange)
+        if isinstance(self.exchange, DeviceExchange):
+            self._end()
+            yield self._added(self.exchange)
+            return
         assert self.exchange is not None
         last = len(self.exchange.buckets) - 1
         for bucket in range(last + 1):
@@ -188,6 +217,33 @@ class LocalReplicas:
                 self._end()
             arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
             yield self.exchange.buckets[bucket], [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+
+    # ---- on a device
+
+    def _collect_in_turn(self, make_exchange: MakeExchange) -> tuple[Bucket, Buffers]:
+        """Have one replica after another compute in this thread, and add its gradients to those before it."""
+        self._make_exchange = make_exchange
+        waiting, self._waiting = self._waiting, []
+        for run, compute in zip(self.runs, waiting, strict=True):
+            with intra_op_threads(self._intra_op):
+                compute()
+            self._add(run)
+        self._memory.refuse_writes(self._bits.written())
+        assert isinstance(self.exchange, DeviceExchange)
+        return self.exchange.buckets[0], self.exchange.take()
+
+    def _added(self, exchange: DeviceExchange) -> tuple[Bucket, Buffers]:
+        """Add the gradients of replicas that have all computed."""
+        for run in self.runs:
+            self._add(run)
+        return exchange.buckets[0], exchange.take()
+
+    def _add(self, run: TorchReplicaRun) -> None:
+        assert isinstance(self.exchange, DeviceExchange)
+        assert isinstance(run.contribution, DeviceContribution)
+        self.exchange.add(run.replica, run.contribution.arrays(0), run.contribution.told)
+
+    # ---- ends of a step
 
     def share_frozen(self, all_but: frozenset[str]) -> None:
         """Have replicas share frozen parameters, except those that steps change, by their names."""
@@ -209,6 +265,9 @@ class LocalReplicas:
         """
         first = self._first
         first.tell(names)
+        if self._make_exchange is not None and self.exchange is None:  # in the thread that collects
+            self.exchange = self._make_exchange(names)
+            first.plan.set_result(self.exchange.plan)
         found = first.names.result()
         if found not in (names, None):
             raise StrategyError(
@@ -244,6 +303,7 @@ class LocalReplicas:
     def _wait(self) -> list[Future[None]]:
         """Return what was begun, when all replicas have ended; also of a step that was given up."""
         begun, self._begun = self._begun, []
+        self._waiting = []
         if self.exchange is None:  # replicas that wait for a plan find that there will be none
             failed = StrategyError("there is no plan for gradients, because another replica has failed")
             self._first.plan.set_exception(failed)

@@ -35,12 +35,12 @@ def plan_memory(
     local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
     quantised = 0 if plan.quantised is None else plan.quantised.new_result().nbytes
+    where = HOST if training.memory_of_replicas.is_on_host else DEVICE
     held = [
-        Held("variables", _nbytes(state.variables), HOST, "once for all local replicas"),
-        Held("optimizer state", _nbytes(state.optimizer_state["state"]), HOST, "after the first step"),
-        Held("model state", _nbytes(state.model_state), HOST),
-        Held("buffers of replicas", local * _nbytes(state.model_state), HOST, f"of {local} replicas"),
-        Held("variables of replicas", _nbytes(training.memory_of_replicas.copies), DEVICE, "on `replica_device`"),
+        Held("variables", _nbytes(state.variables), where, "once for all local replicas"),
+        Held("optimizer state", _nbytes(state.optimizer_state["state"]), where, "after the first step"),
+        Held("model state", _nbytes(state.model_state), where),
+        Held("buffers of replicas", local * _nbytes(state.model_state), where, f"of {local} replicas"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
         Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
         *held_by_means(replicas, buckets, quantised, is_private),

@@ -38,6 +38,7 @@ class ModelBuffers:
     Attributes:
         declared: the ways of agreement that were named, by the names of buffers and frozen parameters.
         moving: the numbers of those that a step has changed, from the first time on.
+        words: for each of them the way of agreement.
         own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
 
     Raises:
@@ -72,9 +73,9 @@ class ModelBuffers:
         moving = {before[number] for number in self.moving}
         self.slots = slots
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
-        self._words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
+        self.words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        places = enumerate(zip(slots, self._words, strict=True))
+        places = enumerate(zip(slots, self.words, strict=True))
         each = [n for n, (slot, word) in places if word == PER_REPLICA and (self.declared or not slot.is_parameter)]
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
@@ -132,23 +133,24 @@ class ModelBuffers:
         if not changed:
             return {}
         for number in np.flatnonzero(shares > 1).tolist():
-            self._refuse_other_shapes(number, of_replicas, replicas)
-        each = [number for number in changed if self._words[number] == PER_REPLICA]
-        means = [number for number in changed if self._words[number] == MEAN]
-        firsts = [number for number in changed if self._words[number] == FIRST]
-        self._refuse_unnamed(each)
+            self.refuse_other_shapes(number, of_replicas, replicas)
+        each = [number for number in changed if self.words[number] == PER_REPLICA]
+        means = [number for number in changed if self.words[number] == MEAN]
+        firsts = [number for number in changed if self.words[number] == FIRST]
+        self.refuse_unnamed(each)
         found = self._means(means, of_replicas, replicas) if means else {}
         found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
-    def _refuse_unnamed(self, numbers: Sequence[int]) -> None:
+    def refuse_unnamed(self, numbers: Sequence[int]) -> None:
+        """Refuse frozen parameters that forward passes write, unless it was said that each replica has its own."""
         if unnamed := [self.slots[number].name for number in numbers if number not in self.own]:
             raise StrategyError(
                 f"{unnamed[0]} is a frozen parameter that forward passes write; for each replica to keep its own it "
                 f"has to be named: model_state_aggregation={ {unnamed[0]: PER_REPLICA} }"
             )
 
-    def _refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
+    def refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
         """Compare the shapes of a buffer that has grown; a collective call."""
         name = self.slots[number].name
         if number in self.own:
@@ -168,15 +170,20 @@ class ModelBuffers:
                 "replicas, which cannot agree on it; give it one shape for all batches"
             )
 
-    def keep(self, values: dict[int, torch.Tensor]) -> None:
-        """Have a step end with these."""
+    def keep(self, values: dict[int, torch.Tensor], moving: frozenset[int] | None = None) -> None:
+        """Have a step end with these values.
+
+        Args:
+            values: by the numbers of buffers.
+            moving: the numbers of those of which it is known that steps change them; None: of all.
+        """
         with torch.no_grad():
             for number, value in values.items():
                 if number in self.own:
                     self.own[number].copy_(value)
                     value = value[self._shown]
                 self.slots[number].put(value)
-        self.moving |= values.keys()
+        self.moving |= values.keys() if moving is None else moving
 
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas

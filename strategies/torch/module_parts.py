@@ -10,7 +10,7 @@ from torch._C._dynamo import eval_frame
 
 from strategies.errors import StrategyError
 from strategies.torch.replica_groups import groups_of
-from strategies.torch.tensors import have_same_bits
+from strategies.torch.tensors import have_other_bits, have_same_bits
 
 IN_PLACE = "_compiled_call_impl"
 """The attribute in which `module.compile()` keeps what runs in place of the module; copies of modules lack it."""
@@ -72,12 +72,26 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     Raises:
         StrategyError: if it has another dtype.
     """
+    _refuse_other_dtype(tensor, master)
+    return not have_same_bits(tensor, master)
+
+
+def difference(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Return the same as `differs`, as a boolean of no axes on the device, for which nothing waits; of one shape.
+
+    Raises:
+        StrategyError: if it has another dtype.
+    """
+    _refuse_other_dtype(tensor, master)
+    return have_other_bits(tensor.detach(), master.detach())
+
+
+def _refuse_other_dtype(tensor: torch.Tensor, master: torch.Tensor) -> None:
     if tensor.dtype != master.dtype:
         raise StrategyError(
             f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
-    return not have_same_bits(tensor.to(master.device), master)
 
 
 class ModuleParts:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.tensors import as_tensor, host_array
 from strategies.typing import Number, Tree
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -52,7 +52,7 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
-    """Return the arrays of each parameter's state, by its number; nothing is copied.
+    """Return the arrays of each parameter's state, by its number; on the host nothing is copied.
 
     Raises:
         StrategyError: if it has something else than tensors, numbers and None.
@@ -85,11 +85,11 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         optimizer.state[parameters[number]] = values | nothing
 
 
-def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, type | None]]:
-    """Return the kinds of the values in the state: `torch.Tensor`, a kind of number, or None for no value."""
+def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.device | type | None]]:
+    """Return the kinds of the values in the state: the device of a tensor, a kind of number, or None for no value."""
     return {
         number: {
-            name: None if value is None else torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+            name: None if value is None else value.device if isinstance(value, torch.Tensor) else type(value)
             for name, value in optimizer.state[parameter].items()
         }
         for number, parameter in enumerate(parameters_of(optimizer))
@@ -120,7 +120,7 @@ def _arrays(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield name, as_array(value)
+            yield name, host_array(value)
         elif isinstance(value, _NUMBERS):
             yield name, np.asarray(value)
         elif value is not None:
@@ -136,7 +136,7 @@ def _as_number(value: object) -> Tree:
         found = [_as_number(one) for one in value]
         return None if not found or any(one is None for one in found) else found
     if isinstance(value, torch.Tensor):
-        return as_array(value).copy()
+        return host_array(value).copy()
     return np.asarray(value) if isinstance(value, _NUMBERS) else None
 
 
@@ -145,5 +145,8 @@ def plain_number(value: Tree) -> Number | tuple[Number, ...]:
     return tuple(plain_number(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
 
 
-def _value(array: np.ndarray, kind: type) -> torch.Tensor | Number:
-    return as_tensor(np.array(array)) if kind is torch.Tensor else kind(np.asarray(array).item())
+def _value(array: np.ndarray, kind: torch.device | type) -> torch.Tensor | Number:
+    if isinstance(kind, torch.device):
+        return as_tensor(np.array(array)).to(kind)
+    found: Number = kind(np.asarray(array).item())
+    return found

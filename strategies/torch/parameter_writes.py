@@ -15,7 +15,11 @@ from strategies.core.digest import Digest
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of
 from strategies.torch.module_parts import ModuleParts
-from strategies.torch.tensors import as_array
+from strategies.torch.tensors import as_array, bits_of
+
+
+_WORD = 1 << 64
+_PIECE = 1 << 22  # elements
 
 
 class WriteCounters:
@@ -65,7 +69,27 @@ class WrittenBits:
         return [number for number, (one, before) in pairs if one != before]
 
     def _digests(self) -> list[Digest]:
-        return [digest_of([as_array(one.detach().cpu())]) for one in self._tensors]
+        if self._tensors and self._tensors[0].device.type != "cpu":
+            return device_digests(self._tensors)
+        return [digest_of([as_array(one.detach())]) for one in self._tensors]
+
+
+def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
+    """Return for each tensor of a device two numbers that depend on all of its bits; they are read at once."""
+    if not tensors:
+        return []
+    with torch.no_grad():
+        found = torch.stack([_device_digest(one.detach()) for one in tensors]).cpu()
+    return [(total % _WORD, squares % _WORD) for total, squares in found.tolist()]
+
+
+def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a tensor's words and of their squares, piece by piece, as they are made wider."""
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
+        wide = piece.to(torch.int64)
+        found += torch.stack([wide.sum(), (wide * wide).sum()]) * (2 * number + 1)
+    return found
 
 
 class ForwardWatch:

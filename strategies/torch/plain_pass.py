@@ -18,7 +18,7 @@ from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_groups import groups_of
-from strategies.torch.replica_memory import HOST
+from strategies.torch.replica_memory import HOST, ReplicaMemory
 from strategies.torch.replica_run import LossFunction, outcome_of
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
@@ -48,12 +48,12 @@ class Expected:
 
 
 def expected_of(
-    module: torch.nn.Module, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
+    memory: ReplicaMemory, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
 ) -> Expected | None:
     """Run the forward and backward passes of replica 0 on the module itself, which is as before afterwards.
 
     Args:
-        module: of the training; nothing else uses it meanwhile.
+        memory: of the module of the training; nothing else uses the module meanwhile.
         loss_fn: see `LossFunction`.
         batch: of replica 0, of tensors; not changed.
         step: its number.
@@ -63,13 +63,14 @@ def expected_of(
     Returns:
         None, and the log says why, where that cannot be compared, or plain PyTorch fails.
     """
-    if reason := _reason_to_skip(module, options):
+    module = memory.module
+    if reason := _reason_to_skip(module):
         logger.debug("step %d is not compared with plain PyTorch: %s", step, reason)
         return None
     own = jax.tree.map(_copied, batch)
     try:
         with undone(module, loss_fn, options.map_gradient), intra_op_threads(options.intra_op_threads):
-            return _computed(module, loss_fn, own, step, scale, options)
+            return _computed(memory, loss_fn, own, step, scale, options)
     except CannotBeUndoneError as error:
         logger.debug("step %d is not compared with plain PyTorch: %s", step, error)
         return None
@@ -78,9 +79,7 @@ def expected_of(
         return None
 
 
-def _reason_to_skip(module: torch.nn.Module, options: TorchOptions) -> str:
-    if options.device is not None and options.device != HOST:
-        return f"replicas compute on {options.device}, and the module is on the host"
+def _reason_to_skip(module: torch.nn.Module) -> str:
     if any(groups_of(parameter) is not None for parameter in module.parameters()):
         return "groups of replicas have rows of parameters"
     if any(isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()):
@@ -95,16 +94,18 @@ def _copied(leaf: object) -> object:
 
 
 def _computed(
-    module: torch.nn.Module, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
+    memory: ReplicaMemory, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
 ) -> Expected:
+    module, device = memory.module, memory.device
     mapping = options.mapping()
     named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     parameters = [one for _, one in named]
     losses = []
     for number, part in enumerate(parts_of(batch, options.gradient_accumulation_count)):
-        with drawing_from(seed_of(options.seed, 0, step, number)):
-            with nullcontext() if options.autocast_dtype is None else torch.autocast(HOST.type, options.autocast_dtype):
-                loss, _, _ = outcome_of(loss_fn(module, part))
+        with memory.current(), drawing_from(seed_of(options.seed, 0, step, number), device):
+            narrow = options.autocast_dtype
+            with nullcontext() if narrow is None else torch.autocast(device.type, narrow):
+                loss, _, _ = outcome_of(loss_fn(module, memory.put(part)))
             losses.append(float(loss.detach()))
             if _has_reentrant_checkpoint(loss):
                 raise CannotBeUndoneError("gradients inside of a reentrant checkpoint cannot be asked for alone")
@@ -126,8 +127,18 @@ def _computed(
         tuple(one.grad for one in parameters),
         tuple(name for name, _ in named),
         frozenset(hooked),
-        options.autocast_dtype,
+        options.autocast_dtype or _least_exact(device),
     )
+
+
+def _least_exact(device: torch.device) -> torch.dtype | None:
+    """Return the dtype whose digits decide; None: that of each gradient.
+
+    On a GPU passes need not have the same bits twice, unless operations are deterministic, and loss functions may use
+    `torch.autocast` by themselves.
+    """
+    is_exact = device.type == HOST.type or torch.are_deterministic_algorithms_enabled()
+    return None if is_exact else torch.bfloat16
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:

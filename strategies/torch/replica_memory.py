@@ -1,60 +1,76 @@
-"""The memory in which the replicas of an instance compute: that of the host, or of one accelerator that they share."""
+"""The memory in which the replicas of an instance compute: that of the host, or of an accelerator that they share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.attribute_contents import Contents
 from strategies.torch.module_parts import ModuleParts
 from strategies.torch.parameter_writes import refuse_writes
+from strategies.torch.tensors import as_array
 from strategies.typing import Tree
 
 HOST = torch.device("cpu")
 
 
 class ReplicaMemory:
-    """The parameters of a module as its replicas see them, and the device to which their rows go.
+    """The parameters of a module as its replicas see them, and the device where these compute.
 
-    Without a device replicas have the parameters that the module has, in its memory. With one they have copies there,
-    the same for all replicas of the instance, which are made anew before each step; the module stays on the host, and
-    so do optimizer, buffers on which replicas agree, and the sums of gradients.
+    Replicas have the parameters of the module, in its memory, which is that of the host or, with a device, there.
 
     Args:
-        device: on which the replicas compute; None for the memory of the module. The CPU is one with a copy of its own.
+        module: on the device already.
+        device: on which the replicas compute in turn; None for the host, where several compute at once.
 
     Attributes:
         device: see above; the CPU where there is none.
         is_shared: whether replicas share a device, and so take turns on it.
-        parameters: for each of the module's what replicas have in its place.
+        parameters: of the module.
+        reads: how often values were read from the device.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
         self.module = module
         self.device = device or HOST
         self.is_shared = device is not None
+        self.reads = 0
         self._named = list(module.named_parameters())
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
         self._parts = ModuleParts(module)
         self.contents = Contents(module)
         self.parameters: list[torch.Tensor] = list(self.originals)
-        if self.is_shared:
-            self.parameters = [one.detach().to(self.device, copy=True) for one in self.originals]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the memory is that of the host."""
+        return self.device.type == HOST.type
 
     def at_once(self, replicas: int) -> int:
         """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
 
-    @property
-    def copies(self) -> Sequence[torch.Tensor]:
-        """The parameters that have memory of their own."""
-        return self.parameters if self.is_shared else ()
+    def read(self, values: torch.Tensor) -> np.ndarray:
+        """Return values of the device in memory of the host; waits until they are there."""
+        self.reads += 1
+        return as_array(values.cpu())
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the device is the one that PyTorch uses if only its type is named."""
+        if self.device.index is None:
+            return nullcontext()
+        module: Any = torch.get_device_module(self.device)
+        found: AbstractContextManager[object] = module.device(self.device)
+        return found
 
     def follow(self) -> None:
         """Take over what the parameters of the module have become.
@@ -75,9 +91,6 @@ class ReplicaMemory:
                     "strategies.torch; close the Trainer and make another, with a new optimizer"
                 )
         self.contents.look()
-        with torch.no_grad():
-            for mine, original in zip(self.copies, self.originals, strict=False):
-                mine.copy_(original)
 
     def refuse_gradients_of_originals(self) -> None:
         """Refuse gradients that went to the module instead of its copies; it had none before replicas computed."""
@@ -96,15 +109,22 @@ class ReplicaMemory:
 
     def put(self, tree: Tree) -> Tree:
         """Return the tensors of a tree where the replicas are."""
-        return _moved(tree, self.device) if self.is_shared else tree
+        return _mapped(tree, partial(put, device=self.device)) if self.is_shared else tree
 
     def fetched(self, tree: Tree) -> Tree:
         """Return the tensors of a tree in the memory of the host."""
-        return _moved(tree, HOST) if self.is_shared else tree
+        return _mapped(tree, torch.Tensor.cpu) if self.is_shared else tree
 
 
-def _moved(tree: Tree, device: torch.device) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device, without waiting for what a GPU still does."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _mapped(tree: Tree, function: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+    return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 # ---- which device
@@ -156,9 +176,9 @@ def chosen(device: torch.device, count: int, local_index: int) -> torch.device:
     return torch.device(device.type, local_index % count if device.index is None else device.index)
 
 
-def device_here(device: torch.device | None, local_index: int) -> torch.device | None:
-    """See `chosen`, of the devices that there are; None where replicas are to compute in the host's memory."""
-    return None if device is None else chosen(device, count_of(device.type), local_index)
+def chosen_here(device: torch.device, local_index: int) -> torch.device:
+    """See `chosen`, of the devices that there are."""
+    return chosen(device, count_of(device.type), local_index)
 
 
 def count_of(kind: str) -> int:

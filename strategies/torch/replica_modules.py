@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from strategies.torch.module_parts import (
     ModuleParts,
     Slot,
     compile_like,
+    difference,
     differs,
     is_compiled_in_place,
     kept_contexts,
@@ -140,15 +141,30 @@ class ReplicaModule:
             masters: with which the replica began.
             moving: the numbers of slots of which it is known that they change.
         """
-        pairs = enumerate(zip(self.slots, masters, strict=True))
-        return [self._change(slot, master, number in moving) for number, (slot, master) in pairs]
+        return [float(one) for one in self._changes(masters, moving, differs)]
 
-    def _change(self, slot: Slot, master: torch.Tensor, is_moving: bool) -> float:
-        if not self._is_own(slot):
-            return 0.0
-        if slot.tensor.shape != master.shape:
-            return 2.0 * self._replicas  # the mean over replicas is above 1
-        return float(is_moving or differs(slot.tensor, master))
+    def changes(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float | torch.Tensor]:
+        """Return the same as `changed`, and do not wait for the device: a boolean there, of no axes, if it is unknown.
+
+        Args:
+            masters: see `changed`.
+            moving: see `changed`.
+        """
+        return list(self._changes(masters, moving, difference))
+
+    def _changes(
+        self,
+        masters: Sequence[torch.Tensor],
+        moving: frozenset[int],
+        compare: Callable[[torch.Tensor, torch.Tensor], bool | torch.Tensor],
+    ) -> Iterator[float | torch.Tensor]:
+        for number, (slot, master) in enumerate(zip(self.slots, masters, strict=True)):
+            if not self._is_own(slot):
+                yield 0.0
+            elif slot.tensor.shape != master.shape:
+                yield 2.0 * self._replicas  # the mean over replicas is above 1
+            else:
+                yield 1.0 if number in moving else compare(slot.tensor, master)
 
     def refuse_other_parts(self) -> None:
         """Refuse other parts than the replica had before the forward pass."""

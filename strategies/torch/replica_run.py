@@ -22,10 +22,12 @@ from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
+from strategies.torch.on_device.contribution import DeviceContribution, Told
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WriteCounters
 from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
+from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.sync_batch_norm import Seat
@@ -84,11 +86,13 @@ class TorchReplicaRun:
 
     Args:
         meetings: where its layers wait for those of other replicas; None where none of them does.
+        instances: how many there are, if gradients stay on the device; 0 if they are exchanged on the host.
 
     Attributes:
         finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
         residuals: the new ones, once all is finished.
-        outputs: for each micro-batch what the loss function has returned besides, without its history.
+        outputs: for each micro-batch what the loss function has returned besides, without its history, where it
+            computes.
         pipeline: runs the stages; None where there are none.
     """
 
@@ -101,8 +105,10 @@ class TorchReplicaRun:
         replicas: int,
         instruments: Instruments | None = None,
         meetings: ReplicaMeetings | None = None,
+        instances: int = 0,
     ) -> None:
         self.replica = replica
+        self._replicas, self._instances = replicas, instances
         self.copy = ReplicaModule(memory, replica, replicas)
         self._seat = Seat(replica, replicas, self.copy.module, meetings)
         self._writes = WriteCounters(self.copy.parameters)
@@ -123,7 +129,7 @@ class TorchReplicaRun:
                 options.pipeline, count, threads, self.copy.module, instruments=self._instruments, replica=replica
             )
         self.finished: list[threading.Event] = []
-        self.contribution: Contribution | None = None
+        self.contribution: Contribution | DeviceContribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
         self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
@@ -174,19 +180,19 @@ class TorchReplicaRun:
         self._watch = turn.watch if self.replica == 0 else None
         count = self._options.gradient_accumulation_count
         parts = parts_of(batch, count)
-        values: list[list[float]] = [[] for _ in parts]
+        values: list[list[Told]] = [[] for _ in parts]
         self.outputs = [None for _ in parts]
 
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
             device, running = self._memory.device, _running.being(self)
             drawing, seat = drawing_from(seed, device, self.replica), self._seat.computing(number)
-            with running, seat, drawing, optimized_execution(False):  # see docs/torch.md
+            with self._memory.current(), running, seat, drawing, optimized_execution(False):  # see docs/torch.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)
-                self.outputs[number] = self._memory.fetched(jax.tree.map(_detached, outputs))
-                values[number] = [float(loss.detach()), *(_number(*each) for each in metrics.items())]
+                self.outputs[number] = jax.tree.map(_detached, outputs)
+                values[number] = [self._number(*each) for each in (("loss", loss), *metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))
                 loss = self._weighted(loss, number, turn.scale)
@@ -210,11 +216,20 @@ class TorchReplicaRun:
         self.copy.refuse_other_parts()
         self.copy.refuse_writes(self._writes.written())
         if self._watch is not None:
-            self._watch.losses([value[0] for value in values])
+            self._watch.losses([float(value[0]) for value in values])
         total = values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
         self._end([value / count for value in total], turn)
+
+    def _number(self, name: str, value: Number) -> Told:
+        """Return a metric as a number; of a replica whose gradients stay on the device one of float64 there."""
+        device = self._memory.device
+        if not self._instances:
+            return _number(name, value)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
+            return value.detach().reshape(()).to(torch.float64)
+        return torch.full((), _number(name, value), dtype=torch.float64, device=device)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
@@ -248,9 +263,17 @@ class TorchReplicaRun:
         if plan is not self._plan:
             rows = enumerate(self.copy.rows[number] for number in self._trained)
             self._plan = plan
-            self.contribution = Contribution(plan, {number: row for number, row in rows if row is not None})
+            self.contribution = self._new_contribution(plan, {number: row for number, row in rows if row is not None})
         self._missing = [len(numbers) for numbers in plan.members]
         self._seen = [False] * len(self._trained)
+
+    def _new_contribution(
+        self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow]
+    ) -> Contribution | DeviceContribution:
+        if not self._instances:
+            return Contribution(plan, rows)
+        checks = self._options.check_numerics
+        return DeviceContribution(plan, rows, self._memory.device, self._replicas == 1, self._instances > 1, checks)
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd, in the thread of the replica."""
@@ -271,7 +294,7 @@ class TorchReplicaRun:
 
     def _take(self, number: int, gradient: torch.Tensor | None) -> None:
         assert self._plan is not None
-        assert self.contribution is not None
+        assert isinstance(self.contribution, Contribution)
         self._seen[number] = gradient is not None
         if self._watch is not None:
             self._watch.gradient(number, gradient)
@@ -283,7 +306,7 @@ class TorchReplicaRun:
                 self._instruments.replica_ends(self.replica, 0, bucket)
             self.finished[bucket].set()
 
-    def _end(self, values: Sequence[float], turn: ReplicaTurn) -> None:
+    def _end(self, values: Sequence[Told], turn: ReplicaTurn) -> None:
         """Take the gradients that have not left yet, and set the tail."""
         assert self._plan is not None
         assert self.contribution is not None
@@ -303,13 +326,17 @@ class TorchReplicaRun:
             self._take_all(gradients, turn)
         for number in self._trained:
             self.copy.parameters[number].grad = None
-        changed = self.copy.changed(turn.masters, turn.moving)
-        self.contribution.set_tail(values, turn.notice, turn.settings, self._seen, changed)
+        own, notice, settings = self.contribution, turn.notice, turn.settings
+        if isinstance(own, DeviceContribution):
+            own.set_tail(values, notice, settings, self._seen, self.copy.changes(turn.masters, turn.moving))
+        else:
+            changed = self.copy.changed(turn.masters, turn.moving)
+            own.set_tail([float(value) for value in values], notice, settings, self._seen, changed)
 
     def _take_all(self, gradients: Sequence[torch.Tensor | None], turn: ReplicaTurn) -> None:
         assert self.contribution is not None
         self._seen = [gradient is not None for gradient in gradients]
-        if self._is_quantised:
+        if isinstance(self.contribution, Contribution) and self._is_quantised:
             self.residuals = self.contribution.encode(gradients, turn.residuals)
         else:
             self.contribution.take_all(gradients)

@@ -30,6 +30,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor, see `as_array`; of one on another device a copy, which waits for the device."""
+    return as_array(tensor.detach().cpu())
+
+
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """Return the memory of an array as a tensor; an array that may not be written is copied."""
     if not array.flags.writeable or not array.flags.c_contiguous:
@@ -45,13 +50,18 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 
 
 def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of the host have one shape, dtype and bits: 0 and -0 differ, a NaN equals itself."""
+    """Return whether two tensors of one device have one shape, dtype and bits: 0 and -0 differ, a NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return bool(torch.equal(_bits(one), _bits(other)))
+    return bool(torch.equal(bits_of(one), bits_of(other)))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def have_other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether two tensors of one device, shape and dtype have other bits, as a boolean there."""
+    return torch.ne(bits_of(one), bits_of(other)).any()
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as integers; other tensors are returned unchanged."""
     if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -24,8 +25,9 @@ from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
+from strategies.torch.replica_memory import HOST, chosen_here
 from strategies.torch.replica_run import LossFunction
-from strategies.torch.training import TorchTraining, refuse_modules
+from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Tree
@@ -42,7 +44,8 @@ class Trainer:
 
     Args:
         strategy: where the replicas are.
-        module: on the CPU; changed in place by every step.
+        module: changed in place by every step. Where replicas compute on a device it is moved there, as
+            `module.to(device)` does, and so is the state of the optimizer.
         loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})` or `-> (loss, metrics, outputs)` for one replica
             and one micro-batch; it gets the replica's copy of the module.
         optimizer: one of `torch.optim`, or of others, of the module's parameters.
@@ -58,7 +61,7 @@ class Trainer:
         TypeError: if the module is none, or cannot be copied.
         ValueError: if an option is out of range or two of them exclude each other, nothing is trained, or the optimizer
             has other parameters.
-        StrategyError: if the module is not on the CPU, there is no such `replica_device`, or the optimizer's state
+        StrategyError: if the module is on several devices, there is no such `replica_device`, or the optimizer's state
             cannot be sharded and is to be.
     """
 
@@ -75,6 +78,10 @@ class Trainer:
         settings = completed(TorchOptions, strategy.defaults, {"seed": seed, **options})
         refuse_modules(module)
         refuse_optimizers(optimizer, module)
+        if settings.device is None and (found := device_of(module)) != HOST:
+            settings = replace(settings, replica_device=found)
+        if settings.device is not None:
+            move(module, optimizer, chosen_here(settings.device, strategy.replicas.instance.local_index))
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer
         self.seed = seed

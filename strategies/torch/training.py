@@ -19,6 +19,7 @@ from strategies.loss_scaling import LossScale
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.optimizer_arrays import (
     GROUPS,
+    PARAMS,
     STATE,
     ArraysByName,
     after_one_step,
@@ -29,9 +30,9 @@ from strategies.torch.optimizer_arrays import (
     state_of,
 )
 from strategies.torch.options import TorchOptions
-from strategies.torch.replica_memory import ReplicaMemory, device_here
+from strategies.torch.replica_memory import HOST, ReplicaMemory
 from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.tensors import as_array, as_tensor, host_array
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
 from strategies.train_state import TrainState
 from strategies.typing import Tree
@@ -70,7 +71,7 @@ class TorchTraining:
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
         self.step = 0
         self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
-        self.memory_of_replicas = ReplicaMemory(module, device_here(options.device, replicas.instance.local_index))
+        self.memory_of_replicas = ReplicaMemory(module, None if options.device is None else device_of(module))
         self._replicas = replicas
         self._options = options
         self._age = Age()
@@ -110,9 +111,9 @@ class TorchTraining:
         return TrainState(variables, optimizer, self.step, self.loss_scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-        """Return the memory of parameters, and that of buffers; None if there are none."""
-        variables = {name: as_array(parameter) for name, parameter in self.module.named_parameters()}
-        return variables, {name: as_array(tensor) for name, tensor in self.buffers.named().items()} or None
+        """Return parameters, and buffers, None if there are none: their memory, or copies of it from the device."""
+        variables = {name: host_array(parameter) for name, parameter in self.module.named_parameters()}
+        return variables, {name: host_array(tensor) for name, tensor in self.buffers.named().items()} or None
 
     def _optimizer_tree(self) -> Tree:
         made = state_of(self.optimizer)
@@ -204,7 +205,7 @@ def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
 ) -> list[torch.Tensor]:
     """Return tensors as rank `root` has them, in memory of their own; a collective call."""
-    received = [tensor.detach().clone(memory_format=torch.contiguous_format) for _, tensor in named]
+    received = [tensor.detach().to(HOST, copy=True, memory_format=torch.contiguous_format) for _, tensor in named]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
     return received
@@ -233,7 +234,7 @@ def refuse_modules(module: object) -> None:
     Raises:
         TypeError: if it is no module.
         ValueError: if it has no parameter that is trained, or one whose shape is not known yet.
-        StrategyError: if a parameter is not on the CPU, complex or sparse.
+        StrategyError: if its parts are on several devices, or a parameter is complex or sparse.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
@@ -248,7 +249,7 @@ def refuse_modules(module: object) -> None:
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
-    refuse_other_devices(module)
+    device_of(module)
     sync_layers_of(module)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or parameter.layout is not torch.strided:
@@ -258,12 +259,61 @@ def refuse_modules(module: object) -> None:
             )
 
 
-def refuse_other_devices(module: torch.nn.Module) -> None:
-    """Refuse a module with a parameter or buffer that is not on the CPU."""
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Return the device of a module's parameters and buffers.
+
+    Raises:
+        StrategyError: if there are several, or one where tensors have no numbers.
+    """
+    found = {tensor.device: name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    if len(found) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise StrategyError(f"parts of the module are on several devices, {places}; move it to one: module.to(device)")
+    device = next(iter(found), HOST)
+    if device.type == "meta":
+        raise StrategyError(
+            f"{found[device]} is on 'meta', where tensors have no numbers; make the module on the CPU or on a GPU"
+        )
+    return device
+
+
+def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move a module, and what its optimizer knows of its parameters, to a device.
+
+    Raises:
+        StrategyError: if PyTorch makes new parameters there, which the optimizer does not have.
+    """
+    before = list(map(id, module.parameters()))
+    module.to(device)
+    if list(map(id, module.parameters())) != before:
+        raise StrategyError(
+            f"module.to({str(device)!r}) has made new parameters, which the optimizer does not have; move the module "
+            "before you make the optimizer"
+        )
+    move_state(optimizer, device)
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the state of an optimizer to a device, but for counters that PyTorch keeps on the host."""
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group[PARAMS]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and (value.ndim or counts_there):
+                    state[name] = value.to(device)
+
+
+def refuse_other_devices(module: torch.nn.Module, whose: str) -> None:
+    """Refuse a module with a parameter or buffer that is not on the CPU.
+
+    Args:
+        module: see above.
+        whose: computes only there.
+    """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "cpu":
             raise StrategyError(
-                f"{name} is on {tensor.device}, and replicas of PyTorch share parameters in the memory of the host; "
-                "move the module there with module.cpu(). To have them compute on the device, which they share, give "
-                f"strategies.torch.Trainer(..., replica_device={tensor.device.type!r}) that module (docs/gpus.md)"
+                f"{name} is on {tensor.device}, and {whose} computes on the CPU; move the module there with "
+                "module.cpu(), or train it on the device with strategies.torch.Trainer (docs/gpus.md)"
             )

@@ -40,7 +40,7 @@ def undone(
     the closure of the function, the global variables that this names, and objects of classes of the same program.
 
     Args:
-        module: on the CPU.
+        module: of the program.
         function: of the program; called with the module.
         other: one more function of the program, if there is one.
 
@@ -112,7 +112,7 @@ class _Search:
     def _reached(self, one: object) -> Iterable[object]:
         """Note how to put an object back, and return the objects that it reaches."""
         if isinstance(one, torch.Tensor):
-            if one.layout is torch.strided and one.device.type == "cpu":
+            if one.layout is torch.strided and one.device.type != "meta":
                 self.keep(one)
         elif isinstance(one, np.ndarray):
             if one.flags.writeable and not one.dtype.hasobject:

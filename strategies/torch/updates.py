@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
+from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import ShardedArrays, Shards
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray, shards_of
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of
-from strategies.torch.tensors import as_tensor, dtype_of
+from strategies.torch.tensors import as_tensor, dtype_of, host_array
 
 ELEMENTWISE = (
     "ASGD",
@@ -37,6 +38,9 @@ ELEMENTWISE = (
 
 class TorchUpdate(ABC):
     """New parameters, in place, of mean gradients."""
+
+    path: DevicePath | None = None
+    """The path of gradients that stay on a device; None: they are exchanged on the host."""
 
     @property
     @abstractmethod
@@ -167,22 +171,30 @@ class ShardedTorchUpdate(TorchUpdate):
         with torch.no_grad():
             for number, members in self._gathered.members.items():
                 buffer = self._gathered.layout.buffers[number]
-                own = np.zeros(buffer.size, buffer.dtype)
                 places = list(zip([self._wholes[one] for one in members], buffer.starts, strict=True))
+                device = places[0][0].device
+                own = torch.zeros(buffer.size, dtype=as_tensor(np.empty(0, buffer.dtype)).dtype, device=device)
                 for parameter, start in places:
                     part = self._parts[id(parameter)]
-                    as_tensor(own[start : start + part.numel()]).copy_(part)
-                gathered = self._gathered.gather(number, own, self._replicas.communicator)
+                    own[start : start + part.numel()].copy_(part)
+                gathered = self._gathered_on(number, own)
                 for parameter, start in places:
                     self._put(parameter, gathered[:, start:])
 
-    def _put(self, parameter: torch.nn.Parameter, gathered: np.ndarray) -> None:
+    def _gathered_on(self, number: int, own: torch.Tensor) -> torch.Tensor:
+        """Return the parts of all instances in a buffer: on the device, if gradients stay there; else on the host."""
+        if self.path is not None:
+            found: torch.Tensor = self.path.gather(f"parts of parameters/{number}", own)
+            return found
+        return as_tensor(self._gathered.gather(number, host_array(own), self._replicas.communicator))
+
+    def _put(self, parameter: torch.nn.Parameter, gathered: torch.Tensor) -> None:
         flat = parameter.detach().view(-1)
         for rank, row in enumerate(gathered):
             bounds = self._shards.bounds(parameter, rank * self._shards.local)
             count = bounds.stop - bounds.start
             if rank != self._replicas.instance_index and count:
-                flat[bounds].copy_(as_tensor(row[:count]))
+                flat[bounds].copy_(row[:count])
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

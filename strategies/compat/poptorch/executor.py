@@ -103,7 +103,7 @@ class PoplarExecutor:
                 f"the model is a {type(model).__name__}; give a torch.nn.Module, whose forward calls a function, say"
             )
         options._freeze()
-        refuse_other_devices(model)
+        refuse_other_devices(model, "PopTorch's interface")
         make_groupable(model)
         self.model: torch.nn.Module = model
         self.options = options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import final
 
@@ -11,7 +10,8 @@ import numpy as np
 
 from collectives.plans.spread import Spread
 from collectives.tree import TreeNode, halves, root_of
-from strategies.exchange.on_device import AUTO, HOST, DevicePath
+from strategies.exchange.choice import LOCAL
+from strategies.exchange.on_device import DevicePath
 from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.replicas.replicas import Replicas
 
@@ -24,7 +24,7 @@ class LocalPath(DevicePath):
         replicas: R.
     """
 
-    word = "local"
+    word = LOCAL
 
     def __init__(self, replicas: int) -> None:
         super().__init__(Spread.together([replicas]), 0)
@@ -49,9 +49,6 @@ class LocalPath(DevicePath):
 
 def path_for(replicas: Replicas) -> DevicePath | None:
     """Return the path of gradients that stay on the device; None if they go through the host."""
-    word = replicas.defaults.exchange
-    if word == AUTO:
-        word = os.environ.get("POPDIST_EXCHANGE", AUTO)
-    if word == HOST or (word == AUTO and replicas.devices.is_cpu):
+    if not replicas.exchange.is_on_device:
         return None
     return LocalPath(replicas.num_replicas_in_sync) if replicas.num_instances == 1 else None

@@ -11,14 +11,17 @@ import hashlib
 import logging
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import distributed
 
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
+from strategies.jax.programs.determinism import way_out_of_refusals
 from strategies.typing import Function, Tree
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,28 @@ def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Pa
     return folder
 
 
+def usual_folder(environ: Mapping[str, str]) -> str:
+    """Return the folder of this user and host for executables of GPUs; "" where `VARIABLE` is set, or none can be had.
+
+    Two compilations of a program for a GPU may fuse it otherwise (openxla/xla#49047), and so give other bits. All
+    instances of a host, in this job and the next one, run what one of them has compiled.
+
+    Args:
+        environ: an empty `VARIABLE` keeps nothing.
+    """
+    if VARIABLE in environ:
+        return ""
+    folder = Path(os.path.realpath(tempfile.gettempdir()), f"popdist-executables-{os.geteuid()}")
+    try:
+        make_private(folder)
+        fault = fault_of(folder)
+    except OSError as error:
+        fault = str(error)
+    if fault:
+        logger.info("no executables are kept: %s; name a folder with %s", fault, VARIABLE)
+    return "" if fault else str(folder)
+
+
 def _private_folder(named: str, said_by: str) -> Path:
     folder = Path(os.path.realpath(os.path.expanduser(named)), _processor())
     try:
@@ -98,8 +123,26 @@ def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: fl
         wait_s: seconds.
     """
     is_kept = folder is not None and _CALLBACK not in lowered.as_text()
-    with turn(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
+    with way_out_of_refusals(), _kept_in(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
         return lowered.compile()
+
+
+@contextlib.contextmanager
+def _kept_in(folder: Path, wait_s: float) -> Iterator[None]:
+    """Hold the turn for a folder, in which JAX keeps what is compiled meanwhile.
+
+    Where instances have joined by `jax.distributed`, JAX lets the first one write only (jax/_src/compiler.py); here
+    they write one after another.
+    """
+    process = distributed.global_state
+    with turn(folder, wait_s) as is_held:
+        number = process.process_id
+        if is_held:
+            process.process_id = 0
+        try:
+            yield
+        finally:
+            process.process_id = number
 
 
 def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:

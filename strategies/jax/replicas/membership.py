@@ -11,6 +11,7 @@ from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from strategies.argument_checks import positive
 from strategies.defaults import Defaults, in_force
+from strategies.exchange.choice import MPI
 
 
 class Membership(ABC):
@@ -28,6 +29,7 @@ class Membership(ABC):
         communicator: connects those that are left.
         adds_in_order: whether sums over replicas have the same bits however these are spread.
         members: the instances in words, plural, for messages.
+        transport: that connects them, one of `MPI`, `GRPC` and `HOROVOD` of `strategies.exchange.choice`.
 
     Raises:
         TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
@@ -35,6 +37,7 @@ class Membership(ABC):
 
     adds_in_order: ClassVar[bool] = True
     members: ClassVar[str] = "these instances"
+    transport: ClassVar[str] = MPI
 
     def __init__(self, ipus_per_replica: int | None = None, defaults: Defaults | None = None) -> None:
         self._given_defaults = defaults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar, final
@@ -20,13 +21,16 @@ from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from strategies.argument_checks import Axis, parts_along
 from strategies.core.members import InstanceProgress
-from strategies.core.survival import together, warn_where_none_goes_on
+from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
-from strategies.errors import StrategyError
-from strategies.exchange.on_device import COMPILED, WINDOW
+from strategies.errors import DeviceError, StrategyError
+from strategies.exchange.choice import CPU, GPU, ExchangeChoice
+from strategies.jax.programs.compilation import usual_folder
+from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.replicas.accelerators import exchange_of, expected_platform
 from strategies.jax.replicas.dealing import Dealing
 from strategies.jax.replicas.devices import claim_devices, is_key
 from strategies.jax.replicas.membership import Membership
@@ -37,6 +41,8 @@ from strategies.sinks.sinks import JobFacts
 from strategies.typing import Batch, Leaf, Tree
 
 Same = TypeVar("Same")
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -65,6 +71,7 @@ class Replicas:
         dealing: deals batches out among the local replicas.
         programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
             which tell whether what it took for constant is unchanged.
+        exchange: how gradients that lie on a device become means; chosen anew when an instance is lost.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
@@ -97,22 +104,41 @@ class Replicas:
     def _claim(self) -> None:
         """Find devices for the local replicas; programs for others are of no use any more."""
         instance = self.instance
+        platform = expected_platform()
+        self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
+        has_same_bits = platform == GPU and self.defaults.deterministic
+        if has_same_bits:
+            use_deterministic_operations(os.environ)
         self.grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,
             instance.local_index,
             instance.ipus_per_replica,
             self.instruments,
-            self.defaults.executables,
-            is_spread=self.defaults.exchange in (COMPILED, WINDOW),
+            self.defaults.executables or (usual_folder(os.environ) if has_same_bits else ""),
+            is_spread=self.exchange.is_on_device,
         )
         self.devices = self.grid.first
+        if self.devices.is_cpu and platform != CPU:
+            raise DeviceError(
+                f"JAX was expected to compute on {platform!r}, and has started on the CPU; make its accelerator work "
+                "(it logs why it does not), or set JAX_PLATFORMS=cpu on all instances"
+            )
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
         )
         self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
         self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
+
+    def exchange_on(self, platform: str, gpu: str) -> ExchangeChoice:
+        """Return the exchange for a device of another framework than JAX. Collective.
+
+        Args:
+            platform: of the device, see `InstanceFacts`.
+            gpu: the UUID of the device.
+        """
+        return exchange_of(self._membership, platform, self.variables_on_host, gpu)
 
     # ---- who is there
 
@@ -205,11 +231,22 @@ class Replicas:
         Raises:
             LifeCycleError: the job cannot go on.
         """
-        self._membership.carry_on()
+        is_claimed = False
+        while not is_claimed:
+            self._membership.carry_on()  # what it raises is final
+            is_claimed = self._claim_again()
         self._has_carried_on = True
-        self._claim()
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
+
+    def _claim_again(self) -> bool:
+        """Return whether devices are claimed; False if one more instance was lost while all chose the exchange."""
+        try:
+            self._claim()
+        except LOSSES as loss:
+            logger.info("one more instance is lost: %s", loss)
+            return False
+        return True
 
     def adopt(self, dataset: DistributedDataset, rows: int) -> None:
         """Redistribute a data set whenever this instance drives other replicas than before.

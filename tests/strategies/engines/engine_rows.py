@@ -176,10 +176,17 @@ def in_torch(
         )
 
 
+def in_torch_on_a_device(
+    strategy: strategies.Strategy, before_loss: Callable[[], object] = nothing, **options: Any
+) -> AbstractContextManager[Training]:
+    return in_torch(strategy, before_loss, replica_device="cpu", **options)
+
+
 ROWS = (
     Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
     Row("jax", in_jax),
     Row("torch", in_torch, library="torch"),
+    Row("torch on a device", in_torch_on_a_device, library="torch"),
 )
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
 

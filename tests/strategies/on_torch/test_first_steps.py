@@ -22,6 +22,7 @@ import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import DivergenceError, StrategyError
 from strategies.torch.plain_pass import Comparison, Expected, expected_of
+from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.undoing import CannotBeUndoneError, undone
 
 
@@ -422,7 +423,7 @@ class TestWhatCounts:
 
 class TestWhatIsNotCompared:
     def expected(self, module, loss=classify, **options):
-        return expected_of(module, loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options))
+        return expected_of(ReplicaMemory(module), loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options))
 
     def test_is_where_plain_pytorch_fails_which_the_replica_says_then(self):
         def loss(module, batch):

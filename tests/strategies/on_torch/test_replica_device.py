@@ -18,6 +18,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, draws_on_cpu
 from strategies.torch.replica_memory import ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.replica_modules import ReplicaModule
+from strategies.torch.training import move, move_state
 
 REPLICAS = 4
 META = torch.device("meta")
@@ -74,7 +75,7 @@ def test_a_device_has_them_with_an_option(on_instances, options):
     check_alike(on_instances, "convolutions", 2, **options)
 
 
-def test_replicas_take_turns_on_a_device_and_the_module_stays_where_it_is():
+def test_replicas_take_turns_on_a_device_with_the_parameters_of_the_module():
     at_work, most, parameters = threading.Semaphore(1), [], []
 
     def loss(module, batch):
@@ -92,22 +93,18 @@ def test_replicas_take_turns_on_a_device_and_the_module_stays_where_it_is():
         module.weight.fill_(2)
         module.bias.fill_(1)
     assert trainer.step(torch.ones(REPLICAS, 2))["loss"] == 25.0, "of the parameters as they are now"
-    held = {one.what: one.nbytes for one in trainer.plan(torch.ones(REPLICAS, 2)).held}
     assert most == [True] * REPLICAS
-    assert all(one == parameters[0] for one in parameters)
-    assert parameters[0].isdisjoint(own)
-    assert own == {one.data_ptr() for one in module.parameters()}
-    assert held["variables of replicas"] == 12
+    assert all(one == own for one in parameters)
 
 
 def test_a_replica_has_parameters_buffers_and_rows_on_its_device():
-    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(META)
     memory = ReplicaMemory(module, META)
     copied = ReplicaModule(memory, 0, 1)
     memory.follow()
     copied.follow()
     assert {one.device for one in (*copied.module.parameters(), *copied.module.buffers())} == {META}
-    assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
+    assert {*map(id, copied.module.parameters())}.isdisjoint(map(id, module.parameters())), "gradients of their own"
     assert copied.module(memory.put({"x": torch.ones(4, 2)})["x"]).device == META
 
 
@@ -164,10 +161,32 @@ class TestTheDevice:
         with pytest.raises(ValueError, match="replica_device is 'cuda', on which replicas take turns, and the stages"):
             TorchOptions(replica_device="cuda", pipeline=pipeline)
 
-    def test_is_what_the_refusal_of_a_module_on_one_names(self):
-        module = nn.Linear(2, 1, device=META)
-        with pytest.raises(StrategyError, match=r"module\.cpu\(\)\. To have them .*Trainer\(\.\.\., replica_device="):
+    def test_of_a_module_has_numbers(self):
+        with pytest.raises(StrategyError, match="weight is on 'meta'|bias is on 'meta'"):
+            sgd_trainer(1, nn.Linear(2, 1, device=META), lambda module, batch: 0)
+
+    def test_of_a_module_is_one(self):
+        module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1, device=META))
+        with pytest.raises(StrategyError, match="on several devices, .* on cpu, .* on meta; move it to one"):
             sgd_trainer(1, module, lambda module, batch: 0)
+
+    def test_is_where_the_state_of_the_optimizer_goes(self):
+        module = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(module.parameters())
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        move_state(optimizer, META)
+        state = optimizer.state[module.weight]
+        assert {name: value.device.type for name, value in state.items()} == {
+            "step": "cpu",  # where PyTorch keeps it
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+
+    def test_may_not_leave_the_optimizer_with_other_parameters(self):
+        module = nn.Linear(2, 1)
+        with pytest.raises(StrategyError, match="to.'meta'. has made new parameters.* before you make the optimizer"):
+            move(module, torch.optim.Adam(module.parameters()), META)
 
 
 class TestRandomNumbers:

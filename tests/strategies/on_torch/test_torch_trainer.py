@@ -396,7 +396,7 @@ class TestRefusals:
             make(module, torch.optim.SGD)
         with pytest.raises(StrategyError, match="LBFGS computes the loss several times"):
             make(module, torch.optim.LBFGS(module.parameters()))
-        with pytest.raises(StrategyError, match=r"1\.weight is on meta, .* module.cpu\(\)"):
+        with pytest.raises(StrategyError, match=r"is on 'meta', where tensors have no numbers"):
             make(copy.deepcopy(module).to("meta"))
         with pytest.raises(StrategyError, match=r"weight is a torch.complex64 tensor"):
             make(nn.Linear(2, 2, dtype=torch.complex64))

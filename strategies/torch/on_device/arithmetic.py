@@ -1,0 +1,64 @@
+"""PyTorch's arithmetic of sums and means, on any device, with the bits of the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from collectives.tree import TreeNode, steps
+from strategies.exchange.on_device import DeviceArithmetic
+from strategies.torch.tensors import as_tensor
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class TorchArithmetic(DeviceArithmetic):
+    """PyTorch's arithmetic on flat tensors of one device, with the bits of `collectives.reduction.Reduction`.
+
+    Sums are made in the memory of the tensors that are given, where these have the accumulators' dtype.
+    """
+
+    def total(self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `DeviceArithmetic`."""
+        with torch.no_grad():
+            values = list(sums)
+            for left, right, _ in steps(tuple(nodes)):
+                values.append(_added(values[left], values[right]))
+            return widened(values[-1])
+
+    def mean(
+        self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor], dtype: np.dtype, replicas: int
+    ) -> torch.Tensor:
+        """See `DeviceArithmetic`."""
+        with torch.no_grad():
+            return _divided(self.total(nodes, sums), replicas).to(torch_dtype(dtype))
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return PyTorch's name of a dtype of NumPy or ml_dtypes."""
+    return as_tensor(np.empty(0, dtype)).dtype
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Return values in the dtype in which they are added: float32 for 16-bit floats."""
+    return values.float() if values.dtype in _NARROW else values
+
+
+def _added(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if left.dtype not in _NARROW:
+        return left.add_(right)
+    if right.dtype not in _NARROW:
+        return torch.add(left, right, out=right)
+    return left.float().add_(right)
+
+
+def _divided(total: torch.Tensor, replicas: int) -> torch.Tensor:
+    """Divide in place, once, as IEEE 754 has it."""
+    if replicas == 1:
+        return total
+    if replicas & (replicas - 1) == 0:
+        return total.mul_(1 / replicas)  # exact, so the same bits as a division
+    # CUDA's kernel multiplies by the reciprocal of a number of the host; by one on the device it divides.
+    return total.div_(torch.full((), replicas, dtype=total.dtype, device=total.device))

@@ -1,0 +1,207 @@
+"""One local replica's part of the mean gradients, on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.replica_groups import GroupRow
+from strategies.torch.replica_memory import put
+
+Told = float | torch.Tensor
+"""A number that the host knows, or one of no axes on the device."""
+
+
+@dataclass(frozen=True)
+class ToldByReplica:
+    """Facts about a replica's step, besides its gradients.
+
+    Attributes:
+        notice: whether its instance was given one.
+        settings: see `Tail.settings`.
+        has_gradient: for each parameter that is trained.
+        has_changed: for each buffer whether the step has changed it; 0 or 1, and more if its shape has.
+    """
+
+    notice: bool
+    settings: int
+    has_gradient: Sequence[bool]
+    has_changed: Sequence[Told]
+
+
+class DeviceContribution:
+    """A replica's gradients of one step after another, as flat tensors that may be used up.
+
+    A large gradient is given as autograd has made it; small ones are copied into the buffer of their dtype.
+
+    Args:
+        plan: of the gradients, in one bucket, not quantised.
+        rows: see `Contribution`.
+        device: of the gradients.
+        is_alone: whether the mean is this contribution. Gradients stay as they are then, in buffers of their own.
+        tells_all: whether all that is told travels behind the gradients; otherwise only the metrics do.
+        checks: whether it is to be known later which of the gradients were finite.
+
+    Attributes:
+        told: what is told of the step.
+    """
+
+    def __init__(
+        self,
+        plan: TorchGradientPlan,
+        rows: Mapping[int, GroupRow],
+        device: torch.device,
+        is_alone: bool,
+        tells_all: bool,
+        checks: bool,
+    ) -> None:
+        self._plan, self._rows, self._device = plan, rows, device
+        self._is_alone, self._tells_all, self._checks = is_alone, tells_all, checks
+        self._dtypes = [torch_dtype(plan.transfer.dtype_of(parameter.dtype)) for parameter in plan.parameters]
+        self._buffers: list[torch.Tensor | None] = []
+        self._are_finite: torch.Tensor | None = None
+        self.told = ToldByReplica(False, 0, (), ())
+
+    def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of all parameters, in their order. They may be changed from here on.
+
+        Raises:
+            StrategyError: if one is sparse.
+        """
+        with torch.no_grad():
+            found = [self._whole(number, gradient) for number, gradient in enumerate(gradients)]
+            if self._checks:
+                self._are_finite = are_finite(found, self._device)
+            self._apart(found)
+            if self._is_alone:
+                pairs = zip(found, self._dtypes, strict=True)
+                self._buffers = [None if one is None else one.to(dtype) for one, dtype in pairs]
+            else:
+                self._buffers = self._flat(found)
+
+    def _whole(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a gradient in the shape of its parameter."""
+        if gradient is None:
+            return None
+        name = self._plan.parameters[number].name
+        if gradient.layout is not torch.strided:
+            raise StrategyError(
+                f"the gradient of {name} is sparse, and replicas average dense ones; make its layer with sparse=False"
+            )
+        row = self._rows.get(number)
+        if row is None:
+            return gradient
+        whole = torch.zeros(self._plan.parameters[number].shape, dtype=gradient.dtype, device=gradient.device)
+        whole[row.number].copy_(gradient * row.gain)  # a reduction may have used the other rows
+        return whole
+
+    def _apart(self, gradients: list[torch.Tensor | None]) -> None:
+        """Give each gradient memory of its own: autograd may hand one and the same to two parameters."""
+        seen: set[int] = set()
+        for number, gradient in enumerate(gradients):
+            if gradient is None or not gradient.numel():
+                continue
+            if gradient.data_ptr() in seen:
+                gradients[number] = gradient.clone()
+            seen.add(gradient.data_ptr())
+
+    def _flat(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        layout = self._plan.layouts[0]
+        alone = {place.buffer: number for number, place in enumerate(self._plan.places) if place.is_of_one}
+        buffers = [
+            self._buffer_of(gradients[alone[number]], buffer.size, buffer.dtype)
+            if number in alone
+            else torch.zeros(buffer.size, dtype=torch_dtype(buffer.dtype), device=self._device)
+            for number, buffer in enumerate(layout.buffers)
+        ]
+        into, small = [], []
+        for place, gradient in zip(self._plan.places, gradients, strict=True):
+            if gradient is not None and not place.is_of_one:
+                flat = buffers[place.buffer][place.start : place.start + gradient.numel()]
+                into.append(flat.view(gradient.shape))
+                small.append(gradient)
+        if small:
+            torch._foreach_copy_(into, small)
+        return list(buffers)
+
+    def _buffer_of(self, gradient: torch.Tensor | None, size: int, dtype: np.dtype) -> torch.Tensor:
+        """Return a gradient that has a buffer alone, flat, in the dtype in which it travels."""
+        if gradient is None:
+            return torch.zeros(size, dtype=torch_dtype(dtype), device=self._device)
+        return gradient.to(torch_dtype(dtype)).reshape(-1)
+
+    def set_tail(
+        self,
+        metrics: Sequence[Told],
+        notice: bool,
+        settings: int,
+        has_gradient: Sequence[bool],
+        has_changed: Sequence[Told],
+    ) -> None:
+        """Put what travels behind the gradients into its place; see `Tail`.
+
+        Args:
+            metrics: float64, on the device, of no axes.
+            notice: see `ToldByReplica`, like those behind it.
+            settings: see there.
+            has_gradient: see there.
+            has_changed: see there.
+        """
+        self.told = ToldByReplica(notice, settings, tuple(has_gradient), tuple(has_changed))
+        values = torch.stack([one for one in metrics if isinstance(one, torch.Tensor)]).float()
+        if self._is_alone:
+            self._buffers.append(values)
+            return
+        tail = self._buffers[0]
+        assert tail is not None
+        tail = tail[tail.numel() - self._plan.tail :]
+        tail[: len(metrics)].copy_(values)
+        if self._tells_all:
+            self._tell_all(tail[len(metrics) :])
+
+    def _tell_all(self, tail: torch.Tensor) -> None:
+        told = self.told
+        changed = [0.0 if isinstance(one, torch.Tensor) else one for one in told.has_changed]
+        known = [told.notice, told.settings, told.settings**2, *told.has_gradient, *changed]
+        tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._device))
+        first = len(known) - len(changed)
+        for number, one in enumerate(told.has_changed):
+            if isinstance(one, torch.Tensor):
+                tail[first + number].copy_(one)
+
+    def arrays(self, bucket: int) -> list[torch.Tensor | None]:
+        """Return the buffers of the only bucket, of which this has none any more.
+
+        Of a replica that is alone: each gradient, None where there is none, and the metrics.
+        """
+        found, self._buffers = self._buffers, []
+        return found
+
+    def is_finite(self, number: int) -> bool:
+        """Whether a gradient that was taken is finite; waits for the device."""
+        return self._are_finite is None or bool(self._are_finite[number])
+
+    def give_back(self) -> None:
+        """Let go of the gradients of the step."""
+        self._buffers = []
+
+
+def are_finite(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return for each tensor whether all of it is finite, on the device; True where there is none."""
+    places = [number for number, one in enumerate(tensors) if one is not None and one.numel()]
+    if len(places) < len(tensors):
+        found = torch.ones(len(tensors), dtype=torch.bool, device=device)
+        for number in places:
+            one = tensors[number]
+            assert one is not None
+            found[number] = one.isfinite().all()
+        return found
+    largest = torch._foreach_norm([one for one in tensors if one is not None], math.inf)
+    return torch.stack(largest).isfinite()

@@ -1,0 +1,150 @@
+"""The mean gradients of a module, computed on the device where its replicas are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from strategies.core.engine import Buffers
+from strategies.exchange.means import Bucket
+from strategies.exchange.on_device import DeviceArithmetic, DevicePath
+from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
+from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
+from strategies.torch.on_device.metrics import UnreadMetrics
+from strategies.torch.on_device.sums import TreeSums
+from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.replica_memory import ReplicaMemory
+
+
+class DeviceExchange:
+    """An exchange whose sums and means stay on a device.
+
+    Args:
+        plan: of the gradients, in one bucket, not quantised; its tail has all that is told, or the metrics only where
+            one instance has all replicas.
+        names: of the metrics.
+        path: makes means of sums.
+        arithmetic: adds the gradients of the local replicas.
+        memory: of the replicas.
+
+    Attributes:
+        plan: see above.
+        names: see above.
+        buckets: the only one, without memory of the host.
+        changed: for each local replica what its step has changed; see `ToldByReplica`.
+    """
+
+    def __init__(
+        self,
+        plan: TorchGradientPlan,
+        names: tuple[str, ...],
+        path: DevicePath,
+        arithmetic: DeviceArithmetic,
+        memory: ReplicaMemory,
+    ) -> None:
+        self.plan, self.names = plan, names
+        self.buckets = [Bucket(f"{plan.title}/0", plan.layouts[0], (), frozenset())]
+        self._path, self._memory = path, memory
+        self._is_of_one = path.spread.size == 1
+        self._is_alone = path.spread.replicas == 1
+        self._sums = TreeSums(path.spread.replicas, arithmetic)
+        self._dtypes = [torch_dtype(parameter.dtype) for parameter in plan.parameters]
+        self._results: Sequence[torch.Tensor | None] = ()
+        self._told: list[ToldByReplica] = []
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether one instance has all replicas."""
+        return self._is_of_one
+
+    @property
+    def changed(self) -> list[Sequence[Told]]:
+        """For each local replica what its step has changed, see `ToldByReplica`."""
+        return [one.has_changed for one in self._told]
+
+    def let_go(self) -> None:
+        """Give back what the last step has left."""
+        self._results = ()
+        self._told.clear()
+        self._sums.clear()
+
+    def add(self, replica: int, buffers: Sequence[torch.Tensor | None], told: ToldByReplica) -> None:
+        """Take a replica's gradients, which may be used up; replicas come in their order."""
+        self._told.append(told)
+        if self._is_alone:
+            self._results = buffers
+        else:
+            self._sums.add(replica, [one for one in buffers if one is not None])
+
+    def take(self) -> Buffers:
+        """Return, for each buffer, the sums of the local replicas."""
+        return [[one] for one in self._results] if self._is_alone else self._sums.take()
+
+    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+        """See `Exchange`. The mean of one replica is what it gave."""
+        if not self._is_alone:
+            dtypes = [buffer.dtype for buffer in bucket.layout.buffers]
+            self._results = self._path.means(bucket.name, contributions, dtypes)
+
+    def means(self, scale: float) -> list[torch.Tensor | None]:
+        """Return the mean gradients divided by `scale`, in the dtypes of their parameters; to be called once.
+
+        Of a replica that is alone None where it has no gradient.
+        """
+        with torch.no_grad():
+            found = self._received()
+            if scale != 1:
+                wide = [None if one is None else one.to(_wide(one.dtype)) for one in found]
+                torch._foreach_div_([one for one in wide if one is not None], scale)
+                found = wide
+            pairs = zip(found, self._dtypes, strict=True)
+            return [None if one is None else one.to(dtype) for one, dtype in pairs]
+
+    def _received(self) -> list[torch.Tensor | None]:
+        if self._is_alone:
+            return list(self._results[:-1])
+        found: list[torch.Tensor | None] = []
+        for place, parameter in zip(self.plan.places, self.plan.parameters, strict=True):
+            buffer = self._results[place.buffer]
+            assert buffer is not None
+            size = int(np.prod(parameter.shape, dtype=np.int64))
+            found.append(buffer[place.start : place.start + size].view(parameter.shape))
+        return found
+
+    def arrived(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
+        """Return what came along, and for each mean whether it is not finite, if that is to be checked.
+
+        Where one instance has all replicas, nothing waits for the device but the check. Otherwise, or to check, a few
+        numbers are read, once.
+        """
+        flags = [~are_finite(means, self._memory.device)] if checks else []
+        if self._is_of_one:
+            bad = self._memory.read(flags[0]) if checks else np.zeros(len(means), bool)
+            return self._own_tail(), bad
+        values = self._memory.read(torch.cat([self._tail, *(each.float() for each in flags)]))
+        tail = Tail.of(values[: self.plan.tail], len(self.names), len(self.plan.parameters))
+        return tail, values[self.plan.tail :] > 0 if checks else np.zeros(len(means), bool)
+
+    @property
+    def _tail(self) -> torch.Tensor:
+        """What is behind the gradients."""
+        last = self._results[-1] if self._is_alone else self._results[0]
+        assert last is not None
+        return last[last.numel() - self.plan.tail :]
+
+    def _own_tail(self) -> Tail:
+        """Return what the replicas of the only instance have told; the metrics stay where they are until they are read.
+
+        What has changed is in `changed`.
+        """
+        first = self._told[0]
+        shares = np.mean([one.has_gradient for one in self._told], axis=0, dtype=np.float32)
+        word = float(first.settings)
+        metrics = UnreadMetrics(self._tail.clone(), self._memory)
+        return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,228 @@
+"""The instances of a job as a process group of PyTorch, which is not the group of the program."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroupGloo, Store, TCPStore, Work
+
+from collectives import Communicator
+from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
+from strategies.errors import StrategyError
+
+_LOOPBACK = "127.0.0.1"
+_ADDRESS_BYTES = 256
+_POLL_S = 0.001
+
+
+class Backend(Protocol):
+    """A process group of PyTorch without a `ProcessGroup` around it; the annotations of PyTorch leave these out."""
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work | None:
+        """Begin an all-to-all of parts of flat tensors."""
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions) -> Work | None:
+        """Begin an all-gather into one flat tensor."""
+
+    def abort(self) -> None:
+        """Give up without waiting for others."""
+
+
+class InstanceGroup:
+    """A process group of all instances: NCCL for tensors on GPUs, gloo for those of the host.
+
+    It is built directly on a store of its own. So `torch.distributed` has no default group afterwards, or still that of
+    the program, and no environment variable is read or set. Making it is a collective call of the communicator.
+
+    Collectives are called by all instances in one order, from one thread at a time. On a GPU they are queued on the
+    current stream, and what follows there comes after them; on the host they return when they are done.
+
+    Args:
+        communicator: connects the instances.
+        device: on which the tensors lie.
+
+    Raises:
+        StrategyError: on all instances, if one of them could not connect.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._device = device
+        self._rank, self._size = communicator.rank, communicator.size
+        self._limit_s = communicator.limits.timeout_s
+        self._store: Store | None = None
+        self._backend: Backend | None = None
+        shares_host = _shares_host(communicator)
+        reason = ""
+        try:
+            self._connect(communicator, shares_host)
+        except (RuntimeError, OSError) as error:  # PyTorch's errors are RuntimeErrors
+            reason = f"{type(error).__name__}: {error}"
+        self._insist_on_all(communicator, reason)
+
+    def _connect(self, communicator: Communicator, shares_host: bool) -> None:
+        limit = timedelta(seconds=self._limit_s)
+        self._store = _store(communicator, shares_host, limit)
+        build = _gloo if self._device.type == "cpu" else _nccl
+        self._backend = build(self._store, self._rank, self._size, shares_host, limit)
+        own = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        self.all_gather(own.new_empty(self._size), own)  # NCCL connects with the first collective
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+
+    def _insist_on_all(self, communicator: Communicator, reason: str) -> None:
+        failed = np.flatnonzero(communicator.all_gather(np.array(bool(reason)), name="instances that cannot connect"))
+        if not len(failed):
+            return
+        self.close()
+        own = f"; here: {reason}" if reason else ""
+        raise StrategyError(
+            f"the instances {failed.tolist()} could not join a process group of PyTorch for tensors on {self._device}"
+            f"{own}; use POPDIST_EXCHANGE=host, or see what NCCL_DEBUG=INFO says"
+        )
+
+    # ---- collectives
+
+    def all_to_all(
+        self, into: torch.Tensor, given: torch.Tensor, into_counts: Sequence[int], given_counts: Sequence[int]
+    ) -> None:
+        """Send each instance its part of a flat tensor, and receive this one's part of those of all instances.
+
+        Args:
+            into: flat and contiguous; receives the parts, in the order of the instances.
+            given: flat and contiguous, of the same dtype.
+            into_counts: the elements that come from each instance.
+            given_counts: the elements for each instance.
+        """
+        width = given.itemsize
+        received, sent = ([width * count for count in counts] for counts in (into_counts, given_counts))
+        options = AllToAllOptions()
+        options.asyncOp = False
+        self._run("all-to-all", lambda one: one.alltoall_base(_bytes(into), _bytes(given), received, sent, options))
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        """Receive the flat contiguous tensors of all instances, equally long, one behind the other."""
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._run("all-gather", lambda one: one._allgather_base(_bytes(into), _bytes(own), options))
+
+    def _run(self, what: str, start: Callable[[Backend], Work | None]) -> None:
+        if self._backend is None:
+            raise ClosedError(f"this process group of {self._size} instances has been closed")
+        begun_s = time.monotonic()
+        try:
+            work = start(self._backend)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - begun_s
+            text = f"the {what} of instance {self._rank} with {self._size - 1} others failed after {waited_s:.1f} s"
+            if waited_s >= self._limit_s:
+                raise CollectiveTimeoutError(f"{text}, and timeout_s is {self._limit_s:g}: {error}") from error
+            raise PeerLostError(f"{text}; one of them has failed or ended: {error}") from error
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Let go of connections, threads and memory; no collective call. A second call does nothing.
+
+        What is queued on a GPU is waited for, as others need it, but no longer than `timeout_s`.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type != "cpu":
+            self._wait_for_device()
+            backend.abort()  # unlike shutdown(), it waits for no other instance
+        del backend  # gloo's threads end with the last reference, and those of the store
+        self._store = None
+
+    def _wait_for_device(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        end_s = time.monotonic() + self._limit_s
+        with suppress(RuntimeError):  # of a collective that has failed
+            while not event.query() and time.monotonic() < end_s:
+                time.sleep(_POLL_S)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a flat tensor: NCCL has not all dtypes."""
+    return tensor.view(torch.uint8)
+
+
+# ---- how instances meet
+
+
+def _shares_host(communicator: Communicator) -> bool:
+    """Return whether all instances reach each other by the loopback interface; a collective call."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    words = [boot.read_text() if boot.exists() else socket.gethostname()]
+    with suppress(OSError):
+        words.append(os.readlink("/proc/self/ns/net"))
+    own = np.frombuffer(hashlib.sha256(" ".join(words).encode()).digest(), np.uint8).copy()
+    found = communicator.all_gather(own, name="hosts of instances")
+    return bool((found == found[0]).all())
+
+
+def _store(communicator: Communicator, shares_host: bool, limit: timedelta) -> Store:
+    """Return a store that all instances share; a collective call. Instance 0 has it in a thread of its own."""
+    told = np.zeros(_ADDRESS_BYTES, np.uint8)
+    store = None
+    if communicator.rank == 0:
+        store, address = _listening(shares_host, limit)
+        told[: len(address)] = np.frombuffer(address, np.uint8)
+    host, port = bytes(communicator.broadcast(told, name="address of a store")).rstrip(b"\0").decode().split()
+    return store or TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+
+
+def _listening(shares_host: bool, limit: timedelta) -> tuple[Store, bytes]:
+    """Return a store that listens, to this host alone where that is enough, and its address."""
+    if not shares_host:
+        host = socket.gethostname()
+        store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        return store, f"{host} {store.port}".encode()
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # it is the store's from here on
+        )
+    return store, f"{_LOOPBACK} {port}".encode()
+
+
+def _gloo(store: Store, rank: int, size: int, shares_host: bool, limit: timedelta) -> Backend:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
+    if shares_host:
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    else:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    return cast(Backend, ProcessGroupGloo(store, rank, size, options))
+
+
+def _nccl(store: Store, rank: int, size: int, shares_host: bool, limit: timedelta) -> Backend:
+    if not dist.is_nccl_available():
+        raise RuntimeError("this PyTorch has no NCCL")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))

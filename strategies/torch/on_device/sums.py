@@ -1,0 +1,50 @@
+"""The sums of replicas that compute in turn, by the nodes of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives.tree import TreeNode, merged
+from strategies.exchange.on_device import DeviceArithmetic
+
+FlatBuffers = Sequence[torch.Tensor]
+"""Flat tensors on a device: the buffers of a bucket."""
+
+
+class TreeSums:
+    """The sums of an instance's replicas, each made as soon as both of its parts are there.
+
+    So log2 of the local replicas, and one more, are alive at a time.
+
+    Args:
+        replicas: R, of all instances.
+        arithmetic: adds.
+    """
+
+    def __init__(self, replicas: int, arithmetic: DeviceArithmetic) -> None:
+        self._replicas = replicas
+        self._arithmetic = arithmetic
+        self._nodes: list[TreeNode] = []
+        self._sums: list[FlatBuffers] = []
+
+    def clear(self) -> None:
+        """Let go of the sums of a step that was given up."""
+        self._nodes.clear()
+        self._sums.clear()
+
+    def add(self, replica: int, buffers: FlatBuffers) -> None:
+        """Take what a replica gives, which may be used up; replicas come in their order."""
+        self._nodes.append(TreeNode(replica, replica + 1))
+        self._sums.append(buffers)
+        while len(self._nodes) > 1 and len(found := merged(self._nodes[-2:], self._replicas)) == 1:
+            pairs = zip(*self._sums[-2:], strict=True)
+            total = [self._arithmetic.total(self._nodes[-2:], pair) for pair in pairs]
+            self._nodes[-2:], self._sums[-2:] = found, [total]
+
+    def take(self) -> list[list[torch.Tensor]]:
+        """Return, for each buffer, the sums of the nodes that are left, in order, and begin anew."""
+        found = [list(of_buffer) for of_buffer in zip(*self._sums, strict=True)]
+        self.clear()
+        return found

@@ -1,0 +1,117 @@
+"""Deterministic operations on GPUs: the flag, what is kept, and the way out."""
+
+import logging
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import distributed
+
+from popdist.xla import DETERMINISTIC, deterministic_setting
+from strategies.jax.programs import determinism
+from strategies.jax.programs.compilation import compile_in_turn, usual_folder
+from strategies.jax.programs.determinism import WAY_OUT, use_deterministic_operations, way_out_of_refusals
+
+FLAG = f"{DETERMINISTIC}=true"
+
+
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        (None, FLAG),
+        ("", FLAG),
+        ("--xla_foo=1", f"--xla_foo=1 {FLAG}"),
+        ("--xla_gpu_deterministic_ops_of_another_kind=1", f"--xla_gpu_deterministic_ops_of_another_kind=1 {FLAG}"),
+        (f"--xla_foo=1 {DETERMINISTIC}=false", None),
+        (DETERMINISTIC, None),
+        ("/no/such/file", None),
+    ],
+)
+def test_the_flag_is_added_unless_the_user_names_it(flags, then):
+    environ = {} if flags is None else {"XLA_FLAGS": flags}
+    assert deterministic_setting(environ) == ({} if then is None else {"XLA_FLAGS": then})
+
+
+def test_a_file_of_flags_is_read(tmp_path):
+    (tmp_path / "flags").write_text("--xla_foo=1\n--xla_bar=2\n")
+    setting = deterministic_setting({"XLA_FLAGS": str(tmp_path / "flags")})
+    assert setting == {"XLA_FLAGS": f"--xla_foo=1 --xla_bar=2 {FLAG}"}
+
+
+def test_it_is_set_before_jax_starts_and_xla_knows_it(in_new_process):
+    program = (
+        "import os, jax\n"
+        "from strategies.jax.programs.determinism import use_deterministic_operations\n"
+        "use_deterministic_operations(os.environ)\n"
+        "print(os.environ['XLA_FLAGS'], jax.jit(lambda x: x + 1)(1.0))"
+    )
+    assert in_new_process(program).split() == [FLAG, "2.0"]
+
+
+@pytest.fixture
+def caches_of_xla():
+    before = jax.config.jax_persistent_cache_enable_xla_caches
+    yield
+    jax.config.update("jax_persistent_cache_enable_xla_caches", before)
+
+
+@pytest.mark.usefixtures("caches_of_xla")
+def test_where_jax_has_started_without_it_that_is_said_once(caplog):
+    determinism._warn_of_start.cache_clear()
+    jax.device_put(1.0)
+    environ = {"XLA_FLAGS": ""}
+    for _ in range(2):
+        use_deterministic_operations(environ)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert FLAG in record.getMessage()
+    assert "Defaults(deterministic=False)" in record.getMessage()
+    assert environ == {"XLA_FLAGS": ""}
+
+
+@pytest.mark.usefixtures("caches_of_xla")
+def test_a_user_who_names_it_is_not_warned(caplog):
+    determinism._warn_of_start.cache_clear()
+    use_deterministic_operations({"XLA_FLAGS": f"{DETERMINISTIC}=false"})
+    assert not caplog.records
+
+
+def refuse(text):
+    with way_out_of_refusals():
+        raise jax.errors.JaxRuntimeError(text)
+
+
+def test_the_way_out_stands_behind_xlas_error():
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        refuse("HLO instruction %s does not have a deterministic implementation")
+    assert caught.value.__notes__ == [WAY_OUT]
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        refuse("out of memory")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_executables_of_gpus_have_a_folder_of_this_user_unless_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = Path(usual_folder({}))
+    assert (folder.parent, folder.name) == (tmp_path.resolve(), f"popdist-executables-{os.geteuid()}")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert usual_folder({"POPDIST_EXECUTABLE_CACHE_PATH": ""}) == ""
+    folder.chmod(0o777)
+    assert usual_folder({}) == ""
+
+
+def test_each_instance_keeps_what_it_compiles_where_jax_would_let_the_first_one_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], str(tmp_path))
+    jax.config.update(names[1], 0.0)
+    try:
+        compile_in_turn(jax.jit(lambda x: jnp.sin(x) * 3.25).lower(1.0), tmp_path)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert distributed.global_state.process_id == 1
+    assert any(path.name.endswith("-cache") for path in tmp_path.iterdir())
