@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,8 @@ RANKS = 4
 
 
 @in_a_job
-@pytest.mark.parametrize("libraries", [("numpy", "driver")], ids="-".join)
-def test_means_and_rows_have_the_bits_of_the_host(libraries: tuple[str, ...], tmp_path: Path) -> None:
+def test_means_and_rows_have_the_bits_of_the_host(tmp_path: Path) -> None:
+    libraries = ["numpy", "driver", "jax", *(["torch"] if find_spec("torch") else [])]
     job = run_job(mpirun_command(RANKS, PROGRAM, str(tmp_path), *libraries))
     assert job.returncode == 0, job.stderr
     found = set(job.stdout.splitlines())
