@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 
 import jax
 import numpy as np
 
 from collectives.cuda.device import CudaDevice
 from collectives.errors import CudaError
-from strategies.exchange.host_copies import Arriving, HostCopies, Source
+from strategies.exchange.host_copies import Arriving, HostCopies, Source, gpu_of
 from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.typing import Leaf, Tree
@@ -29,15 +28,10 @@ def copies_for(devices: ReplicaDevices, buckets: Sequence[Bucket]) -> GradientCo
     if devices.is_cpu:
         return None
     try:
-        return GradientCopies(_device(devices.devices[0].local_hardware_id), buckets)
+        return GradientCopies(gpu_of(devices.devices[0].local_hardware_id), buckets)
     except CudaError as error:
         logger.warning("JAX copies gradients to the host and back, which is slow: %s", error)
         return None
-
-
-@cache
-def _device(ordinal: int) -> CudaDevice:
-    return CudaDevice(ordinal)
 
 
 class GradientCopies:
