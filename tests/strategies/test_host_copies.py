@@ -13,12 +13,14 @@ import pytest
 from cuda_fake import FakeLibrary
 
 import strategies
+from collectives import Communicator, run_on_threads
 from collectives.cuda.device import CudaDevice
 from collectives.cuda.driver import Driver
 from collectives.dlpack import CPU
 from collectives.errors import CudaError
+from strategies.exchange.flat import FlatLayout
 from strategies.exchange.host_copies import HostCopies, Source
-from strategies.exchange.means import Bucket
+from strategies.exchange.means import Bucket, Means
 from strategies.jax.gradients.copies import GradientCopies
 from strategies.jax.replicas.devices import ReplicaDevices
 
@@ -111,6 +113,30 @@ def test_a_training_has_the_same_bits_with_copies_by_the_driver(
     monkeypatch.setattr("strategies.jax.preparation.copies_for", by_driver)
     assert trained() == expected
     assert library.calls.count("cuMemcpyAsync") >= 3 * (2 * 2 + 2)  # two buffers of two replicas, and their means
+
+
+def test_two_instances_add_what_arrives_and_send_the_means_back(tmp_path: Path) -> None:
+    layout = FlatLayout(((ELEMENTS,), (7,), (ELEMENTS,)), (np.dtype(np.float32),) * 3, 2)
+
+    def on_rank(communicator: Communicator) -> list[bytes]:
+        device = CudaDevice(0, Driver(FakeLibrary(tmp_path), CPU))
+        bucket = Bucket.of("all", layout, communicator.allocate, {}, {})
+        copies, means = GradientCopies(device, [bucket]), Means(communicator, 2, None)
+        random = np.random.default_rng(communicator.rank)
+        given = [[random.standard_normal(buffer.size).astype(np.float32)] for buffer in layout.buffers]
+        means.reduce(bucket, given)
+        expected = [result.tobytes() for result in bucket.results]
+        communicator.barrier()
+        for result in bucket.results:
+            result[...] = 0
+        communicator.barrier()
+        means.reduce(bucket, copies.fetch(0, [[jnp.array(array) for array in of_buffer] for of_buffer in given]))
+        on_device = [np.array(mean) for mean in copies.means(list(bucket.results))]
+        assert [mean.tobytes() for mean in on_device] == expected
+        return expected
+
+    one, other = run_on_threads(2, on_rank)
+    assert one == other
 
 
 def test_no_memory_on_the_gpu_is_an_error_that_names_the_call(library: FakeLibrary, device: CudaDevice) -> None:
