@@ -20,7 +20,7 @@ from collectives.errors import MappingError
 from collectives.plans.spread import Spread
 from collectives.shared_memory.host_regions import HostMemory
 from strategies.exchange.window_layout import WindowLayout
-from strategies.exchange.window_path import WindowPath
+from strategies.exchange.window_path import WindowPath, windows_if_possible
 
 PROGRAM = Path(__file__).parent / "programs" / "window_path_job.py"
 RANKS = 4
@@ -62,6 +62,22 @@ def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert "instance 1 cannot share memory" in texts[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_does_not_ask_for_windows_goes_on_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_rank(communicator: Communicator) -> bool:
+        def make() -> WindowPath:
+            memory, spread = HostMemory(tmp_path / "missing"), Spread.together([1, 1])
+            return WindowPath(spread, communicator, memory, NumpyArithmetic(), NumpyViews())
+
+        with pytest.raises(MappingError):
+            windows_if_possible("window", make)
+        return windows_if_possible("auto", make) is None
+
+    assert run_on_threads(2, on_rank) == [True, True]
+    assert "gradients go through the host: instance 0 cannot share memory" in caplog.text
 
 
 def test_a_gpu_that_cannot_open_a_handle_is_named_on_all_instances(tmp_path: Path) -> None:
