@@ -11,12 +11,18 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.cuda.device import CudaDevice
+from collectives.cuda.regions import CudaMemory
+from collectives.errors import MappingError
 from collectives.plans.spread import Spread
 from strategies.errors import StrategyError
 from strategies.exchange.choice import GPU, asked_exchange
 from strategies.exchange.on_device import AUTO, COMPILED, HOST, DevicePath
+from strategies.exchange.window_path import WindowPath
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.on_device.arithmetic import TorchArithmetic
 from strategies.torch.on_device.compiled_path import TorchCompiledPath
+from strategies.torch.on_device.views import TorchViews
 
 logger = logging.getLogger("strategies.exchange")
 
@@ -35,6 +41,7 @@ def path_between(replicas: Replicas, device: torch.device, obstacle: str = "") -
 
     Raises:
         DeviceError: the exchange that is asked for cannot work.
+        MappingError: it is that of windows, and instances cannot map each other's memory.
         StrategyError: there is an obstacle, and an exchange on devices was asked for; or see `InstanceGroup`.
     """
     asked = asked_exchange(replicas.defaults.exchange, os.environ)
@@ -61,9 +68,15 @@ def _made(replicas: Replicas, device: torch.device, asked: str) -> DevicePath | 
     spread = Spread.apart(counts.tolist())
     if word == COMPILED:
         return TorchCompiledPath(communicator, spread, device)
-    if asked == AUTO:
+    try:
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        memory = CudaMemory(CudaDevice(ordinal))
+        return WindowPath(spread, communicator, memory, TorchArithmetic(), TorchViews())
+    except MappingError as error:  # on all instances
+        if asked != AUTO:
+            raise
+        logger.warning("gradients on %s go through the host: %s", device, error)
         return None
-    raise StrategyError(f"gradients of PyTorch between instances do not go by {word!r}; use POPDIST_EXCHANGE=host")
 
 
 def _word(replicas: Replicas, device: torch.device, asked: str) -> str:
