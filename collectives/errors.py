@@ -11,6 +11,7 @@ CollectiveError
 ├── BusyError               two threads called at once: use the named asynchronous calls
 ├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
 ├── CudaError               the CUDA driver refused a call: exchange on another path
+├── MappingError            ranks cannot map each other's memory: exchange on another path
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
 """
 
@@ -79,6 +80,10 @@ class CudaError(CollectiveError):
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
         self.code = code
+
+
+class MappingError(CollectiveError):
+    """The ranks cannot map each other's memory; every rank raises it, with the same text."""
 
 
 class MissingBackendError(CollectiveError, ImportError):

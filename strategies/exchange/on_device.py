@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+from collectives.dlpack import ExportedArray
 from collectives.plans.spread import Spread
 from collectives.tree import TreeNode
 from strategies.typing import Leaf
@@ -50,6 +51,34 @@ class DeviceArithmetic(Protocol):
             dtype: of the mean.
             replicas: R.
         """
+
+
+class DeviceViews(Protocol):
+    """The memory behind a framework's arrays, for paths that copy on their own."""
+
+    def view(self, array: ExportedArray) -> DeviceArray:
+        """Return an array in memory of the path, nothing copied.
+
+        It is imported anew after each change of that memory, and handed to the framework's programs only.
+        """
+
+    def addresses(self, arrays: Sequence[DeviceArray]) -> list[int]:
+        """Wait until contiguous arrays have been computed, and return where they begin."""
+
+    def dtype_of(self, array: DeviceArray) -> np.dtype:
+        """Return NumPy's name of a dtype."""
+
+    def taken(self, view: DeviceArray, starts: Sequence[int], sizes: Sequence[int]) -> list[DeviceArray]:
+        """Return copies of parts of a flat view, once they have been made; none of them lies in the view's memory.
+
+        Args:
+            view: see `view`.
+            starts: the elements where parts begin.
+            sizes: theirs, in elements.
+        """
+
+    def stacked(self, rows: Sequence[DeviceArray]) -> DeviceArray:
+        """Return a copy of flat views, one behind the other along a new first axis, once it has been made."""
 
 
 class DevicePath(ABC):

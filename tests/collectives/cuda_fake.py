@@ -77,6 +77,12 @@ class FakeLibrary:
         uuid[0].bytes[:] = UUID
         return 0
 
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        return _u64(context, 1)
+
+    def _cuEventCreate(self, event: Any, flags: int) -> int:
+        return _u64(event, 1)
+
     def _cuMemAlloc_v2(self, pointer: Any, nbytes: int) -> int:
         name = secrets.token_hex(8).encode()
         with (self._folder / name.decode()).open("x+b") as file:
@@ -90,10 +96,12 @@ class FakeLibrary:
         return _u64(pointer, address)
 
     def _cuMemFree_v2(self, address: int) -> int:
-        return 0 if self._memory.pop(address, None) else INVALID_VALUE
+        if address in self._memory:
+            (self._folder / self._memory[address][1].decode()).unlink()
+        return self._cuIpcCloseMemHandle(address)
 
     def _cuIpcCloseMemHandle(self, address: int) -> int:
-        return self._cuMemFree_v2(address)
+        return 0 if self._memory.pop(address, None) else INVALID_VALUE
 
     def _cuMemcpyAsync(self, to: int, source: int, nbytes: int, stream: int) -> int:
         memmove(to, source, nbytes)

@@ -1,0 +1,57 @@
+"""The memory behind arrays of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives.dlpack import ExportedArray
+from strategies.jax.programs.program import jit
+
+
+@final
+class JaxViews:
+    """See `DeviceViews`."""
+
+    def view(self, array: ExportedArray) -> jax.Array:
+        """See `DeviceViews`."""
+        found: jax.Array = jax.dlpack.from_dlpack(array, copy=False if array.nbytes else None)
+        return found
+
+    def addresses(self, arrays: Sequence[jax.Array]) -> list[int]:
+        """See `DeviceViews`."""
+        jax.block_until_ready(arrays)
+        return [array.unsafe_buffer_pointer() for array in arrays]
+
+    def dtype_of(self, array: jax.Array) -> np.dtype:
+        """See `DeviceViews`."""
+        return np.dtype(array.dtype)
+
+    def taken(self, view: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
+        """See `DeviceViews`."""
+        found: list[jax.Array] = jax.block_until_ready(_taken(tuple(starts), tuple(sizes))(view))
+        return found
+
+    def stacked(self, rows: Sequence[jax.Array]) -> jax.Array:
+        """See `DeviceViews`."""
+        found: jax.Array = jax.block_until_ready(_stacked(rows))
+        return found
+
+
+@cache
+def _taken(starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.stages.Wrapped:
+    def taken(flat: jax.Array) -> list[jax.Array]:
+        # Without a copy a part that is all of the array would be the array itself, in memory that changes.
+        return [jnp.copy(flat[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+    return jit(taken)
+
+
+@jax.jit
+def _stacked(rows: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack(rows)

@@ -1,0 +1,93 @@
+"""Means through windows that the instances of a host map have the bits of the exchange on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_fake import FakeLibrary
+from mpi_jobs import in_a_job, mpirun_command, run_job
+from window_path_job import FLOAT32, OF_FRAMEWORKS, SPREADS, NumpyArithmetic, NumpyViews
+
+from collectives import Communicator, run_on_threads
+from collectives.arrays import bfloat16
+from collectives.cuda.device import CudaDevice
+from collectives.cuda.driver import Driver
+from collectives.cuda.regions import CudaMemory
+from collectives.errors import MappingError
+from collectives.plans.spread import Spread
+from collectives.shared_memory.host_regions import HostMemory
+from strategies.exchange.window_layout import WindowLayout
+from strategies.exchange.window_path import WindowPath
+
+PROGRAM = Path(__file__).parent / "programs" / "window_path_job.py"
+RANKS = 4
+
+
+@in_a_job
+@pytest.mark.parametrize("libraries", [("numpy", "driver")], ids="-".join)
+def test_means_and_rows_have_the_bits_of_the_host(libraries: tuple[str, ...], tmp_path: Path) -> None:
+    job = run_job(mpirun_command(RANKS, PROGRAM, str(tmp_path), *libraries))
+    assert job.returncode == 0, job.stderr
+    found = set(job.stdout.splitlines())
+    for library in libraries:
+        spreads = OF_FRAMEWORKS if library in ("jax", "torch") else SPREADS
+        for rank in range(RANKS):
+            cases = "; ".join(f"{counts} equal" for counts in spreads if rank < len(counts))
+            assert f"{library} {rank}: {cases}" in found, job.stdout
+
+
+def test_one_instance_has_a_window_of_its_own() -> None:
+    def means(communicator: Communicator) -> np.ndarray:
+        path = WindowPath(Spread.together([1]), communicator, HostMemory(), NumpyArithmetic(), NumpyViews())
+        (found,) = path.means("all", [[np.arange(5, dtype=np.float32)]], [FLOAT32])
+        path.close()
+        return np.asarray(found)
+
+    assert (run_on_threads(1, means)[0] == np.arange(5)).all()
+
+
+def refusal(communicator: Communicator, memory: HostMemory | CudaMemory) -> str:
+    with pytest.raises(MappingError) as error:
+        WindowPath(Spread.together([1, 1]), communicator, memory, NumpyArithmetic(), NumpyViews())
+    communicator.barrier()
+    return str(error.value)
+
+
+def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
+    folders = [tmp_path, tmp_path / "missing"]
+    texts = run_on_threads(2, lambda communicator: refusal(communicator, HostMemory(folders[communicator.rank])))
+    assert texts[0] == texts[1]
+    assert "instance 1 cannot share memory" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_cannot_open_a_handle_is_named_on_all_instances(tmp_path: Path) -> None:
+    libraries = [FakeLibrary(tmp_path), FakeLibrary(tmp_path)]
+    libraries[0].refuses["cuIpcOpenMemHandle_v2"] = 217
+
+    def on_rank(communicator: Communicator) -> str:
+        return refusal(communicator, CudaMemory(CudaDevice(0, Driver(libraries[communicator.rank]))))
+
+    texts = run_on_threads(2, on_rank)
+    assert texts[0] == texts[1]
+    assert "instance 0 cannot share memory" in texts[0]
+    assert "cuIpcOpenMemHandle_v2" in texts[0]
+    assert [library.allocations for library in libraries] == [0, 0]
+
+
+def test_means_take_the_place_of_sums_that_are_as_wide() -> None:
+    layout = WindowLayout(Spread.together([3, 2]), [100, 0, 7], [FLOAT32, bfloat16, bfloat16])
+    wide, narrow = layout.groups
+    assert (wide.numbers, wide.elements, narrow.numbers) == ((0,), 128, (2,))
+    assert layout.means[0][0].start == layout.sums[0][0][0].start == 0
+    assert [place.start for place in layout.sums[0][0]] == [0, 512]
+    assert [place.dtype for place in layout.sums[0][1]] == [np.float32, bfloat16]
+    assert layout.means[0][1].start == 1024 + 128 * 4 + 128 * 2
+
+
+def test_slices_of_instances_are_all_of_a_group() -> None:
+    layout = WindowLayout(Spread.together([1, 1, 1]), [1000], [FLOAT32])
+    slices = [layout.slice_of(layout.groups[0], rank) for rank in range(3)]
+    assert slices == [(0, 384), (384, 704), (704, 1024)]
