@@ -25,7 +25,7 @@ from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
-from strategies.exchange.choice import CPU, GPU
+from strategies.exchange.choice import CPU, GPU, SINGLE
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -147,6 +147,11 @@ class Replicas:
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
         return self._membership.communicator
+
+    @property
+    def transport(self) -> str:
+        """The transport that connects the instances, as `strategies.exchange.choice` calls it."""
+        return self._membership.transport if self.num_instances > 1 else SINGLE
 
     @property
     def instruments(self) -> Instruments:
