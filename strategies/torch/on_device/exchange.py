@@ -11,10 +11,10 @@ from strategies.core.engine import Buffers
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DeviceArithmetic, DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
+from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
 from strategies.torch.on_device.metrics import UnreadMetrics
 from strategies.torch.on_device.sums import TreeSums
-from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.replica_memory import ReplicaMemory
 
 
