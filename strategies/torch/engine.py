@@ -397,9 +397,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor | None]) -> dict[str, np.ndarray]:
         """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
         pairs = zip(plan.parameters, means, strict=True)
-        own = {
-            one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs
-        }
+        own = {one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
     def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:

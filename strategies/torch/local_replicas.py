@@ -21,8 +21,8 @@ from strategies.pipelines.running.driver import raise_first
 from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
-from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.on_device.contribution import DeviceContribution
+from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory

@@ -17,7 +17,6 @@ from strategies.jax.comparing.digest import digest_of
 from strategies.torch.module_parts import ModuleParts
 from strategies.torch.tensors import as_array, bits_of
 
-
 _WORD = 1 << 64
 _PIECE = 1 << 22  # elements
 

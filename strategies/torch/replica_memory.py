@@ -104,6 +104,8 @@ class ReplicaMemory:
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to parameters that replicas share, made while they computed."""
+        if not numbers:
+            return
         trained = [name for name, one in self._named if one.requires_grad]
         refuse_writes([self._named[number][0] for number in numbers], trained)
 

@@ -11,10 +11,10 @@ from strategies.core.engine import Buffers
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DeviceArithmetic, DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
+from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
 from strategies.torch.on_device.metrics import UnreadMetrics
 from strategies.torch.on_device.sums import TreeSums
-from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.replica_memory import ReplicaMemory
 
 
@@ -100,7 +100,7 @@ class DeviceExchange:
                 torch._foreach_div_([one for one in wide if one is not None], scale)
                 found = wide
             pairs = zip(found, self._dtypes, strict=True)
-            return [None if one is None else one.to(dtype) for one, dtype in pairs]
+            return [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
 
     def _received(self) -> list[torch.Tensor | None]:
         if self._is_alone:
