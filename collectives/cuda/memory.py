@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 
 from collectives.cuda.device import CudaDevice
@@ -10,6 +12,8 @@ from collectives.dlpack import CUDA, ExportedArray
 
 class DeviceMemory:
     """Memory of a GPU: of this process, or opened by the handle of another one.
+
+    It is given back when nobody holds this object, at the latest; at the end of the process by the driver.
 
     Args:
         device: where it lies.
@@ -26,9 +30,10 @@ class DeviceMemory:
 
     def __init__(self, device: CudaDevice, nbytes: int, handle: bytes = b"") -> None:
         self._device = device
-        self._is_owned = not handle
         self.nbytes = nbytes
         self.address = device.open(handle) if handle else device.allocate(nbytes)
+        self._give_back = weakref.finalize(self, device.close_handle if handle else device.free, self.address)
+        self._give_back.atexit = False
 
     @property
     def handle(self) -> bytes:
@@ -47,13 +52,12 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Give it back; what frameworks have imported of it must not be used any more."""
-        address, self.address = self.address, 0
-        if address:
-            (self._device.free if self._is_owned else self._device.close_handle)(address)
+        self.address = 0
+        self._give_back()
 
 
 class PageLocked:
-    """Memory of the host whose pages are locked as long as this lives.
+    """Memory of the host whose pages are locked as long as this object lives.
 
     Args:
         device: the GPU whose driver locks them.
@@ -64,14 +68,12 @@ class PageLocked:
     """
 
     def __init__(self, device: CudaDevice, array: np.ndarray) -> None:
-        self._device = device
         self.array = array
-        self.address: int = array.__array_interface__["data"][0]
-        device.page_lock(self.address, array.nbytes)
-        self._is_locked = True
+        address: int = array.__array_interface__["data"][0]
+        device.page_lock(address, array.nbytes)
+        self._unlock = weakref.finalize(self, device.page_unlock, address)
+        self._unlock.atexit = False
 
     def close(self) -> None:
         """Unlock the pages; a second call does nothing."""
-        if self._is_locked:
-            self._is_locked = False
-            self._device.page_unlock(self.address)
+        self._unlock()

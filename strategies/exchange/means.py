@@ -10,6 +10,7 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.host_copies import Arriving
 from strategies.exchange.int8 import Int8Layout, Int8Reduction
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -108,13 +109,25 @@ class Means:
         for number in sorted(bucket.scattered):
             name = f"{bucket.name}/{bucket.layout.buffers[number].name}"
             self._communicator.ordered_reduce_scatter(contributions[number], bucket.results[number], "mean", name=name)
+            if isinstance(contributions, Arriving):
+                contributions.added(number, bucket.results[number])
         whole = list(bucket.whole)
         if self._quantised is not None:
             assert self.of_payload is not None
             self._quantised.reduce(contributions[whole.pop()], self.of_payload, name=f"{bucket.name}/payload")
+        if isinstance(contributions, Arriving):  # one by one, while the next ones arrive
+            for number in whole:
+                self._reduce_whole(bucket, contributions, [number])
+                contributions.added(number, bucket.results[number])
+        else:
+            self._reduce_whole(bucket, contributions, whole)
+
+    def _reduce_whole(
+        self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]], numbers: Sequence[int]
+    ) -> None:
         self._communicator.grouped_ordered_all_reduce(
-            [contributions[number] for number in whole],
-            [bucket.results[number] for number in whole],
+            [contributions[number] for number in numbers],
+            [bucket.results[number] for number in numbers],
             "mean",
-            names=[bucket.whole[number] for number in whole],
+            names=[bucket.whole[number] for number in numbers],
         )

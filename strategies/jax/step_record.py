@@ -30,6 +30,7 @@ from popdist.records import recording
 from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, questions
 from strategies.core.metrics import Metrics
+from strategies.exchange.choice import ON_CPUS, ExchangeChoice
 from strategies.exchange.shards import Shards
 from strategies.jax.comparing.digest import fingerprint
 from strategies.jax.gradients.arguments import Trainable
@@ -52,7 +53,14 @@ _PACKAGES = (
     "torch",
     "popdist-everywhere",
 )
-_SETTINGS = ("XLA_FLAGS", "PJRT_NPROC", "PYTHONHASHSEED", "POPDIST_MECHANISM", "NPY_DISABLE_CPU_FEATURES")
+_SETTINGS = (
+    "XLA_FLAGS",
+    "PJRT_NPROC",
+    "PYTHONHASHSEED",
+    "POPDIST_MECHANISM",
+    "NPY_DISABLE_CPU_FEATURES",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
 _PREFIXES = ("JAX_",)
 _NOT_OF_BITS = ("CACHE", "LOG", "TRACEBACK", "DEBUG")
 _CONFIG = (
@@ -243,7 +251,7 @@ class _RecordFile:
                 "strategy": replicas.kind,
                 "launcher": instance.launcher,
                 "host": this_host(),
-                **what_decides_bits(),
+                **what_decides_bits(replicas.exchange),
             }
         )
 
@@ -290,6 +298,8 @@ def digest(array: Leaf) -> str:
 def _on_host(leaf: Leaf) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
+    if getattr(leaf, "is_cuda", False):  # a tensor of PyTorch
+        leaf = leaf.detach().cpu()
     is_on_one = isinstance(leaf, jax.Array) and len(leaf.devices()) == 1
     return np.asarray(borrow(leaf) if is_on_one else leaf, order="C")
 
@@ -308,21 +318,35 @@ def _host_random() -> dict[str, str]:
 _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ else {}
 
 
-def what_decides_bits() -> dict[str, object]:
-    """Return the facts that decide a training's bits besides the program, its seed, data and number of replicas."""
+def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
+    """Return the facts that decide a training's bits besides the program, its seed, data and number of replicas.
+
+    Args:
+        exchange: named where it is another one than that of CPUs: to look at first where bits differ.
+    """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
     return {
         "versions": {"python": platform.python_version(), **_versions()},
         "cpu": _cpu(),
-        "device": f"{jax.default_backend()} {jax.local_devices()[0].device_kind}",
+        "device": _devices(),
         "settings": {
+            **({} if exchange == ON_CPUS else {"exchange": exchange.word}),
             **{name: settings[name] for name in sorted(settings) if not any(word in name for word in _NOT_OF_BITS)},
             **{name: str(getattr(jax.config, name)) for name in _CONFIG if hasattr(jax.config, name)},
         },
         "program_sha256": _sha256_of(main),
         "hashes_randomly": bool(sys.flags.hash_randomization),
     }
+
+
+def _devices() -> str:
+    """Return the kinds of the devices on which JAX computes, and PyTorch if it has started CUDA."""
+    found = [f"{jax.default_backend()} {jax.local_devices()[0].device_kind}"]
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        found.append(f"PyTorch on {cuda.get_device_name()}")
+    return ", ".join(found)
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -168,10 +169,18 @@ def passes_over(communicator: Communicator) -> BackwardPasses:
 
 
 def is_nested() -> bool:
-    """Return whether the backward pass that runs in this thread was begun by another one."""
+    """Return whether the backward pass that runs in this thread was begun by another one.
+
+    Autograd computes on an accelerator in a thread of its own, where the outermost call is not to be seen.
+    """
     frame: FrameType | None = sys._getframe()
-    found = 0
+    found = int(_is_of_autograd())
     while frame is not None and found < 2:
         found += frame.f_code in _STARTS
         frame = frame.f_back
     return found > 1
+
+
+def _is_of_autograd() -> bool:
+    """Return whether this thread was not started by Python, as those of autograd."""
+    return isinstance(threading.current_thread(), threading._DummyThread)

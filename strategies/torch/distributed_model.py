@@ -20,8 +20,8 @@ from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import refuse_to_be_compiled
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
-from strategies.torch.sync_batch_norm import refuse_to_join
-from strategies.torch.training import refuse_modules, refuse_other_devices
+from strategies.torch.sync_batch_norm import refuse_to_join, sync_layers_of
+from strategies.torch.training import refuse_modules
 from strategies.typing import Tree
 
 
@@ -41,13 +41,15 @@ class DistributedModel(torch.nn.Module):
     are collective calls, but for those in `no_sync`. An instance that is lost ends the job.
 
     Args:
-        module: on the CPU; its parameters are those of the optimizer.
+        module: on the CPU or on one GPU, where its gradients stay if the exchange of the job can; see docs/gpus.md. Its
+            parameters are those of the optimizer.
         strategy: with one replica per instance.
         seed: of the random numbers in forward passes.
         gradient_transfer_dtype: float16 or bfloat16: how gradients travel; None for their own dtypes.
         model_state_aggregation: see `TorchOptions`; buffers are agreed on at the end of each backward pass.
         intra_op_threads: of this thread, see `TorchOptions`; None leaves them as they are.
-        stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass.
+        stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass, as all
+            are that stay on a device.
         verify_steps: number of first updates after which instances compare the bits of all parameters, at the end of
             the next backward pass. They also compare them after 2, 4, 8 updates and so on, and whenever instances
             have written parameters unequally often; 0 for no comparison.
@@ -92,12 +94,12 @@ class DistributedModel(torch.nn.Module):
                 "instances as replicas, or use strategies.torch.Trainer, which drives several"
             )
         refuse_modules(module)
-        refuse_other_devices(module, "DistributedModel")
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
                 f"groups of replicas have rows of {grouped[0]}, and here the module is the replica itself; use "
                 "strategies.torch.Trainer, whose replicas are copies of the module"
             )
+        _refuse_to_add_rows_on_device(module)
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
         keep_freed_memory()
@@ -118,7 +120,7 @@ class DistributedModel(torch.nn.Module):
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
-        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training)
+        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.device)
         if not is_followed:
             with seat, draws:
                 return self.module(*arguments, **named)
@@ -188,4 +190,13 @@ class DistributedModel(torch.nn.Module):
         raise StrategyError(
             "a DistributedModel is connected with the other instances of a job, and cannot be written to a file; save "
             "model.module, or model.module.state_dict(), and make a DistributedModel of what is loaded"
+        )
+
+
+def _refuse_to_add_rows_on_device(module: torch.nn.Module) -> None:
+    device = next(module.parameters()).device
+    if device.type != "cpu" and (layers := sync_layers_of(module)):
+        raise StrategyError(
+            f"SyncBatchNorm {next(iter(layers))!r} is on {device}, and a loop of the program's own adds its statistics "
+            "on the host; use BatchNorm, or move the module to the CPU"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 
 import torch
@@ -19,22 +19,24 @@ from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
-from strategies.torch.contribution import Contribution, refuse_to_come_twice
+from strategies.torch.contribution import refuse_to_come_twice
 from strategies.torch.gradient_exchange import (
-    GradientExchange,
     Parameter,
     Tail,
     TorchGradientPlan,
     refuse_gradients_of_some,
 )
+from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
+from strategies.torch.on_device.connecting import path_between
+from strategies.torch.on_device.loop_exchange import DeviceLoopExchange
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
-from strategies.torch.tensors import as_array, have_same_bits
-from strategies.torch.training import received_tensors, refuse_modules, refuse_other_devices, take_over
+from strategies.torch.tensors import have_same_bits, host_array
+from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
@@ -74,7 +76,7 @@ class GradientAveraging:
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters whose values are the same everywhere
-        self._exchange: GradientExchange | None = None
+        self._exchange: LoopExchange | None = None
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
         self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
         self._keep_masters({})
@@ -106,7 +108,6 @@ class GradientAveraging:
     def _plan_anew(self) -> None:
         """Average what is trained now, from here on; a collective call."""
         refuse_modules(self._module)
-        refuse_other_devices(self._module, "DistributedModel")
         self._watch.look()
         self._add_hooks()
         known = {slot.name for slot in self._buffers.slots}
@@ -119,13 +120,18 @@ class GradientAveraging:
         self._make_plan()
 
     @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return self._watch.named[0][1].device
+
+    @property
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters that are trained now, or were: a layer that is frozen for a while needs no new plan."""
         return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
         """Compare the parameters that are averaged, and the values of the new ones; a collective call."""
-        digests = {id(one): f", digest {digest_of(as_array(one))[0]:x}" for one in new}
+        digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
         seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
@@ -145,11 +151,24 @@ class GradientAveraging:
         self._is_behind = False
         self._writes_before = self._watch.writes
         parameters = tuple(Parameter.of(*one) for one in self._named)
-        tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
-        plan = TorchGradientPlan(parameters, self._options.transfer, self._streams, tail=tail, title=self._title)
+        self._exchange = self._exchange_of(parameters)
+
+    @property
+    def _obstacle(self) -> str:
+        """The reason why gradients cannot stay on a device; "" if they can."""
+        if self._options.stream_gradients:
+            return "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
+        return ""
+
+    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
+        """Return an exchange; a collective call."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
-        self._exchange = GradientExchange(plan, _NAMES, communicator, count, is_private=False)
-        self._contribution = Contribution(plan)
+        plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
+        path = None if self.is_alone else path_between(self._replicas, self.device, self._obstacle)
+        if path is not None:
+            return DeviceLoopExchange(plan, communicator, path, self.device)
+        tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
+        return HostLoopExchange(replace(plan, streams=self._streams, tail=tail), _NAMES, communicator, count)
 
     @property
     def _plan(self) -> TorchGradientPlan | None:
@@ -263,27 +282,28 @@ class GradientAveraging:
             self._is_behind = True
 
     def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
-        self._contribution.take(number, gradient)
+        assert self._exchange is not None
+        self._exchange.take(number, gradient)
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
         """See `backward_passes.Model`."""
         assert self._exchange is not None
-        self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
+        self._exchange.reduce(bucket)
 
     def fill(self, model_pass: ModelPass) -> None:
         """See `backward_passes.Model`."""
-        plan = self._plan
         if self.is_alone:
             return
         self._refuse_gradients_that_are_gone(model_pass)
-        if plan is None:
+        exchange = self._exchange
+        if exchange is None:
             return
         if self.loop.carried:
             model_pass.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
         gradients = [None] * len(self._named) if self._is_behind else self._gradients(model_pass)
-        if not plan.is_cut:
-            self._contribution.take_all(gradients)
+        if not exchange.plan.is_cut:
+            exchange.take_all(gradients)
             return
         for number, gradient in enumerate(gradients):
             if number not in model_pass.taken:
@@ -328,13 +348,10 @@ class GradientAveraging:
     def _exchange_last(self, model_pass: ModelPass, is_active: bool) -> Tail:
         assert self._exchange is not None
         gradients = self._gradients(model_pass)
-        changes = [self._has_changed(number, slot) for number, slot in enumerate(self._buffers.slots)]
-        flags = [gradient is not None for gradient in gradients]
+        changes = tuple(self._has_changed(number, slot) for number, slot in enumerate(self._buffers.slots))
+        flags = tuple(gradient is not None for gradient in gradients)
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
-        self._contribution.set_tail([is_active, self._is_behind], False, word, flags, changes)
-        self.reduce(len(self._exchange.plan.members) - 1)
-        self._contribution.give_back()
-        return self._exchange.tail
+        return self._exchange.finish(Told((is_active, self._is_behind), word, flags, changes))
 
     def _has_changed(self, number: int, slot: Slot) -> bool:
         """Return whether forward passes have changed a buffer or a frozen parameter."""
@@ -355,13 +372,13 @@ class GradientAveraging:
         )
         self._exchange.give(gradients)
         values = self._buffers.agreed(tail.has_changed, [self._buffers.slots], self._replicas)
-        self._buffers.keep(values)
+        self._buffers.keep({number: value.to(self.device) for number, value in values.items()})
         for slot in map(self._buffers.slots.__getitem__, values):
             if not slot.is_parameter:
                 self._masters[slot.name] = slot.tensor.detach().clone()
         self.writes.frozen.clear()
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
-            state = {name: as_array(parameter) for name, parameter in self._module.named_parameters()}
+            state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
 
@@ -402,7 +419,8 @@ def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
 
 
 def _described(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}"
+    where = "" if parameter.device.type == "cpu" else f" on {parameter.device.type}"
+    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}{where}"
 
 
 def _is_returned(node: Node) -> bool:

@@ -13,8 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
-from strategies.torch.randomness import drawing_by, seed_of
+from strategies.torch.randomness import seed_of
 
 Averages = Callable[[torch.Tensor], bool]
 """(parameter) -> whether its gradients are averaged over all instances."""
@@ -44,7 +45,7 @@ class LoopState:
         self._forward_passes = 0  # of the micro-batch
         self._has_ended = False
         self._is_told = False
-        self._generator: torch.Generator | None = None
+        self._randomness: MicroBatchRandomness | None = None
 
     def copied(self) -> LoopState:
         """Return a new state that is as far in its steps."""
@@ -67,24 +68,25 @@ class LoopState:
 
     def _begin_micro_batch(self) -> None:
         self._forward_passes = 0
-        self._generator = None
+        self._randomness = None
 
     @contextmanager
-    def forward_pass(self, is_training: bool) -> Iterator[None]:
+    def forward_pass(self, is_training: bool, device: torch.device) -> Iterator[None]:
         """Have a forward pass draw its random numbers.
 
         Args:
             is_training: whether it is one of a micro-batch; others draw from a generator of their own.
+            device: of the module.
 
         Raises:
             StrategyError: if a backward pass computes the whole forward pass again, there were several, and it draws.
         """
         if torch._C._current_graph_task_id() >= 0:
-            with self._again(is_training):
+            with self._again(is_training, device):
                 yield
             return
         if not is_training:
-            with drawing_by(self._new_generator()):
+            with self._seeded(device).drawing():
                 yield
             return
         if self._has_ended:
@@ -95,23 +97,23 @@ class LoopState:
             self._is_told = True
             self._begins(self.step)
         self._forward_passes += 1
-        if self._generator is None:
-            self._generator = self._new_generator()
-        with drawing_by(self._generator):
+        if self._randomness is None:
+            self._randomness = self._seeded(device)
+        with self._randomness.drawing():
             yield
 
-    def _new_generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(seed_of(self._seed, self._replica, self.step, self._micro_batch))
+    def _seeded(self, device: torch.device) -> MicroBatchRandomness:
+        return MicroBatchRandomness(seed_of(self._seed, self._replica, self.step, self._micro_batch), device)
 
     @contextmanager
-    def _again(self, is_training: bool) -> Iterator[None]:
-        generator = self._new_generator()
-        before = generator.get_state()
+    def _again(self, is_training: bool, device: torch.device) -> Iterator[None]:
+        randomness = self._seeded(device)
+        before = randomness.states()
         try:
-            with drawing_by(generator):
+            with randomness.drawing():
                 yield
         finally:
-            if is_training and self._forward_passes > 1 and not torch.equal(before, generator.get_state()):
+            if is_training and self._forward_passes > 1 and not randomness.is_at(before):
                 raise StrategyError(
                     f"a checkpoint computes one of {self._forward_passes} forward passes of a DistributedModel again, "
                     "and their random numbers go on from one to the next; checkpoint inside of the module, whose "

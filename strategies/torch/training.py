@@ -205,8 +205,7 @@ def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
 ) -> list[torch.Tensor]:
     """Return tensors as rank `root` has them, in memory of their own; a collective call."""
-    keeps = {"copy": True, "memory_format": torch.contiguous_format}
-    received = [tensor.detach().to("cpu", **keeps) for _, tensor in named]
+    received = [tensor.detach().to(HOST, copy=True, memory_format=torch.contiguous_format) for _, tensor in named]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
     return received

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from connected import ConnectedStrategy
+from connected import Connected, ConnectedStrategy
 
-import collectives
 from collectives import LayoutMismatchError
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
@@ -23,7 +22,7 @@ from strategies.exchange.choice import (
     asked_exchange,
     choose_exchange,
 )
-from strategies.jax.replicas.accelerators import expected_platform, machine_of
+from strategies.jax.replicas.accelerators import exchange_of, expected_platform, machine_of
 
 A, B, C = (InstanceFacts("gpu", f"GPU-{name}", "host one") for name in "abc")
 PROCESSOR = InstanceFacts("cpu", "", "host one", has_nccl=False)
@@ -171,19 +170,27 @@ def test_an_instance_without_an_accelerator_beside_one_with_it_is_an_error_and_n
     run_on_threads(2, one)
 
 
-def test_a_strategy_on_cpus_sends_nothing_and_one_that_is_asked_sends_once(caplog):
-    def calls(exchange):
-        def one(communicator):
-            instance = Instance(communicator.rank, 2, 2, 2 * communicator.rank, 4, communicator.rank)
-            strategy = ConnectedStrategy(instance, communicator, defaults=Defaults(exchange=exchange))
-            return communicator.calls_made, strategy.replicas.exchange
+def instance_of(communicator):
+    return Instance(communicator.rank, 2, 2, 2 * communicator.rank, 4, communicator.rank)
 
-        return run_on_threads(2, one, collectives.Settings())
 
-    assert calls("auto") == [(0, ON_CPUS)] * 2
-    [(count, chosen), other] = calls("compiled")
-    assert (count, chosen.word, chosen.is_on_device) == (1, "compiled", True)
-    assert other == (count, chosen)
+def test_a_strategy_on_cpus_sends_nothing():
+    def one(communicator):
+        strategy = ConnectedStrategy(instance_of(communicator), communicator)
+        return communicator.calls_made, strategy.replicas.exchange
+
+    assert run_on_threads(2, one) == [(0, ON_CPUS)] * 2
+
+
+@pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", None, "compiled"), ("gpu", "GPU-a", "window")])
+def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
+    def one(communicator):
+        membership = Connected(instance_of(communicator), communicator, Defaults(exchange=word))
+        return exchange_of(membership, platform, False, gpu), communicator.calls_made
+
+    [(chosen, calls), other] = run_on_threads(2, one)
+    assert (chosen.word, chosen.is_on_device, calls) == (word, True, 1)
+    assert other == (chosen, calls)
 
 
 def test_jax_on_the_cpu_counts_as_cpu_before_it_starts(in_new_process):

@@ -16,6 +16,7 @@ import strategies
 from popdist.records.recording import FOLDER_VARIABLE, STEPS_VARIABLE, Recording
 from poprun.verify.comparison import first_difference, first_inside
 from poprun.verify.records import BATCH, GRADIENTS, METRICS, START, UPDATE, Record, read_record, record_files
+from strategies.defaults import Defaults
 from strategies.jax.options import StepOptions
 from strategies.jax.step_record import StepRecorder, digest, recorder_for, what_decides_bits
 
@@ -72,6 +73,17 @@ def test_a_trainer_records_where_the_environment_says(strategy, tmp_path, monkey
     assert list(parts[GRADIENTS]) == list(parts[UPDATE]) == list(parts[START]) == ["['b']", "['w']"]
     assert len(parts[BATCH]) == 2 * 4
     assert list(parts[METRICS]) == ["loss", "right"]
+
+
+def test_steps_on_a_device_have_the_same_record_which_names_the_exchange(tmp_path):
+    on_host, on_device = (
+        recorded(strategies.IPUStrategy(4, defaults=Defaults(exchange=word)), tmp_path / word)
+        for word in ("auto", "compiled")
+    )
+    assert "exchange" not in on_host.processes[0].facts
+    assert on_device.processes[0].facts["exchange"] == "local"
+    assert first_difference(on_host, on_device) is None
+    assert on_device.last_fingerprint == on_host.last_fingerprint
 
 
 def test_the_program_ends_after_the_last_step_that_is_wanted(strategy, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""An instance that exchanges over PyTorch's collectives: `path_of_torch.py`, under mpirun.
+"""An instance that exchanges over PyTorch's collectives: `path_of_torch.py`, under mpirun. Two see less than three.
 
 Prints one word for each thing that holds; an exception ends the job.
 """
@@ -26,9 +26,9 @@ from strategies.torch.tensors import as_array, as_tensor
 
 CPU = torch.device("cpu")
 FLOAT32 = np.dtype(np.float32)
-BUFFERS = [(4099, FLOAT32), (0, FLOAT32), (1, bfloat16), (100_003, bfloat16), (16, FLOAT32), (70_001, FLOAT32)]
+BUFFERS = [(4099, FLOAT32), (0, FLOAT32), (1, bfloat16), (30_003, bfloat16), (16, FLOAT32), (7_001, FLOAT32)]
 BUFFERS += [(11, np.dtype(np.float16)), (33, np.dtype(np.float64))]
-SPREADS = {2: [(1, 1), (2, 2), (3, 2), (1, 4)], 3: [(1, 1, 1), (2, 1, 2), (1, 3, 1), (2, 2, 2)]}
+SPREADS = {2: [(1, 1), (2, 2), (3, 2)], 3: [(1, 1, 1), (2, 1, 2), (1, 3, 1)]}
 
 
 def contribution(replica: int, size: int, dtype: np.dtype) -> np.ndarray:
@@ -95,6 +95,8 @@ def main(communicator: Communicator) -> Iterator[str]:
     yield "same bits"
     assert tasks() == before
     yield "no thread left"
+    if size == 2:
+        return
 
     path = TorchCompiledPath(communicator, apart, CPU)
     assert not dist.is_initialized()
@@ -124,7 +126,7 @@ def main(communicator: Communicator) -> Iterator[str]:
     path.close()
     yield "who has gone is missed"
 
-    with collectives.connect("mpi", Settings(limits=Limits(timeout_s=2.0))) as hurried:
+    with collectives.connect("mpi", Settings(limits=Limits(timeout_s=1.0))) as hurried:
         path = TorchCompiledPath(hurried, apart, CPU)
         begun_s = time.monotonic()
         if rank == 0:

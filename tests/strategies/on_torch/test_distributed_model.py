@@ -74,6 +74,18 @@ def by_trainer(module, count=1, replicas=REPLICAS, **options):
     raise AssertionError
 
 
+@pytest.fixture(params=["host", "compiled"])
+def on_every_path(request, on_instances, monkeypatch):
+    """Run a function on instances whose gradients take a path; the CPU is the device where they stay."""
+
+    def run(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setenv("POPDIST_EXCHANGE", request.param)
+            return on_instances(*arguments)
+
+    return run
+
+
 @pytest.mark.complete
 def test_what_is_computed_again_draws_the_same_numbers():
     """Outside of the forward pass with the process's generator, so not on threads."""
@@ -82,34 +94,34 @@ def test_what_is_computed_again_draws_the_same_numbers():
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"checkpointed"}))
-def test_has_the_bits_of_a_trainer(name, on_instances):
+def test_has_the_bits_of_a_trainer(name, on_every_path):
     module = new_module(name)
     assert (
-        on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
+        on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
     )
 
 
-def test_micro_batches_that_are_not_synchronised_add_up(on_instances):
+def test_micro_batches_that_are_not_synchronised_add_up(on_every_path):
     module = new_module("convolutions")
     expected = [by_trainer(module, count=2)] * REPLICAS
-    assert on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, count=2)) == expected
+    assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, count=2)) == expected
 
 
-def test_gradients_may_travel_in_16_bits(on_instances):
+def test_gradients_may_travel_in_16_bits(on_every_path):
     module, options = new_module("mlp"), {"gradient_transfer_dtype": "bfloat16"}
     expected = [by_trainer(module, **options)] * REPLICAS
-    assert on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, **options)) == expected
+    assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, **options)) == expected
 
 
-def test_large_gradients_leave_in_several_buckets(on_instances):
+def test_large_gradients_leave_in_several_buckets(on_every_path):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 900), nn.Linear(900, 5))
     assert (
-        on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
+        on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
     )
 
 
-def test_gradients_belong_to_the_program(on_instances):
+def test_gradients_belong_to_the_program(on_every_path):
     """What one instance writes into them no other sees, and they stay where autograd has put them."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5000), nn.Linear(5000, 1))  # more than 1 MiB, and less
@@ -132,12 +144,12 @@ def test_gradients_belong_to_the_program(on_instances):
 
     plain = copy.deepcopy(module)
     plain(data()["x"][:4]).mean().backward()
-    for seen in on_instances(2, 2, train):
+    for seen in on_every_path(2, 2, train):
         for of_step in seen:
             assert all(map(torch.equal, of_step, (parameter.grad for parameter in plain.parameters())))
 
 
-def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_instances):
+def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_every_path):
     module = new_module("mlp")
 
     def refuse(gradient):
@@ -153,11 +165,11 @@ def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_instance
         model(data()["x"] * (1 + strategy.instance_index)).mean().backward()
         return [strategies.fingerprint(parameter.grad.numpy()) for parameter in own.parameters()]
 
-    zero, one = on_instances(2, 2, train)
+    zero, one = on_every_path(2, 2, train)
     assert zero == one
 
 
-def test_instances_begin_with_what_instance_0_has(on_instances):
+def test_instances_begin_with_what_instance_0_has(on_every_path):
     module = new_module("convolutions")
 
     def make(strategy):
@@ -168,10 +180,10 @@ def test_instances_begin_with_what_instance_0_has(on_instances):
         strategies.torch.DistributedModel(own, strategy)
         return own.last.bias.sum().item() + own.norm.running_mean.sum().item()
 
-    assert on_instances(2, 2, make) == [0.0, 0.0]
+    assert on_every_path(2, 2, make) == [0.0, 0.0]
 
 
-def test_who_ends_early_helps_the_others_in_join(on_instances):
+def test_who_ends_early_helps_the_others_in_join(on_every_path):
     """Means are over all replicas, and all end with the same parameters."""
     module = new_module("mlp")[:3]
     x = data()["x"]
@@ -190,7 +202,7 @@ def test_who_ends_early_helps_the_others_in_join(on_instances):
 
     plain = copy.deepcopy(module)
     plain(x[:4]).mean().backward()
-    zero, one = on_instances(2, 2, train)
+    zero, one = on_every_path(2, 2, train)
     assert zero[1] == one[1]
     assert torch.equal(zero[0][0], plain[1].bias.grad)
     assert torch.equal(one[0][0], plain[1].bias.grad)
@@ -201,7 +213,7 @@ def test_who_ends_early_helps_the_others_in_join(on_instances):
     assert torch.equal(one[0][1], plain[1].bias.grad / 2)
 
 
-def test_who_ends_early_is_an_error_elsewhere(on_instances):
+def test_who_ends_early_is_an_error_elsewhere(on_every_path):
     module = new_module("mlp")
 
     def train(strategy):
@@ -211,7 +223,7 @@ def test_who_ends_early_is_an_error_elsewhere(on_instances):
         strategy.communicator.close()
 
     with pytest.raises(LayoutMismatchError, match="close"):
-        on_instances(2, 2, train)
+        on_every_path(2, 2, train)
 
 
 class TestRefusals:
@@ -227,7 +239,17 @@ class TestRefusals:
                 new_module("mlp"), strategies.IPUStrategy(1), gradient_transfer_dtype="int8"
             )
 
-    def test_gradients_that_some_replicas_have(self, on_instances):
+    def test_streams_where_gradients_stay_on_a_device(self, on_instances, monkeypatch):
+        monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
+        module = new_module("mlp")
+
+        def make(strategy):
+            with pytest.raises(StrategyError, match="'compiled' was asked for, .* leave stream_gradients out"):
+                distributed(strategy, module, stream_gradients=True)
+
+        on_instances(2, 2, make)
+
+    def test_gradients_that_some_replicas_have(self, on_every_path):
         module = new_module("mlp")
 
         def train(strategy):
@@ -237,10 +259,10 @@ class TestRefusals:
             with pytest.raises(StrategyError, match=r"4\.weight has no gradient on the replicas \[1\]"):
                 loss.mean().backward()
 
-        on_instances(2, 2, train)
+        on_every_path(2, 2, train)
 
 
-def test_a_gradient_that_no_replica_has_stays_as_it_was(on_instances):
+def test_a_gradient_that_no_replica_has_stays_as_it_was(on_every_path):
     module = new_module("mlp")
 
     def train(strategy):
@@ -252,7 +274,7 @@ def test_a_gradient_that_no_replica_has_stays_as_it_was(on_instances):
         own[:4](data()["x"]).mean().backward()
         return before, torch.equal(own[4].weight.grad, kept)
 
-    assert on_instances(2, 2, train) == [(None, True)] * 2
+    assert on_every_path(2, 2, train) == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])

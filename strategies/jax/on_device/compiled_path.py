@@ -1,0 +1,181 @@
+"""The compiled path: means over all instances by one program of JAX's own collectives for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import Communicator, PeerLostError
+from collectives.arrays import accumulator_dtype
+from collectives.plans.spread import Spread
+from strategies.errors import DeviceError
+from strategies.exchange.on_device import COMPILED, DevicePath
+from strategies.jax.on_device.arithmetic import added, mean_of
+from strategies.jax.programs.program import jit
+
+_INSTANCES = "instances"
+_EACH, _SAME = PartitionSpec(_INSTANCES), PartitionSpec()
+
+Dtypes: TypeAlias = tuple[np.dtype, ...]
+
+
+@final
+class CompiledPath(DevicePath):
+    """All-to-all of slices, the sum of a slice in the order of the tree, its mean, and an all-gather: one program.
+
+    It runs over NCCL on GPUs and over gloo on CPUs. All instances meet in the communicator before a program begins: so
+    an instance that is missing is named within the usual limits. On CPUs a program is waited for: gloo would mix the
+    messages of two at once.
+
+    Args:
+        spread: see `DevicePath`.
+        communicator: connects the instances, whose JAX is connected (`connect_processes`).
+        device: of this instance, where its sums lie.
+
+    Raises:
+        DeviceError: on all instances, if their devices are not those of as many processes. A collective call.
+    """
+
+    word = COMPILED
+
+    def __init__(self, spread: Spread, communicator: Communicator, device: jax.Device) -> None:
+        super().__init__(spread, communicator.rank)
+        self._communicator = communicator
+        self._device = device
+        self._is_cpu = device.platform == "cpu"
+        self._mesh = _mesh(communicator, device)
+        self._each = NamedSharding(self._mesh, _EACH)
+        divisor = jax.device_put(np.float32(spread.replicas), device)
+        self._divisor = jax.make_array_from_single_device_arrays((), NamedSharding(self._mesh, _SAME), [divisor])
+        self._programs: dict[Dtypes, jax.stages.Wrapped] = {}
+
+    def means(
+        self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]
+    ) -> Sequence[jax.Array]:
+        """See `DevicePath`."""
+        full = [number for number, of_buffer in enumerate(sums) if of_buffer[0].size]
+        means = self._means_of(name, [sums[number] for number in full], tuple(dtypes[number] for number in full))
+        found = dict(zip(full, means, strict=True))
+        return [found[number] if number in found else self._empty(0, dtype) for number, dtype in enumerate(dtypes)]
+
+    def gather(self, name: str, own: jax.Array) -> jax.Array:
+        """See `DevicePath`."""
+        if not own.size:
+            return self._empty((self.spread.size, 0), own.dtype)
+        return self._together(name, self._gathering, [own])[0]
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        return jnp.zeros(shape, dtype, device=self._device)
+
+    def _means_of(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Dtypes) -> Sequence[jax.Array]:
+        if not sums:
+            return ()
+        program = self._programs.get(dtypes)
+        if program is None:
+            program = self._programs[dtypes] = self._program(dtypes)
+        own = [self._packed(of_buffer, self._wire_dtype(dtype)) for of_buffer, dtype in zip(sums, dtypes, strict=True)]
+        return self._together(name, partial(program, self._divisor), own)
+
+    # ---- what this instance gives
+
+    @cached_property
+    def _rows(self) -> int:
+        """The nodes that each instance sends. Where it has fewer, zeros follow, which nobody adds."""
+        return max(map(len, self.spread.sums))
+
+    def _wire_dtype(self, dtype: np.dtype) -> np.dtype:
+        are_leaves = all(node.is_leaf for nodes in self.spread.sums for node in nodes)
+        return dtype if are_leaves else accumulator_dtype(dtype, "sum")
+
+    def _packed(self, sums: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """Return the sums of a buffer as one flat array of `_rows` rows."""
+        if self._rows > 1:
+            return _pack(tuple(sums), self._rows, dtype)
+        return sums[0] if sums[0].dtype == dtype else sums[0].astype(dtype)
+
+    # ---- programs of all instances
+
+    def _together(
+        self, name: str, program: Callable[..., Sequence[jax.Array]], own: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Begin a program when all instances have come; return this instance's results."""
+        if self._is_cpu:
+            jax.block_until_ready(own)
+        self._communicator.barrier(name=f"compiled exchange of {name}")
+        try:
+            results = program(*map(self._of_all, own))
+            if self._is_cpu:
+                jax.block_until_ready(results)
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerLostError(f"{name} could not be exchanged by {self.spread.size} instances: {error}") from error
+        return [result.addressable_data(0) for result in results]
+
+    def _of_all(self, own: jax.Array) -> jax.Array:
+        shape = (self.spread.size * own.shape[0],)
+        return jax.make_array_from_single_device_arrays(shape, self._each, [own])
+
+    @cached_property
+    def _gathering(self) -> jax.stages.Wrapped:
+        def gather(own: jax.Array) -> list[jax.Array]:
+            return [jax.lax.all_gather(own, _INSTANCES)]
+
+        return jit(jax.shard_map(gather, mesh=self._mesh, in_specs=_EACH, out_specs=_EACH, check_vma=False))
+
+    def _program(self, dtypes: Dtypes) -> jax.stages.Wrapped:
+        """Return the program that exchanges buffers of these dtypes. Where sums fit, the means take their memory."""
+
+        def exchange(divisor: jax.Array, *own: jax.Array) -> list[jax.Array]:
+            return [self._mean(one, dtype, divisor) for one, dtype in zip(own, dtypes, strict=True)]
+
+        specs = (_SAME, *[_EACH for _ in dtypes])
+        mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=specs, out_specs=_EACH, check_vma=False)
+        fitting = [number for number, dtype in enumerate(dtypes) if self._wire_dtype(dtype) == dtype]
+        return jit(mapped, donate_argnums=[1 + number for number in fitting] if self._rows == 1 else ())
+
+    def _mean(self, own: jax.Array, dtype: np.dtype, divisor: jax.Array) -> jax.Array:
+        """Return the mean of a buffer; traced on each instance.
+
+        Args:
+            own: the nodes of this instance, one row behind the other.
+            dtype: of the mean.
+            divisor: R.
+        """
+        rows, instances = self._rows, self.spread.size
+        size = own.shape[0] // rows
+        share = -(-size // instances)
+        padded = jnp.pad(own.reshape(rows, size), ((0, 0), (0, instances * share - size)))
+        slices = padded.reshape(rows, instances, share).swapaxes(0, 1)
+        received = jax.lax.all_to_all(slices, _INSTANCES, 0, 0, tiled=True)
+        places = [(rank, row) for rank, nodes in enumerate(self.spread.sums) for row in range(len(nodes))]
+        nodes = tuple(self.spread.sums[rank][row] for rank, row in places)
+        total = added(nodes, [received[place] for place in places])
+        mean = mean_of(total, dtype, self.spread.replicas, divisor)
+        return jax.lax.all_gather(mean, _INSTANCES, tiled=True)[:size]
+
+
+def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:
+    """Return the mesh of one device of each instance. Collective."""
+    ids = communicator.all_gather(np.array([device.id], np.int64), name="devices of the compiled exchange").ravel()
+    found = {each.id: each for each in jax.devices(device.platform)}
+    devices = [found.get(number) for number in ids.tolist()]
+    processes = {each.process_index for each in devices if each is not None}
+    if len(processes) < len(devices):
+        raise DeviceError(
+            f"the {len(devices)} instances have devices of {len(processes)} of JAX's processes; make the strategy "
+            "before JAX starts, or use POPDIST_EXCHANGE=host"
+        )
+    return Mesh(np.array(devices), (_INSTANCES,))
+
+
+def _pack_rows(sums: Sequence[jax.Array], rows: int, dtype: np.dtype) -> jax.Array:
+    missing = jnp.zeros((rows - len(sums)) * sums[0].size, dtype)
+    return jnp.concatenate([*[each.astype(dtype) for each in sums], missing])
+
+
+_pack = jax.jit(_pack_rows, static_argnums=(1, 2))

@@ -1,0 +1,214 @@
+"""JAX's multi-process runtime, brought up among the instances of a job, for compiled collectives.
+
+`jax.distributed.initialize` needs a coordinator: instance 0 starts it at a free port and tells the others through the
+communicator. JAX's heartbeats, its barrier at the end and its handler of SIGTERM are kept from deciding how a job
+ends: the launcher and the communicator do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import jax
+import numpy as np
+
+# The state behind `jax.distributed`, of which nothing public tells the number of processes before JAX starts, or leaves
+# the coordinator without waiting for the others.
+from jax._src import distributed, xla_bridge
+
+from collectives import Communicator
+from collectives.network.addresses import LOOPBACK, own_address_towards
+from popdist.instance import this_host
+from popdist.process import process
+from popdist.tuning import read_limits
+from strategies.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+_TEXT_BYTES = 256  # of a host's name, or an address
+_GLOO = "gloo"
+
+
+class RuntimeState(IntEnum):
+    """The state of JAX in this process, as far as other processes are concerned."""
+
+    UNSTARTED = 0
+    CONNECTED = 1
+    """With as many processes as there are instances."""
+    ALONE = 2
+    """It has started, and knows no other process."""
+    ELSEWHERE = 3
+    """The program has connected it with another number of processes."""
+
+
+def runtime_state(instances: int) -> RuntimeState:
+    """Return the state of JAX in this process; JAX is not started.
+
+    Args:
+        instances: n.
+    """
+    state = distributed.global_state
+    if state.client is not None:
+        return RuntimeState.CONNECTED if state.num_processes == instances else RuntimeState.ELSEWHERE
+    return RuntimeState.ALONE if xla_bridge.backends_are_initialized() else RuntimeState.UNSTARTED
+
+
+def why_unconnected(states: Sequence[RuntimeState]) -> str:
+    """Return why JAX's processes cannot be connected, or "" if they can or are.
+
+    Args:
+        states: of all instances.
+    """
+    if (started := _ranks(states, RuntimeState.ALONE)) != "":
+        return (
+            f"JAX has started on {started} before it could be connected with the other instances; make the strategy "
+            "before the first array, or the first look at jax.devices()"
+        )
+    if (elsewhere := _ranks(states, RuntimeState.ELSEWHERE)) != "":
+        return (
+            f"the program has called jax.distributed.initialize on {elsewhere} for another number of processes than "
+            f"the {len(states)} instances of this job; leave the call out"
+        )
+    if len(set(states)) > 1:
+        return (
+            f"the program has called jax.distributed.initialize on {_ranks(states, RuntimeState.CONNECTED)} only; leave "
+            "the call out, or make it on all instances"
+        )
+    return ""
+
+
+def _ranks(states: Sequence[RuntimeState], state: RuntimeState) -> str:
+    ranks = [str(rank) for rank, each in enumerate(states) if each == state]
+    return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+
+
+def states_of_all(communicator: Communicator) -> list[RuntimeState]:
+    """Return the state of JAX on each instance. Collective."""
+    own = np.array([runtime_state(communicator.size)], np.int32)
+    return [RuntimeState(state) for state in communicator.all_gather(own, name="state of JAX").ravel().tolist()]
+
+
+def connect_processes(communicator: Communicator) -> None:
+    """Connect JAX with that of the other instances, before it starts here; nothing if the program has. Collective.
+
+    `jax.process_count()` is n then, and `jax.devices()` lists the devices of all instances: a program finds its own by
+    `jax.local_devices()`.
+
+    Raises:
+        DeviceError: on all instances, if JAX has started on one of them; or JAX could not connect.
+    """
+    states = states_of_all(communicator)
+    if why := why_unconnected(states):
+        raise DeviceError(f"gradients cannot be exchanged by compiled collectives: {why}, or use POPDIST_EXCHANGE=host")
+    if states[0] == RuntimeState.CONNECTED:
+        return
+    with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
+        _initialize(_Coordinator.agreed(communicator, port), communicator)
+    atexit.register(_leave_if_failed)
+    _delay_abort()
+
+
+@dataclass(frozen=True)
+class _Coordinator:
+    """Where instance 0 coordinates the processes.
+
+    Attributes:
+        address: at which this instance reaches it.
+        bound: where instance 0 listens: on loopback if all instances share a host.
+    """
+
+    address: str
+    bound: str
+
+    @classmethod
+    def agreed(cls, communicator: Communicator, port: int) -> _Coordinator:
+        """Return the coordinator as this instance reaches it. Collective.
+
+        Args:
+            communicator: connects the instances.
+            port: free on the host of instance 0, which chooses it.
+        """
+        hosts = [_text(row) for row in communicator.all_gather(_bytes(this_host()), name="hosts of JAX")]
+        addresses = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
+        communicator.broadcast(addresses, 0, name="coordinator of JAX")
+        address = _text(addresses[communicator.rank])
+        return cls(address, address if len(set(hosts)) == 1 else f"[::]:{address.rpartition(':')[2]}")
+
+
+def _place(own: str, other: str, port: int) -> str:
+    address = LOOPBACK if own == other else own_address_towards(other)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
+    limits = read_limits(os.environ)
+    if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_cpu_collectives_implementation", _GLOO)
+    # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator.address,
+            communicator.size,
+            communicator.rank,
+            cluster_detection_method="deactivate",  # else Open MPI's variables would choose a GPU
+            initialization_timeout=math.ceil(limits.connect_timeout_s),
+            heartbeat_timeout_seconds=math.ceil(limits.timeout_s),
+            shutdown_timeout_seconds=math.ceil(limits.timeout_s),
+            coordinator_bind_address=coordinator.bound,
+        )
+    except RuntimeError as error:
+        raise DeviceError(
+            f"JAX could not connect with the other instances at {coordinator.address} within connect_timeout_s = "
+            f"{limits.connect_timeout_s:g} ({error}); let the hosts reach each other at any port, or use "
+            "POPDIST_EXCHANGE=host"
+        ) from error
+    logger.debug("JAX's processes are connected at %s", coordinator.address)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Yield a free port, which no other process can take meanwhile; gRPC can listen there, as it shares ports."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("", 0))
+        yield taken.getsockname()[1]
+
+
+def _leave_if_failed() -> None:
+    """Leave the coordinator without an end if the program has failed: JAX's own end waits for all other instances."""
+    if process.has_failed:
+        state = distributed.global_state
+        for each in (state.client, state.service):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # else its destructor waits
+        state.client = state.service = None
+
+
+def _delay_abort() -> None:
+    """Have this process live on for some seconds when JAX aborts it because the coordinator is lost.
+
+    The launcher ends it in less, or it finds by its own communicator that another instance is lost, and says so. The
+    handler is the C function `sleep` itself, which gets the number of the signal, 6, for seconds. A handler in Python
+    would not be called: `abort` does not return to Python.
+    """
+    if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):  # None: Open MPI's, which writes a trace of C++
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, libc.sleep)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8).copy()
+
+
+def _text(row: np.ndarray) -> str:
+    return row.tobytes().rstrip(b"\0").decode()

@@ -1,0 +1,57 @@
+"""The random numbers of a micro-batch in a loop of the program's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from strategies.torch.randomness import drawing_by
+
+
+class MicroBatchRandomness:
+    """The generators from which the forward passes of a micro-batch draw, one after the other.
+
+    An accelerator has one generator in a process. A forward pass finds it in the state in which the pass before has
+    left it, and puts back what the program has there.
+
+    Args:
+        seed: of all of them.
+        device: of the module.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._of_host = torch.Generator().manual_seed(seed)
+        self._device = None if device.type == "cpu" else device
+        self._there = None if self._device is None else torch.Generator(device).manual_seed(seed).get_state()
+
+    def states(self) -> list[torch.Tensor]:
+        """Return how far the generators are, in tensors of the host."""
+        there = [] if self._there is None else [self._there.clone()]
+        return [self._of_host.get_state(), *there]
+
+    def is_at(self, states: list[torch.Tensor]) -> bool:
+        """Return whether nothing was drawn since these were the states."""
+        return all(torch.equal(one, other) for one, other in zip(self.states(), states, strict=True))
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Have a forward pass draw its random numbers."""
+        with drawing_by(self._of_host), self._drawing_there():
+            yield
+
+    @contextmanager
+    def _drawing_there(self) -> Iterator[None]:
+        if self._device is None:
+            yield
+            return
+        accelerator: Any = torch.get_device_module(self._device)
+        before = accelerator.get_rng_state(self._device)
+        accelerator.set_rng_state(self._there, self._device)
+        try:
+            yield
+        finally:
+            self._there = accelerator.get_rng_state(self._device)
+            accelerator.set_rng_state(before, self._device)

@@ -1,0 +1,71 @@
+"""Deterministic operations of PyTorch; what needs a GPU is tried where one is."""
+
+import pytest
+import torch
+
+from strategies.jax.programs.determinism import WAY_OUT
+from strategies.torch.on_device import determinism
+from strategies.torch.on_device.determinism import use_deterministic_operations, way_out_of_refusals
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch():
+    """PyTorch as it was."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    determinism._warn_of_workspace.cache_clear()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, benchmark
+
+
+def test_operations_are_deterministic_and_cublas_has_a_fixed_workspace(caplog):
+    environ = {}
+    torch.backends.cudnn.benchmark = True
+    use_deterministic_operations(environ)
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert not caplog.records
+
+
+def test_what_the_user_has_chosen_stays(caplog):
+    environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    use_deterministic_operations(environ)
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not caplog.records
+
+
+def test_a_workspace_with_which_bits_differ_is_kept_and_said_once(caplog):
+    environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
+    for _ in range(2):
+        use_deterministic_operations(environ)
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
+    [record] = caplog.records
+    assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2'" in record.getMessage()
+    assert "set it to :4096:8" in record.getMessage()
+
+
+def refuse(text):
+    with way_out_of_refusals(), way_out_of_refusals():
+        raise RuntimeError(text)
+
+
+def test_the_way_out_stands_behind_the_refusal_of_pytorch_once():
+    with pytest.raises(RuntimeError) as caught:
+        refuse("kthvalue CUDA does not have a deterministic implementation, but you set ...")
+    assert caught.value.__notes__ == [WAY_OUT]
+    with pytest.raises(RuntimeError) as caught:
+        refuse("out of memory")
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that PyTorch can use")
+def test_an_operation_without_a_deterministic_form_is_refused_with_the_way_out():
+    use_deterministic_operations({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    values = torch.arange(6.0, device="cuda")
+    with pytest.raises(RuntimeError) as caught, way_out_of_refusals():
+        values.kthvalue(2)
+    assert WAY_OUT in caught.value.__notes__
