@@ -55,9 +55,7 @@ class CompiledPath(DevicePath):
         self._divisor = jax.make_array_from_single_device_arrays((), NamedSharding(self._mesh, _SAME), [divisor])
         self._programs: dict[Dtypes, jax.stages.Wrapped] = {}
 
-    def means(
-        self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]
-    ) -> Sequence[jax.Array]:
+    def means(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]) -> Sequence[jax.Array]:
         """See `DevicePath`."""
         full = [number for number, of_buffer in enumerate(sums) if of_buffer[0].size]
         means = self._means_of(name, [sums[number] for number in full], tuple(dtypes[number] for number in full))

@@ -131,15 +131,6 @@ class Replicas:
         self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
 
-    def exchange_on(self, platform: str, gpu: str) -> ExchangeChoice:
-        """Return the exchange for a device of another framework than JAX. Collective.
-
-        Args:
-            platform: of the device, see `InstanceFacts`.
-            gpu: the UUID of the device.
-        """
-        return exchange_of(self._membership, platform, self.variables_on_host, gpu)
-
     # ---- who is there
 
     @property

@@ -60,8 +60,22 @@ def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -
         return None
     if replicas.num_instances == 1:
         return TorchLocalPath(replicas.num_replicas_in_sync, TorchArithmetic())
-    choice = _choice(replicas, memory.device, asked)
-    return _between_instances(replicas, memory.device, choice, asked) if choice.is_on_device else None
+    return path_over(replicas, memory.device, asked)
+
+
+def path_over(replicas: Replicas, device: torch.device, asked: str) -> DevicePath | None:
+    """Return the path that several instances choose for gradients on a device; None for the host. Collective.
+
+    Args:
+        replicas: of all instances.
+        device: of the same type on all instances.
+        asked: see `asked_exchange`.
+
+    Raises:
+        DeviceError: see `agreed_choice`.
+    """
+    choice = _choice(replicas, device, asked)
+    return _between_instances(replicas, device, choice, asked) if choice.is_on_device else None
 
 
 def _can_stay(options: TorchOptions, asked: str) -> bool:
