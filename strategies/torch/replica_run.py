@@ -23,6 +23,7 @@ from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.on_device.contribution import DeviceContribution, Told
+from strategies.torch.on_device.determinism import way_out_of_refusals
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WriteCounters
 from strategies.torch.pipeline_run import PipelineRun, Walk
@@ -164,7 +165,7 @@ class TorchReplicaRun:
         try:
             if self.pipeline is None:  # of a pipeline each stage is told
                 self._instruments.replica_begins(self.replica, 0)
-            with self._seat.attended():
+            with self._seat.attended(), way_out_of_refusals():
                 self._compute(batch, turn)
             if self.pipeline is None:
                 self._instruments.replica_ends(self.replica, 0, len(self._missing) - 1)
