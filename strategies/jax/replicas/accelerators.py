@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -31,13 +32,16 @@ _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
 
 
-def exchange_of(membership: Membership, platform: str, variables_on_host: bool) -> ExchangeChoice:
+def exchange_of(
+    membership: Membership, platform: str, variables_on_host: bool, gpu: str | None = None
+) -> ExchangeChoice:
     """Return the exchange of a job, noted in the timeline. Collective, except on CPUs that are not asked for more.
 
     Args:
         membership: of this instance.
         platform: of its replicas.
         variables_on_host: see `Replicas`.
+        gpu: the UUID of its first GPU; default: as JAX counts them.
 
     Raises:
         DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
@@ -45,7 +49,9 @@ def exchange_of(membership: Membership, platform: str, variables_on_host: bool) 
     asked = asked_exchange(membership.defaults.exchange, os.environ)
     if not are_facts_needed(platform, asked):
         return ON_CPUS
-    chosen = agreed_choice(membership.communicator, facts_of(membership, platform, variables_on_host), asked)
+    facts = facts_of(membership, platform, variables_on_host)
+    own = facts if gpu is None else replace(facts, gpu=gpu)
+    chosen = agreed_choice(membership.communicator, own, asked)
     for each in membership.communicator.instruments.attached:
         if isinstance(each, Recorder):
             each.measured(f"exchange {chosen.word}", 1.0)

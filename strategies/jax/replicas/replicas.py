@@ -25,7 +25,7 @@ from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
-from strategies.exchange.choice import CPU, GPU, SINGLE
+from strategies.exchange.choice import CPU, GPU, ExchangeChoice
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -131,6 +131,15 @@ class Replicas:
         self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
 
+    def exchange_on(self, platform: str, gpu: str) -> ExchangeChoice:
+        """Return the exchange for a device of another framework than JAX. Collective.
+
+        Args:
+            platform: of the device, see `InstanceFacts`.
+            gpu: the UUID of the device.
+        """
+        return exchange_of(self._membership, platform, self.variables_on_host, gpu)
+
     # ---- who is there
 
     @property
@@ -147,11 +156,6 @@ class Replicas:
     def communicator(self) -> Communicator:
         """Connects the instances that are left."""
         return self._membership.communicator
-
-    @property
-    def transport(self) -> str:
-        """The transport that connects the instances, as `strategies.exchange.choice` calls it."""
-        return self._membership.transport if self.num_instances > 1 else SINGLE
 
     @property
     def instruments(self) -> Instruments:

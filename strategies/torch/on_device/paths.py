@@ -15,19 +15,9 @@ from collectives.mapped import MappedMemory
 from collectives.plans.spread import Spread
 from collectives.shared_memory.host_regions import HostMemory
 from strategies.errors import StrategyError
-from strategies.exchange.choice import (
-    CPU,
-    GPU,
-    ON_CPUS,
-    ExchangeChoice,
-    InstanceFacts,
-    agreed_choice,
-    are_facts_needed,
-    asked_exchange,
-)
+from strategies.exchange.choice import GPU, ExchangeChoice, asked_exchange
 from strategies.exchange.on_device import AUTO, HOST, WINDOW, DevicePath
 from strategies.exchange.window_path import WindowPath
-from strategies.jax.replicas.accelerators import has_nccl, machine_of
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.on_device.arithmetic import TorchArithmetic
 from strategies.torch.on_device.compiled_path import TorchCompiledPath
@@ -50,7 +40,7 @@ def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -
         options: of the training.
 
     Raises:
-        DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
+        DeviceError, MappingError, ValueError: see `path_over` and `asked_exchange`.
         StrategyError: an exchange on the device is asked for, and an option needs that of the host.
     """
     if not memory.is_shared:
@@ -72,9 +62,10 @@ def path_over(replicas: Replicas, device: torch.device, asked: str) -> DevicePat
         asked: see `asked_exchange`.
 
     Raises:
-        DeviceError: see `agreed_choice`.
+        DeviceError: see `Replicas.exchange_on`.
+        MappingError: windows are asked for, and instances cannot map each other's memory.
     """
-    choice = _choice(replicas, device, asked)
+    choice = _choice(replicas, device)
     return _between_instances(replicas, device, choice, asked) if choice.is_on_device else None
 
 
@@ -92,26 +83,11 @@ def _can_stay(options: TorchOptions, asked: str) -> bool:
     return False
 
 
-def _choice(replicas: Replicas, device: torch.device, asked: str) -> ExchangeChoice:
+def _choice(replicas: Replicas, device: torch.device) -> ExchangeChoice:
     """Return the choice of all instances; a collective call where it is not that of CPUs."""
-    platform = {"cpu": CPU, "cuda": GPU}.get(device.type, device.type)
-    if not are_facts_needed(platform, asked):
-        return ON_CPUS
-    facts = InstanceFacts(
-        platform,
-        _uuid_of(device),
-        machine_of(replicas.instance),
-        replicas.transport,
-        has_nccl(),
-        replicas.can_carry_on,
-        replicas.variables_on_host,
-    )
-    return agreed_choice(replicas.communicator, facts, asked)
-
-
-def _uuid_of(device: torch.device) -> str:
-    """Return the UUID of a GPU; "" for other devices."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    if device.type != "cuda":
+        return replicas.exchange_on(device.type, "")
+    return replicas.exchange_on(GPU, str(torch.cuda.get_device_properties(device).uuid))
 
 
 def _between_instances(
