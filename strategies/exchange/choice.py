@@ -223,7 +223,9 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
 
 
 def _obstacle_to_window(facts: Sequence[InstanceFacts]) -> str | None:
-    without = [index for index, each in enumerate(facts) if each.platform != GPU or not each.gpu]
+    without = [index for index, each in enumerate(facts) if each.platform == GPU and not each.gpu]
+    if facts[0].platform not in (CPU, GPU):
+        return f"windows are for GPUs and CPUs, not for {facts[0].platform}; use the exchange 'host'"
     if without:
         return f"windows need GPUs with the CUDA driver, and instance {without[0]} has none; use the exchange 'host'"
     machines = {each.machine for each in facts}

@@ -14,7 +14,7 @@ import numpy as np
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.exchange.means import Allocate, Bucket, Means
-from strategies.exchange.on_device import AUTO
+from strategies.exchange.on_device import AUTO, DevicePath
 from strategies.exchange.shards import Shards
 from strategies.jax.comparing.agreement import lines_of, terms_of
 from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
@@ -113,12 +113,18 @@ class StepPrograms:
         self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
         self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
+        self._path: DevicePath | None = None  # made for the first step that stays on the device
         self._claim_replicas()
+
+    def _close_path(self) -> None:
+        if self._path is not None:
+            self._path.close()
+        self._path = None
 
     def _claim_replicas(self) -> None:
         """Begin anew with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
-        self._path = path_for(self._replicas)
+        self._close_path()
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
@@ -229,8 +235,10 @@ class StepPrograms:
         return self._of_device(plan, shapes) if plan.is_on_device else self._of_host(plan, shapes)
 
     def _of_device(self, plan: _Plan, shapes: ReplicaShapes) -> DeviceStep:
-        assert self._path is not None
         assert isinstance(plan.gradients, JaxGradientPlan)
+        if self._path is None:
+            self._path = path_for(self._replicas)
+        assert self._path is not None
         program, (layout,) = plan.program, plan.gradients.layouts
         update = self.update_of(shapes.variables)
         update.path = self._path
@@ -267,7 +275,7 @@ class StepPrograms:
         not: what is measured or compared for it is measured and compared by all of them, or by none.
         """
         found = self._plans.get(key)
-        if found is not None and found.is_on_device and self._path is None:
+        if found is not None and found.is_on_device and not self._replicas.exchange.is_on_device:
             found = None
         if self._replicas.num_instances == self._instances_at_first:
             return found
@@ -305,7 +313,7 @@ class StepPrograms:
         Raises:
             ValueError: if the program asks for the device, and something in the step needs the host.
         """
-        if self._path is None:
+        if not self._replicas.exchange.is_on_device:
             return None
         plan, reason = None, self._options.needs_host
         if reason is None:

@@ -11,8 +11,12 @@ import numpy as np
 from collectives.plans.spread import Spread
 from collectives.tree import TreeNode, halves, root_of
 from strategies.exchange.choice import LOCAL
-from strategies.exchange.on_device import DevicePath
+from strategies.exchange.on_device import COMPILED, DevicePath
+from strategies.exchange.window_path import WindowPath
+from strategies.exchange.windows import memory_of
 from strategies.jax.on_device.arithmetic import JaxArithmetic
+from strategies.jax.on_device.compiled_path import CompiledPath
+from strategies.jax.on_device.views import JaxViews
 from strategies.jax.replicas.replicas import Replicas
 
 
@@ -48,7 +52,21 @@ class LocalPath(DevicePath):
 
 
 def path_for(replicas: Replicas) -> DevicePath | None:
-    """Return the path of gradients that stay on the device; None if they go through the host."""
+    """Return the path of gradients that stay on the device; None if they go through the host.
+
+    Collective where several instances keep them on devices.
+
+    Raises:
+        DeviceError: the instances have no devices that can work together.
+        MappingError: the instances cannot map each other's memory.
+    """
     if not replicas.exchange.is_on_device:
         return None
-    return LocalPath(replicas.num_replicas_in_sync) if replicas.num_instances == 1 else None
+    communicator, device = replicas.communicator, replicas.devices.devices[0]
+    if communicator.size == 1:
+        return LocalPath(replicas.num_replicas_in_sync)
+    counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
+    if replicas.exchange.word == COMPILED:
+        return CompiledPath(Spread.apart(counts.tolist()), communicator, device)
+    memory = memory_of(None if device.platform == "cpu" else device.local_hardware_id)
+    return WindowPath(Spread.together(counts.tolist()), communicator, memory, JaxArithmetic(), JaxViews())

@@ -26,6 +26,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ExchangeChoice
+from strategies.exchange.on_device import COMPILED
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -34,6 +35,7 @@ from strategies.jax.replicas.accelerators import exchange_of, expected_platform
 from strategies.jax.replicas.dealing import Dealing
 from strategies.jax.replicas.devices import claim_devices, is_key
 from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import connect_processes
 from strategies.jax.replicas.replica_context import CrossReplicaReducer, ReplicaContext
 from strategies.per_replica import PerReplica
 from strategies.sinks.opening import asked_sinks
@@ -109,6 +111,8 @@ class Replicas:
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
+        if self.exchange.word == COMPILED:
+            connect_processes(self.communicator)
         self.grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,

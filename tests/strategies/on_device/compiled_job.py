@@ -17,7 +17,7 @@ from collectives.reduction import Reduction
 from collectives.tree import TreeNode
 from popdist.instance import replica_blocks
 from strategies.jax.on_device.compiled_path import CompiledPath
-from strategies.jax.on_device.processes import RuntimeState, connect_processes, runtime_state
+from strategies.jax.replicas.processes import RuntimeState, connect_processes, runtime_state
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 SIZES = (1, 1000, 4099)
