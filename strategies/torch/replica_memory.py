@@ -66,11 +66,7 @@ class ReplicaMemory:
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the device is the one that PyTorch uses if only its type is named."""
-        if self.device.index is None:
-            return nullcontext()
-        module: Any = torch.get_device_module(self.device)
-        found: AbstractContextManager[object] = module.device(self.device)
-        return found
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def follow(self) -> None:
         """Take over what the parameters of the module have become.

@@ -245,7 +245,7 @@ class TestExchangesOnTheDevice:
             found = on_instances(
                 instances,
                 replicas,
-                lambda strategy: trained(strategy, module, words, replica_device="cpu", **options),
+                lambda strategy, words=words: trained(strategy, module, words, replica_device="cpu", **options),
                 defaults=COMPILED,
             )
             assert found == [expected] * instances, instances
