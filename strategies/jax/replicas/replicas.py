@@ -74,8 +74,6 @@ class Replicas:
         programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
             which tell whether what it took for constant is unchanged.
         exchange: how gradients that lie on a device become means; chosen anew when an instance is lost.
-        unconnected: the reason why JAX has no collectives with the other instances, for steps of JAX that need them;
-            those of PyTorch do not.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
