@@ -23,7 +23,10 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.
 
 def variables():
     draw = np.random.default_rng(0)
-    normal = lambda *shape: (draw.standard_normal(shape) * 0.1).astype(np.float32)
+
+    def normal(*shape):
+        return (draw.standard_normal(shape) * 0.1).astype(np.float32)
+
     # One buffer for a leaf alone, and one that several leaves share.
     return {"w": normal(INPUTS, HIDDEN), "b": normal(HIDDEN), "m": normal(HIDDEN, HIDDEN), "v": normal(HIDDEN, CLASSES)}
 
@@ -73,12 +76,15 @@ def trained(exchange, replicas, optimizer=None, loss=loss_fn, model_state=None, 
     return state.step, [np.asarray(leaf).tobytes() for leaf in leaves], [dict(metrics) for metrics in seen]
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_it_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
+    assert trained("compiled", replicas, CLIPPED) == trained("host", replicas, CLIPPED)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"optimizer": CLIPPED},
         {"loss_scaling": OVERFLOWING, "compute_dtype": "float16"},
         {"gradient_transfer_dtype": "bfloat16"},
         {"gradient_transfer_dtype": "float16", "gradient_accumulation_count": 2},
@@ -90,8 +96,8 @@ def trained(exchange, replicas, optimizer=None, loss=loss_fn, model_state=None, 
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_it_has_the_bits_of_the_host(options, replicas):
-    assert trained("compiled", replicas, **options) == trained("host", replicas, **options)
+def test_it_has_the_bits_of_the_host_with(options):
+    assert trained("compiled", 3, **options) == trained("host", 3, **options)
 
 
 def test_a_model_state_stays_where_a_gradient_is_not_finite():
@@ -165,9 +171,9 @@ def test_a_failure_on_the_device_is_told_with_its_step():
     trainer = strategies.Trainer(strategy, loss, optax.sgd(0.1))
     state = trainer.init(variables())
     batch = {name: array[:4] for name, array in rows().items()}
+    batches = (batch | {"step": np.full(4, step, np.int32)} for step in range(2 * MOST + 2))
     with pytest.raises(StrategyError, match="step 2 has failed on the device") as caught:
-        for step in range(2 * MOST + 2):
-            state, _ = trainer.step(state, batch | {"step": np.full(4, step, np.int32)})
+        trainer.run(state, batches)
     assert "no such number" in str(caught.value)
 
 
