@@ -55,6 +55,13 @@ class ReplicaMemory:
         """Whether the memory is that of the host."""
         return self.device.type == HOST.type
 
+    @property
+    def gpu(self) -> int | None:
+        """The ordinal of the device among CUDA's; None for other devices."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
     def at_once(self, replicas: int) -> int:
         """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
@@ -66,11 +73,7 @@ class ReplicaMemory:
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the device is the one that PyTorch uses if only its type is named."""
-        if self.device.index is None:
-            return nullcontext()
-        module: Any = torch.get_device_module(self.device)
-        found: AbstractContextManager[object] = module.device(self.device)
-        return found
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def follow(self) -> None:
         """Take over what the parameters of the module have become.
@@ -104,6 +107,8 @@ class ReplicaMemory:
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to parameters that replicas share, made while they computed."""
+        if not numbers:
+            return
         trained = [name for name, one in self._named if one.requires_grad]
         refuse_writes([self._named[number][0] for number in numbers], trained)
 

@@ -423,7 +423,9 @@ class TestWhatCounts:
 
 class TestWhatIsNotCompared:
     def expected(self, module, loss=classify, **options):
-        return expected_of(ReplicaMemory(module), loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options))
+        return expected_of(
+            ReplicaMemory(module), loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options)
+        )
 
     def test_is_where_plain_pytorch_fails_which_the_replica_says_then(self):
         def loss(module, batch):
