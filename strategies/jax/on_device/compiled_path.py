@@ -203,8 +203,8 @@ def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:
     processes = {each.process_index for each in devices if each is not None}
     if len(processes) < len(devices):
         raise DeviceError(
-            f"the {len(devices)} instances have devices of {len(processes)} of JAX's processes; make the strategy "
-            "before JAX starts, or use POPDIST_EXCHANGE=host"
+            f"JAX has started before it could be connected with that of all {len(devices)} instances; make the "
+            "strategy before the first array, and the first look at jax.devices(), or set POPDIST_EXCHANGE=host"
         )
     return Mesh(np.array(devices), (_INSTANCES,))
 
