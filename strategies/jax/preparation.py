@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.exchange.choice import asked_exchange
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.on_device import AUTO, DevicePath
 from strategies.exchange.shards import Shards
@@ -330,7 +332,7 @@ class StepPrograms:
             reason = why_on_host(program)
         if reason is None:
             return plan
-        exchange = self._replicas.defaults.exchange
+        exchange = asked_exchange(self._replicas.defaults.exchange, os.environ)
         if exchange != AUTO:
             raise ValueError(
                 f"the exchange is {exchange!r}, on the device, and {reason}; use exchange 'auto' or 'host'"

@@ -312,6 +312,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _refuse_difference(self, watch: Comparison | None) -> None:
         """Have all instances raise what the one with replica 0 has found; a collective call."""
         found = "" if watch is None else watch.difference
+        if watch is not None:
+            watch.let_go()
         if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
             raise StrategyError(f"in step {self._training.step} {told}")
 

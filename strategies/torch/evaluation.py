@@ -21,7 +21,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_run import LossFunction
-from strategies.torch.tensors import as_array, parts_of, tensors_of
+from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch, Number, Tree
 
@@ -136,7 +136,7 @@ class TorchRows:
         """Compare what is computed with the other instances; a collective call where it is new."""
         replicas = self._replicas
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), as_array(leaf).dtype), tensors_of(batch.values)
+            lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), dtype_of(leaf)), tensors_of(batch.values)
         )
         key = task, replicas.communicator, str(shapes)
         if key in self._agreed or self._is_recorded:

@@ -119,6 +119,11 @@ class ParameterHooks:
             gradient = gradient if changed is None else changed
         return gradient
 
+    @property
+    def is_after_accumulation(self) -> bool:
+        """Whether there is a hook of `Tensor.register_post_accumulate_grad_hook`."""
+        return bool(self._original._post_accumulate_grad_hooks)
+
     def after_accumulation(self) -> None:
         """Run the hooks of `Tensor.register_post_accumulate_grad_hook` on the replica's parameter."""
         hooks = self._original._post_accumulate_grad_hooks

@@ -158,6 +158,8 @@ class LocalReplicas:
             for event in run.finished:
                 event.clear()
         if self._is_on_device and self._meetings is None:
+            for run in self.runs:
+                run.clear()
             turns_of_each = zip(self.runs, parts, turns, strict=True)
             self._waiting = [partial(run.compute, part, turn) for run, part, turn in turns_of_each]
             return
@@ -225,9 +227,12 @@ class LocalReplicas:
         self._make_exchange = make_exchange
         waiting, self._waiting = self._waiting, []
         for run, compute in zip(self.runs, waiting, strict=True):
+            run.refuse_gradients_of_others()
             with intra_op_threads(self._intra_op):
                 compute()
             self._add(run)
+        for run in self.runs:
+            run.refuse_gradients_of_others()
         self._memory.refuse_writes(self._bits.written())
         assert isinstance(self.exchange, DeviceExchange)
         return self.exchange.buckets[0], self.exchange.take()

@@ -18,7 +18,7 @@ from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_same_bits
+from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_bits, have_same_bits
 
 _MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
 OF_EACH = " of each replica"
@@ -103,8 +103,11 @@ class ModelBuffers:
     def _follow_shown(self) -> None:
         """Give all replicas what the program has changed in the module."""
         for number, own in self.own.items():
-            if not have_same_bits(own[self._shown], self.slots[number].tensor):
-                own.copy_(self.slots[number].tensor.detach().expand_as(own))
+            shown = self.slots[number].tensor.detach()
+            if own.device != HOST and own.shape[1:] == shown.shape:  # nothing waits for a device
+                own.copy_(torch.where(have_other_bits(own[self._shown], shown), shown.expand_as(own), own))
+            elif not have_same_bits(own[self._shown], shown):
+                own.copy_(shown.expand_as(own))
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return all tensors to be saved besides parameters, by name."""

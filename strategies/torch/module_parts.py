@@ -43,7 +43,7 @@ class Slot(NamedTuple):
         if tensor.shape == value.shape:
             tensor.copy_(value)
         else:
-            self.holder[self.key] = value.clone()
+            self.holder[self.key] = value.to(tensor.device, copy=True)
 
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:

@@ -58,11 +58,12 @@ class TorchOptions(CommonOptions):
             ones, and replica 0's of others. The module has those of replica 0 where each keeps its own.
         intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
         stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
-            over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core.
-        replica_device: an accelerator, as "cuda", on which all replicas of an instance compute, which share it: one
-            after another, with a copy of the parameters there. "cuda:1" is the same on every instance, without a
-            number those of a host take turns. The module stays on the host, and so does all that is agreed on. "cpu"
-            does the same on the CPU, to try it. None: replicas compute in the memory of the module.
+            over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core. It changes
+            nothing where gradients stay on a device.
+        replica_device: an accelerator, as "cuda", to which the module moves, with the state of its optimizer. All
+            replicas of an instance compute there, one after another, and gradients stay there. "cuda:1" is the same on
+            every instance, without a number those of a host take turns. "cpu" does the same on the CPU, to try it.
+            None: where the module is; on the CPU several replicas compute at once.
         before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
             parameters, and before they are applied: to clip them, say.
         pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
@@ -182,6 +182,11 @@ class Comparison:
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
         self.difference = ""
+
+    def let_go(self) -> None:
+        """Give the gradients of plain PyTorch back, when all is compared."""
+        self.__dict__.pop("_norm_of_all", None)
+        self._expected = replace(self._expected, gradients=())
 
     def losses(self, found: Sequence[float]) -> None:
         """Compare the losses of the micro-batches."""

@@ -73,11 +73,7 @@ class ReplicaMemory:
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the device is the one that PyTorch uses if only its type is named."""
-        if self.device.index is None:
-            return nullcontext()
-        module: Any = torch.get_device_module(self.device)
-        found: AbstractContextManager[object] = module.device(self.device)
-        return found
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def follow(self) -> None:
         """Take over what the parameters of the module have become.
@@ -111,6 +107,8 @@ class ReplicaMemory:
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
         """Refuse writes to parameters that replicas share, made while they computed."""
+        if not numbers:
+            return
         trained = [name for name, one in self._named if one.requires_grad]
         refuse_writes([self._named[number][0] for number in numbers], trained)
 

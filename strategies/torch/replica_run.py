@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.on_device.contribution import DeviceContribution, Told
+from strategies.torch.on_device.determinism import way_out_of_refusals
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import WriteCounters
 from strategies.torch.pipeline_run import PipelineRun, Walk
@@ -133,11 +134,12 @@ class TorchReplicaRun:
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
         self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
+        self._told: set[int] = set()  # whose gradients autograd reports
         self._map = options.mapping()
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
-                told = partial(_tell, weakref.ref(self), len(self._trained))
-                parameter.register_post_accumulate_grad_hook(told)
+                if not instances:
+                    self._be_told(len(self._trained), parameter)
                 self._trained.append(number)
                 self._hooks.append(ParameterHooks(original, parameter))
                 if self._map is not None:
@@ -152,8 +154,32 @@ class TorchReplicaRun:
     def follow(self) -> None:
         """Take over what the program has changed in the module."""
         self.copy.follow()
-        for hooks in self._hooks:
+        for number, hooks in enumerate(self._hooks):
             hooks.follow()
+            if self._instances and hooks.is_after_accumulation and number not in self._told:
+                self._be_told(number, self.copy.parameters[self._trained[number]])
+
+    def _be_told(self, number: int, parameter: torch.Tensor) -> None:
+        """Have autograd report each gradient of a parameter, which takes 10 us where that is on a GPU."""
+        self._told.add(number)
+        parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), number))
+
+    def clear(self) -> None:
+        """Let go of gradients that are left of a step that was given up."""
+        for parameter in self.copy.parameters:
+            parameter.grad = None
+
+    def refuse_gradients_of_others(self) -> None:
+        """Refuse gradients that come from the loss of another replica, when this one computes not or has ended."""
+        if any(parameter.grad is not None for parameter in self.copy.parameters):
+            self._refuse_to_be_used()
+
+    def _refuse_to_be_used(self) -> NoReturn:
+        raise StrategyError(
+            f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
+            "function keeps tensors of a forward pass where all replicas find them, as in a list that a hook "
+            "closes over; keep them in attributes of the module that the hook is given"
+        )
 
     def compute(self, batch: Batch, turn: ReplicaTurn) -> None:
         """Make the passes of a step, in this thread; when it returns or raises, every bucket is finished.
@@ -164,7 +190,7 @@ class TorchReplicaRun:
         try:
             if self.pipeline is None:  # of a pipeline each stage is told
                 self._instruments.replica_begins(self.replica, 0)
-            with self._seat.attended():
+            with self._seat.attended(), way_out_of_refusals():
                 self._compute(batch, turn)
             if self.pipeline is None:
                 self._instruments.replica_ends(self.replica, 0, len(self._missing) - 1)
@@ -278,11 +304,7 @@ class TorchReplicaRun:
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete: called by autograd, in the thread of the replica."""
         if _running.now not in (self, None):
-            raise StrategyError(
-                f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
-                "function keeps tensors of a forward pass where all replicas find them, as in a list that a hook "
-                "closes over; keep them in attributes of the module that the hook is given"
-            )
+            self._refuse_to_be_used()
         self._hooks[number].after_accumulation()
         if self._leaving != threading.get_ident():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
@@ -24,6 +25,7 @@ from strategies.strategy import Strategy
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
+from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_memory import HOST, chosen_here
 from strategies.torch.replica_run import LossFunction
@@ -81,6 +83,8 @@ class Trainer:
         if settings.device is None and (found := device_of(module)) != HOST:
             settings = replace(settings, replica_device=found)
         if settings.device is not None:
+            if settings.device.type == "cuda" and strategy.defaults.deterministic:
+                use_deterministic_operations(os.environ)
             move(module, optimizer, chosen_here(settings.device, strategy.replicas.instance.local_index))
         keep_freed_memory()
         self.module, self.optimizer = module, optimizer

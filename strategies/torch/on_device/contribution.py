@@ -82,7 +82,7 @@ class DeviceContribution:
             self._apart(found)
             if self._is_alone:
                 pairs = zip(found, self._dtypes, strict=True)
-                self._buffers = [None if one is None else one.to(dtype) for one, dtype in pairs]
+                self._buffers = [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
             else:
                 self._buffers = self._flat(found)
 
@@ -104,6 +104,9 @@ class DeviceContribution:
 
     def _apart(self, gradients: list[torch.Tensor | None]) -> None:
         """Give each gradient memory of its own: autograd may hand one and the same to two parameters."""
+        addresses = [one.data_ptr() for one in gradients if one is not None and one.numel()]
+        if len(set(addresses)) == len(addresses):
+            return
         seen: set[int] = set()
         for number, gradient in enumerate(gradients):
             if gradient is None or not gradient.numel():

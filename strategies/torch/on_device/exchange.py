@@ -100,7 +100,7 @@ class DeviceExchange:
                 torch._foreach_div_([one for one in wide if one is not None], scale)
                 found = wide
             pairs = zip(found, self._dtypes, strict=True)
-            return [None if one is None else one.to(dtype) for one, dtype in pairs]
+            return [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
 
     def _received(self) -> list[torch.Tensor | None]:
         if self._is_alone:

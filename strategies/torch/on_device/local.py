@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from collectives.plans.spread import Spread
-from strategies.exchange.on_device import AUTO, DeviceArithmetic, DevicePath
+from strategies.exchange.choice import LOCAL
+from strategies.exchange.on_device import DeviceArithmetic, DevicePath
 
 
 @final
-class LocalPath(DevicePath):
+class TorchLocalPath(DevicePath):
     """A path of one instance, whatever the exchange between instances would be.
 
     Args:
@@ -21,7 +22,7 @@ class LocalPath(DevicePath):
         arithmetic: adds and divides.
     """
 
-    word = AUTO
+    word = LOCAL
 
     def __init__(self, replicas: int, arithmetic: DeviceArithmetic) -> None:
         super().__init__(Spread.apart((replicas,)), 0)

@@ -19,6 +19,7 @@ from strategies.core.engine import Engine
 from strategies.core.evaluation import Evaluator
 from strategies.core.step import StepLoop
 from strategies.data.every_row import every_row
+from strategies.defaults import Defaults
 from strategies.train_state import TrainState
 
 REPLICAS = 6
@@ -75,12 +76,14 @@ class Row:
             with the names that they have in `StepOptions`; a collective call.
         transfers: the dtypes in which its gradients may travel.
         library: which has to be installed.
+        defaults: of the strategy where instances are threads that nobody kills.
     """
 
     name: str
     training: Callable[..., AbstractContextManager[Training]]
     transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
     library: str = "numpy"
+    defaults: Defaults | None = None
 
     @property
     def as_parameter(self) -> Any:
@@ -186,7 +189,7 @@ ROWS = (
     Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
     Row("jax", in_jax),
     Row("torch", in_torch, library="torch"),
-    Row("torch on a device", in_torch_on_a_device, library="torch"),
+    Row("torch on a device", in_torch_on_a_device, ("float16", "bfloat16"), "torch", Defaults(exchange="compiled")),
 )
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
 

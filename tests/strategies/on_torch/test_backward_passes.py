@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +101,17 @@ def test_calls_within_calls_are_nested():
     assert not is_nested()
     backward(within)
     assert found == [False, True]
+
+
+def test_a_pass_in_a_thread_of_autograd_is_nested_if_its_beginning_is_seen():
+    """The outermost call is in another thread, where an accelerator computes; that thread is none of Python's."""
+    found = queue.SimpleQueue()
+
+    def run():
+        found.put(is_nested())
+        backward(lambda: found.put(is_nested()))
+
+    _thread.start_new_thread(run, ())
+    assert [found.get(timeout=30), found.get(timeout=30)] == [False, True]
+    backward(lambda: found.put(is_nested()))
+    assert not found.get_nowait()

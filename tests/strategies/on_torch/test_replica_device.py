@@ -14,6 +14,7 @@ import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
+from strategies.defaults import Defaults
 from strategies.torch.options import TorchOptions
 from strategies.torch.randomness import drawing_from, draws_on_cpu
 from strategies.torch.replica_memory import ReplicaMemory, as_device, chosen, count_of
@@ -24,8 +25,9 @@ REPLICAS = 4
 META = torch.device("meta")
 
 
-def trained(strategy, module, **options):
+def trained(strategy, module, words=None, **options):
     """What an epoch and an evaluation have found, as it is or as fingerprints."""
+    words = [] if words is None else words
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters()), **options)
     count = options.get("gradient_accumulation_count", 1)
@@ -35,6 +37,7 @@ def trained(strategy, module, **options):
     found = dict(trainer.evaluate(testing))
     [*outputs] = trainer.predict(testing, lambda module, batch: module(batch["x"]))
     state = trainer.state
+    words.append(trainer._engine._path.word if trainer._engine._path else "host")
     trainer.close()
     return losses, found, *map(strategies.fingerprint, (outputs, dict(state.variables), state.model_state))
 
@@ -220,3 +223,30 @@ class TestRandomNumbers:
                 return layers(rows)[0]
 
         assert torch.equal(drawn(0), drawn(1))
+
+
+COMPILED = Defaults(exchange="compiled")
+OF_DEVICES = {
+    "plain": {},
+    "16 bits": {"gradient_transfer_dtype": "bfloat16", "compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
+    "sharded": {"replicated_optimizer_state_sharding": True, "check_numerics": True},
+    "own buffers": {"model_state_aggregation": "per_replica", "gradient_accumulation_count": 2},
+}
+
+
+class TestExchangesOnTheDevice:
+    @pytest.mark.parametrize("options", OF_DEVICES.values(), ids=OF_DEVICES)
+    @pytest.mark.parametrize("replicas", [4, 6])  # with both numbers some instances have several nodes of the tree
+    def test_have_the_bits_of_the_host(self, on_instances, replicas, options):
+        module = new_module("convolutions")
+        [expected] = on_instances(1, replicas, lambda strategy: trained(strategy, module, **options))
+        for instances in (1, 2, 3) if replicas == 6 else (1, 2, 4):
+            words = []
+            found = on_instances(
+                instances,
+                replicas,
+                lambda strategy, words=words: trained(strategy, module, words, replica_device="cpu", **options),
+                defaults=COMPILED,
+            )
+            assert found == [expected] * instances, instances
+            assert set(words) == {"local" if instances == 1 else "compiled"}

@@ -1,0 +1,244 @@
+"""Steps whose gradients stay on the replicas' device: what leaves it, and features with the bits of the host's way.
+
+The CPU is the device here; `ReplicaMemory.reads` counts what a GPU would be waited for.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_modules import data, loss_fn, new_module, sgd_trainer
+
+import strategies
+import strategies.torch
+from strategies import StrategyError
+from strategies.defaults import Defaults
+from strategies.errors import NonFiniteGradientError
+from strategies.exchange.transfer import GradientTransfer
+from strategies.torch.gradient_exchange import Parameter, TorchGradientPlan
+from strategies.torch.on_device.arithmetic import TorchArithmetic
+from strategies.torch.on_device.contribution import DeviceContribution
+from strategies.torch.on_device.sums import TreeSums
+
+CPU = torch.device("cpu")
+COMPILED = Defaults(exchange="compiled")
+
+
+class Waits(TorchDispatchMode):
+    """Notes operators whose result is a number of Python, for which a GPU is waited for."""
+
+    NAMES = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.name.removeprefix("aten::") in self.NAMES:
+            self.seen.append(operator._schema.name)
+        return operator(*args, **(kwargs or {}))
+
+
+def steps(trainer, dataset, count=5):
+    """For each step how often the device was read in it, and when its metrics were read."""
+    memory, found = trainer._training.memory_of_replicas, []
+    for _, batch in zip(range(count), dataset.epoch(0), strict=False):
+        first = memory.reads
+        metrics = trainer.step(batch)
+        second = memory.reads
+        assert metrics["loss"] == metrics["loss"] is not None
+        assert metrics["accuracy"] <= 1
+        found.append((second - first, memory.reads - second))
+    return found
+
+
+def begun(strategy, name="convolutions", **options):
+    module = new_module(name)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others count steps on the host, and read these counters
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu", **options)
+    return trainer, strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", ["convolutions", "embedding"])
+def test_a_step_of_one_instance_reads_nothing_until_its_metrics_are_asked_for(name, replicas):
+    """In the first step it reads once which buffers have changed."""
+    trainer, dataset = begun(strategies.IPUStrategy(replicas), name)
+    assert steps(trainer, dataset) == [(1, 1)] + [(0, 1)] * 4
+    trainer.close()
+
+
+def test_a_step_of_one_instance_reads_one_flag_to_scale_losses():
+    trainer, dataset = begun(strategies.IPUStrategy(2), loss_scaling="dynamic")
+    assert steps(trainer, dataset)[1:] == [(1, 1)] * 4
+    trainer.close()
+
+
+def test_a_step_of_several_instances_reads_once(on_instances):
+    def function(strategy):
+        trainer, dataset = begun(strategy, "mlp", check_numerics=True)
+        found = steps(trainer, dataset)
+        trainer.close()
+        return found
+
+    assert on_instances(2, 4, function, defaults=COMPILED) == [[(1, 0)] * 5] * 2
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_no_operator_of_a_step_waits_for_a_number(replicas):
+    trainer, dataset = begun(strategies.IPUStrategy(replicas))
+    first, second, third, *_ = dataset.epoch(0)
+    trainer.step(first)
+    trainer.step(second)
+    with Waits() as waits:
+        trainer.step(third)
+    trainer.close()
+    assert waits.seen == []
+
+
+def test_sums_are_made_as_soon_as_both_parts_are_there():
+    alive, sums = [], TreeSums(8, TorchArithmetic())
+    for replica in range(6):
+        sums.add(replica, [torch.full((3,), float(replica))])
+        alive.append(len(sums._nodes))
+    assert alive == [1, 1, 2, 1, 2, 2]
+    [of_buffer] = sums.take()
+    assert [one.tolist() for one in of_buffer] == [[6.0] * 3, [9.0] * 3]
+    assert sums.take() == []
+
+
+def test_gradients_in_one_memory_are_added_apart():
+    parameters = tuple(Parameter(name, (2,), torch.zeros(0).numpy().dtype) for name in "ab")
+    plan = TorchGradientPlan(parameters, GradientTransfer(), tail=1)
+    gradient = torch.ones(2)
+    contribution = DeviceContribution(plan, {}, CPU, True, False, False)
+    contribution.take_all([gradient, gradient])
+    one, other = contribution.arrays(0)
+    assert one.data_ptr() != other.data_ptr()
+
+
+class Frozen(nn.Module):
+    """With a teacher that follows in the forward pass, a layer that is not trained, and a buffer that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.teacher, self.still, self.unused = (nn.Linear(64, 5) for _ in range(4))
+        for layer in (self.teacher, self.still):
+            layer.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([0.7]))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.training:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.first.weight, 0.1 + float(x[0, 0].abs()) / 9)
+        return self.first(x) * self.scale + self.teacher(x) + self.still(x)
+
+
+def result(strategy, module, loss=loss_fn, prepare=None, **options):
+    module = copy.deepcopy(module)
+    if prepare is not None:
+        prepare(module)
+    options.setdefault("optimizer", torch.optim.SGD(module.parameters(), 0.1))
+    trainer = strategies.torch.Trainer(strategy, module, loss, **options)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+    losses = [trainer.step(batch)["loss"] for batch in dataset.epoch(0)]
+    state = trainer.state
+    trainer.close()
+    return losses, *map(strategies.fingerprint, (dict(state.variables), state.model_state or {}))
+
+
+def clip(module):
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+
+
+def rows_of_groups(module):
+    module.table = nn.Parameter(torch.linspace(0, 1, 10).reshape(2, 5))
+    strategies.torch.group_replicas(module.table, strategies.torch.ReplicaGroups(size=3))
+
+
+def loss_with_table(module, batch):
+    return nn.functional.cross_entropy(module(batch["x"]) + module.table, batch["y"])
+
+
+SYNCHRONISED = nn.SyncBatchNorm.convert_sync_batchnorm(new_module("convolutions"))
+CASES = {
+    "frozen parameters": (Frozen(), loss_fn, {}),
+    "synchronised statistics": (SYNCHRONISED, loss_fn, {}),
+    "clipped gradients": (new_module("mlp"), loss_fn, {"before_update": clip}),
+    "a map of gradients": (
+        new_module("mlp"),
+        loss_fn,
+        {"map_gradient": lambda gradient, _: gradient.clamp(-0.01, 0.01)},
+    ),
+    "an odd loss scale": (new_module("mlp"), loss_fn, {"loss_scaling": strategies.LossScaling(initial=3.0)}),
+    "rows of groups": (new_module("mlp"), loss_with_table, {"prepare": rows_of_groups}),
+}
+
+
+@pytest.mark.parametrize(("module", "loss", "options"), CASES.values(), ids=CASES)
+def test_features_have_the_bits_of_the_host(on_instances, module, loss, options):
+    [expected] = on_instances(1, 6, lambda strategy: result(strategy, module, loss, **options))
+    for instances in (1, 2, 3):
+        found = on_instances(
+            instances,
+            6,
+            lambda strategy: result(strategy, module, loss, replica_device="cpu", **options),
+            defaults=COMPILED,
+        )
+        assert found == [expected] * instances, instances
+
+
+def test_replicas_with_a_gradient_that_is_not_finite_are_named(on_instances):
+    def function(strategy):
+        def loss(module, batch):
+            return module(batch).sum()
+
+        trainer = sgd_trainer(strategy, nn.Linear(2, 1), loss, replica_device="cpu", check_numerics=True)
+        rows = torch.ones(len(strategy.local_replicas), 2)
+        for row, replica in enumerate(strategy.local_replicas):
+            if replica in (1, 2):
+                rows[row] = torch.inf
+        with pytest.raises(
+            NonFiniteGradientError, match=r"gradient of weight is not finite at step 0 .* replicas .1, 2."
+        ):
+            trainer.step(rows)
+        return True
+
+    assert all(on_instances(1, 4, function) + on_instances(2, 4, function, defaults=COMPILED))
+
+
+def test_a_replica_that_computes_something_else_is_found():
+    module = nn.Linear(2, 1)
+
+    def loss(own, batch):
+        return (own(batch) * (1 if own is module else 2)).sum()
+
+    trainer = sgd_trainer(2, module, loss, replica_device="cpu")
+    with pytest.raises(StrategyError, match="the loss of micro-batch 0 on replica 0 is"):
+        trainer.step(torch.ones(2, 2))
+
+
+def test_int8_gradients_and_a_forced_exchange_on_the_device_exclude_each_other(on_instances):
+    def function(strategy):
+        trainer, dataset = begun(strategy, "mlp", gradient_transfer_dtype="int8")
+        with pytest.raises(StrategyError, match="'int8' is quantised on the host, and the exchange 'compiled' was"):
+            trainer.step(next(dataset.epoch(0)))
+        trainer.close()
+        return True
+
+    assert on_instances(1, 2, function, defaults=COMPILED) == [True]
+
+
+def test_a_module_that_is_asked_to_exchange_on_the_host_does(on_instances):
+    def function(strategy):
+        trainer, dataset = begun(strategy, "mlp")
+        trainer.step(next(dataset.epoch(0)))
+        trainer.close()
+        return trainer._engine._path
+
+    assert on_instances(1, 2, function, defaults=Defaults(exchange="host")) == [None]
