@@ -11,6 +11,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
+from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
@@ -43,6 +44,7 @@ class Contribution:
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
         self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
+        self._locks: dict[tuple[int, int], tuple[np.ndarray, Sequence[object]]] = {}
 
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
@@ -55,6 +57,8 @@ class Contribution:
         if gradient is not None and row is None and self._borrows(number, gradient):
             return
         view = self._view(number)
+        if gradient is not None:
+            self._lock(number, gradient.device)
         if gradient is None:
             view.zero_()
         elif row is None:
@@ -77,6 +81,7 @@ class Contribution:
             elif not self._borrows(number, gradient):
                 views.append(self._view(number))
                 copied.append(gradient)
+                self._lock(number, gradient.device)
         if copied:
             with torch.no_grad():
                 torch._foreach_copy_(views, copied)
@@ -110,6 +115,14 @@ class Contribution:
         if view is None:
             view = self._views[number] = self._room(number)
         return view
+
+    def _lock(self, number: int, device: torch.device) -> None:
+        """Lock the pages of the buffer to which a GPU copies a gradient: at 1.5 GB/s otherwise, at 54 then."""
+        if device.type == "cuda":
+            key = self._places[number].bucket, self._places[number].buffer
+            array = self._memory(*key)
+            if key not in self._locks or self._locks[key][0] is not array:
+                self._locks[key] = array, lock_pages([array], device.index)
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.
