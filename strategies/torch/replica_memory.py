@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -182,7 +181,7 @@ def chosen_here(device: torch.device, local_index: int) -> torch.device:
 def count_of(kind: str) -> int:
     """Return the number of devices of a type that PyTorch sees."""
     try:
-        module: Any = torch.get_device_module(kind)
+        module = torch.get_device_module(kind)
     except RuntimeError:  # it was built without
         return 0
     return int(module.device_count()) if module.is_available() else 0
