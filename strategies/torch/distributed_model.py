@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, SupportsIndex
@@ -18,6 +19,7 @@ from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import refuse_to_be_compiled
+from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.sync_batch_norm import refuse_to_join, sync_layers_of
@@ -100,6 +102,8 @@ class DistributedModel(torch.nn.Module):
                 "strategies.torch.Trainer, whose replicas are copies of the module"
             )
         _refuse_to_add_rows_on_device(module)
+        if next(module.parameters()).is_cuda and strategy.defaults.deterministic:
+            use_deterministic_operations(os.environ)
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
         keep_freed_memory()

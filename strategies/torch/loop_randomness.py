@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from strategies.torch.randomness import drawing_by
+
+
+class _Accelerator(Protocol):
+    """A module such as `torch.cuda`, which has one generator for each device."""
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        """Return how far the generator is."""
+
+    def set_rng_state(self, new_state: torch.Tensor, device: torch.device) -> None:
+        """Have the generator go on from a state."""
 
 
 class MicroBatchRandomness:
@@ -44,10 +54,10 @@ class MicroBatchRandomness:
 
     @contextmanager
     def _drawing_there(self) -> Iterator[None]:
-        if self._device is None:
+        if self._device is None or self._there is None:
             yield
             return
-        accelerator: Any = torch.get_device_module(self._device)
+        accelerator: _Accelerator = torch.get_device_module(self._device)
         before = accelerator.get_rng_state(self._device)
         accelerator.set_rng_state(self._there, self._device)
         try:

@@ -67,6 +67,8 @@ def path_for(replicas: Replicas) -> DevicePath | None:
         return LocalPath(replicas.num_replicas_in_sync)
     counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
     if replicas.exchange.word == COMPILED:
+        if replicas.unconnected is not None:
+            raise replicas.unconnected
         return CompiledPath(Spread.apart(counts.tolist()), communicator, device)
     memory = memory_of(None if device.platform == "cpu" else device.local_hardware_id)
     return WindowPath(Spread.together(counts.tolist()), communicator, memory, JaxArithmetic(), JaxViews())

@@ -74,6 +74,8 @@ class Replicas:
         programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
             which tell whether what it took for constant is unchanged.
         exchange: how gradients that lie on a device become means; chosen anew when an instance is lost.
+        unconnected: the reason why JAX has no collectives with the other instances, for steps of JAX that need them;
+            those of PyTorch do not.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
@@ -111,8 +113,12 @@ class Replicas:
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
+        self.unconnected: DeviceError | None = None
         if self.exchange.word == COMPILED:
-            connect_processes(self.communicator)
+            try:
+                connect_processes(self.communicator)
+            except DeviceError as error:
+                self.unconnected = error
         self.grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,

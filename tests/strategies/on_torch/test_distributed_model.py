@@ -239,6 +239,16 @@ class TestRefusals:
                 new_module("mlp"), strategies.IPUStrategy(1), gradient_transfer_dtype="int8"
             )
 
+    def test_sparse_gradients(self, on_every_path):
+        module = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+
+        def train(strategy):
+            model = distributed(strategy, module)[1]
+            with pytest.raises(StrategyError, match=r"0\.weight is sparse, .* sparse=False"):
+                model(torch.tensor([1, 2])).sum().backward()
+
+        on_every_path(2, 2, train)
+
     def test_streams_where_gradients_stay_on_a_device(self, on_instances, monkeypatch):
         monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
         module = new_module("mlp")

@@ -10,6 +10,8 @@ from collectives.arrays import bfloat16
 from strategies import StrategyError
 from strategies.torch.on_device.compiled_path import FUSED_BYTES, parcels
 from strategies.torch.on_device.connecting import path_between
+from strategies.torch.on_device.host_path import TorchHostPath
+from strategies.torch.tensors import as_array, as_tensor
 
 FLOAT32 = np.dtype(np.float32)
 CPU = torch.device("cpu")
@@ -36,6 +38,32 @@ def test_modules_on_a_cpu_have_a_path_if_they_ask_for_it(on_instances, monkeypat
         return first is not None
 
     assert on_instances(2, 4, run) == [is_there] * 2
+
+
+def test_the_host_makes_the_means_of_a_device(on_instances) -> None:
+    """By copies in memory of its own; means of a step are not those of the next one."""
+
+    def run(strategy):
+        communicator = strategy.communicator
+        path = TorchHostPath(communicator, CPU)
+        kept = []
+        for step in range(2):
+            own = [
+                np.random.default_rng([step, size, communicator.rank]).standard_normal(size).astype(dtype)
+                for size, dtype in ((1003, FLOAT32), (0, FLOAT32), (77, bfloat16))
+            ]
+            means = path.means("gradients", [[as_tensor(one.copy())] for one in own], [one.dtype for one in own])
+            kept.append((means, [communicator.ordered_all_reduce([one], op="mean") for one in own]))
+        rows = path.gather("rows", torch.full((3,), communicator.rank, dtype=torch.int16))
+        assert rows.tolist() == [[0] * 3, [1] * 3, [2] * 3]
+        path.close()
+        return all(
+            as_array(mean).tobytes() == right.tobytes() and as_array(mean).dtype == right.dtype
+            for means, wanted in kept
+            for mean, right in zip(means, wanted, strict=True)
+        )
+
+    assert on_instances(3, 3, run) == [True] * 3
 
 
 def test_an_obstacle_is_an_error_where_a_path_is_asked_for(on_instances, monkeypatch) -> None:
