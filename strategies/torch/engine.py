@@ -240,7 +240,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
-        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means)
+        is_for_gpu = self._training.memory_of_replicas.device.type == "cuda"
+        communicator, is_private = self._replicas.communicator, self._has_private_means
+        return GradientExchange(plan, names, communicator, count, is_private, is_for_gpu)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         training, options = self._training, self._options
@@ -356,7 +358,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             return tail, of_device, flags if checks else None
         tail, means = exchange.tail, exchange.means(1.0 if exchange.plan.quantised else scale)
         are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
-        return tail, self._training.memory_of_replicas.put(means), are_bad
+        return tail, self._training.memory_of_replicas.put_means(means), are_bad
 
     def _agreed_buffers(
         self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]

@@ -23,7 +23,7 @@ from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.tensors import as_tensor, dtype_of
+from strategies.torch.tensors import as_tensor, dtype_of, page_locked_memory
 
 BUCKET_BYTES = 4 << 20
 """Gradients that are streamed leave as so many bytes are ready."""
@@ -227,6 +227,7 @@ class GradientExchange:
 
     Args:
         is_private: whether the memory of the means may be written; otherwise instances of a host share it.
+        is_for_gpu: whether means go to a GPU, and so lie in page-locked memory, which is private.
     """
 
     def __init__(
@@ -236,10 +237,12 @@ class GradientExchange:
         communicator: Communicator,
         replicas: int,
         is_private: bool,
+        is_for_gpu: bool = False,
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
-        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate)
+        own = page_locked_memory if is_for_gpu else private_memory
+        self.buckets = plan.buckets(own if is_private or is_for_gpu else communicator.allocate)
         self._own_buckets = list(self.buckets)
         self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
         self._is_alone = replicas == 1 and plan.quantised is None

@@ -108,16 +108,29 @@ class ReplicaMemory:
         """Return the tensors of a tree where the replicas are."""
         return _mapped(tree, partial(put, device=self.device)) if self.is_shared else tree
 
+    def put_means(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients of the host where the parameters are.
+
+        A GPU may copy them later: they stay as they are until it has given the next gradients.
+        """
+        return [mean.to(self.device, non_blocking=True) for mean in means]
+
     def fetched(self, tree: Tree) -> Tree:
         """Return the tensors of a tree in the memory of the host."""
         return _mapped(tree, torch.Tensor.cpu) if self.is_shared else tree
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, without waiting for what a GPU still does."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    """Return a tensor on a device, without waiting for what a GPU still does.
+
+    The memory of the host may be written to as soon as this returns: a GPU copies from page-locked memory of our own.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    own = tensor.pin_memory()
+    if own.data_ptr() == tensor.data_ptr():
+        own = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return own.to(device, non_blocking=True)
 
 
 def _mapped(tree: Tree, function: Callable[[torch.Tensor], torch.Tensor]) -> Tree:

@@ -297,7 +297,7 @@ class TorchReplicaRun:
         self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow]
     ) -> Contribution | DeviceContribution:
         if not self._instances:
-            return Contribution(plan, rows)
+            return Contribution(plan, rows, self._memory.device)
         checks = self._options.check_numerics
         return DeviceContribution(plan, rows, self._memory.device, self._replicas == 1, self._instances > 1, checks)
 
