@@ -117,11 +117,13 @@ class Coordinator:
     Args:
         folder: for the socket.
         limit_s: how long a worker may take to start, or to answer.
+        answer_s: how long it may take to answer; `limit_s` if it is not given.
     """
 
-    def __init__(self, folder: str | Path, limit_s: float) -> None:
+    def __init__(self, folder: str | Path, limit_s: float, answer_s: float | None = None) -> None:
         self.path = str(Path(folder) / "control")
         self._limit_s = limit_s
+        self._answer_s = limit_s if answer_s is None else answer_s
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
@@ -162,6 +164,7 @@ class Coordinator:
         connected.settimeout(self._limit_s)
         conversation = Conversation(connected)
         hello = conversation.hear(group.name)
+        connected.settimeout(self._answer_s)
         group.conversations[hello["rank"]] = conversation
         group.pids[hello["rank"]] = hello["pid"]
 

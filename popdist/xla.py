@@ -20,7 +20,11 @@ LAST_MEASURED = "0.12.0.1"
 """The newest jaxlib that was looked at, and is wrong; newer ones are held to be so as long as they know the flag."""
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
+SHARDED_AUTOTUNING = "--xla_gpu_shard_autotuning"
 """Without it XLA times kernels and takes the fastest, and adds in any order in scatters; see docs/gpus.md."""
+
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_OF_MEMORY = (PREALLOCATE, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 POOL_VARIABLE = "PJRT_NPROC"
 SMALLEST_POOL = 8
@@ -90,15 +94,35 @@ def deterministic_setting(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: the variables of the process.
     """
-    flags = _flags(environ)
-    if flags is None or names_deterministic(environ):
-        return {}
-    return {FLAGS_VARIABLE: f"{flags} {DETERMINISTIC}=true".strip()}
+    return _setting(DETERMINISTIC, "true", environ)
+
+
+def own_autotuning_setting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable to set so that an instance compiles for GPUs without the others; before JAX starts.
+
+    JAX's processes otherwise share the timing of kernels, so that each of them waits until all compile the same program
+    (openxla/xla#13108). Instances compile at different times, and load what another one has compiled.
+
+    Args:
+        environ: the variables of the process.
+    """
+    return _setting(SHARDED_AUTOTUNING, "false", environ)
 
 
 def names_deterministic(environ: Mapping[str, str]) -> bool:
     """Return whether XLA's flags say whether operations on GPUs are deterministic."""
-    return re.search(rf"(?:^|\s){DETERMINISTIC}(?:=|\s|$)", _flags(environ) or "") is not None
+    return _names(DETERMINISTIC, _flags(environ) or "")
+
+
+def shared_memory_setting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable to set so that JAX leaves memory of a GPU to other processes; before JAX starts.
+
+    Otherwise it takes three quarters when it starts. Nothing where the user has set how much it takes.
+
+    Args:
+        environ: the variables of the process.
+    """
+    return {} if any(name in environ for name in _OF_MEMORY) else {PREALLOCATE: "false"}
 
 
 def is_overruled(environ: Mapping[str, str]) -> bool:
@@ -110,6 +134,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Return the numbers at the beginning, so that 0.11.1.dev20260901 is 0.11.1."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()
+
+
+def _setting(flag: str, value: str, environ: Mapping[str, str]) -> dict[str, str]:
+    flags = _flags(environ)
+    if flags is None or _names(flag, flags):
+        return {}
+    return {FLAGS_VARIABLE: f"{flags} {flag}={value}".strip()}
+
+
+def _names(flag: str, flags: str) -> bool:
+    return re.search(rf"(?:^|\s){flag}(?:=|\s|$)", flags) is not None
 
 
 def _flags(environ: Mapping[str, str]) -> str | None:

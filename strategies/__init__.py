@@ -60,6 +60,7 @@ from strategies.per_replica import PerReplica
 from strategies.pipelines.marks import ipu_shard, pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
 from strategies.strategy import Strategy, get_strategy
+from strategies.table_rows import take_rows
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
@@ -146,5 +147,6 @@ __all__ = [
     "pipelining_ops",
     "recomputation_checkpoint",
     "recomputing",
+    "take_rows",
     "within_replica_ops",
 ]

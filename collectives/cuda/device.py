@@ -25,6 +25,9 @@ class CudaDevice:
         ordinal: of the GPU among those that this process sees.
         driver: default: that of this machine.
 
+    Attributes:
+        place: the device in DLPack.
+
     Raises:
         CudaError: there is no driver, or no such GPU.
     """
@@ -33,7 +36,7 @@ class CudaDevice:
         found = driver or loaded_driver()
         if found is None:
             raise CudaError(f"GPU {ordinal} was asked for, and this process sees none; exchange on the host")
-        self.ordinal = ordinal
+        self.place = found.kind, ordinal
         self._driver = found
         self._device, self._context, self._stream = c_int(), c_void_p(), c_void_p()
         found.call("cuDeviceGet", byref(self._device), ordinal)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from collectives.dlpack import CUDA
 from collectives.errors import CudaError
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,11 @@ class Driver:
 
     Args:
         library: has the functions of `ARGUMENTS`.
+        kind: of its devices in DLPack.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, kind: int = CUDA) -> None:
+        self.kind = kind
         self._functions: dict[str, Any] = {}
         for name, arguments in ARGUMENTS.items():
             function = getattr(library, name)

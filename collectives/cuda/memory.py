@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 
 from collectives.cuda.device import CudaDevice
-from collectives.dlpack import CUDA, ExportedArray
+from collectives.dlpack import ExportedArray
 
 
 class DeviceMemory:
@@ -48,7 +48,7 @@ class DeviceMemory:
             dtype: of its elements.
             start: the byte where it begins.
         """
-        return ExportedArray(self.address + start, shape, dtype, (CUDA, self._device.ordinal))
+        return ExportedArray(self.address + start, shape, dtype, self._device.place)
 
     def close(self) -> None:
         """Give it back; what frameworks have imported of it must not be used any more."""

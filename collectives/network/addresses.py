@@ -15,9 +15,7 @@ from typing import TypeVar
 from collectives.clock import RealClock
 
 UNIX = "unix:"
-LOOPBACK = "127.0.0.1"
 
-_ANY_PORT = 9  # of "discard"; nothing goes there
 _HELLO_LIMIT_S = 2.0  # how long a server may take for its first bytes under TLS
 _RECEIVED_BYTES = 1 << 14
 _CLOCK = RealClock()  # as the kernel keeps the time of a socket's limit, whatever clock waits have
@@ -262,22 +260,6 @@ class Address:
             if endpoint.family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(endpoint.location)
-
-
-def own_address_towards(host: str) -> str:
-    """Return the address of this machine from which it sends to a host; where that is unknown, this machine's name.
-
-    Nothing is sent: the kernel looks up the route.
-
-    Args:
-        host: its name or number.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)
-                return str(probe.getsockname()[0])
-    return socket.gethostname()
 
 
 def describe_os_error(error: OSError) -> str:

@@ -48,6 +48,7 @@ from strategies.checkpoints.sealed_folders import (
 from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
 from strategies.data.layout import Position
 from strategies.errors import CheckpointError
+from strategies.jax.replicas.processes import own_process
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,9 @@ class CheckpointFolder:
         self._failed: deque[int] = deque()  # descriptors of folders that are gone
         self._orbax = orbax
         # Trained variables hardly shrink, and compressing them takes time that training needs.
-        self._arrays = orbax.Checkpointer(orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
+        alone = _for_this_process_alone(orbax)
+        handler = orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True, **alone)
+        self._arrays = orbax.Checkpointer(handler, **alone)
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -271,6 +274,17 @@ class CheckpointFolder:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         else:
             clear(removed)
+
+
+def _for_this_process_alone(orbax: Any) -> dict[str, Any]:
+    """Return options with which orbax waits for no other process; none where JAX knows no other one."""
+    own = own_process()
+    if own is None:
+        return {}
+    options = orbax.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process {own}"
+    )
+    return {"multiprocessing_options": options}
 
 
 def _metrics_of(checkpoint: Path) -> Mapping[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class InstanceFacts:
         has_nccl: whether NCCL is installed.
         can_carry_on: whether the others go on where an instance is lost.
         variables_on_host: whether variables and optimizer state live in host memory.
+        can_connect: whether its framework can still be connected with those of the others, for compiled collectives.
     """
 
     platform: str
@@ -48,6 +49,7 @@ class InstanceFacts:
     has_nccl: bool = True
     can_carry_on: bool = False
     variables_on_host: bool = False
+    can_connect: bool = True
 
     def pack(self) -> np.ndarray:
         """Return uint8[1024], the same number of bytes for all instances."""
@@ -68,11 +70,16 @@ class ExchangeChoice:
         word: COMPILED, WINDOW or HOST; LOCAL where one instance adds on its device.
         is_on_device: whether the local replicas' gradients are added on the device.
         reason: in words.
+        connects: whether JAX of all instances is to be connected, for compiled collectives, before it starts. Where it
+            has started already, engines of other frameworks can have that exchange.
+        shares_gpu: whether some instances compute on the same GPU.
     """
 
     word: str
     is_on_device: bool
     reason: str
+    connects: bool = False
+    shares_gpu: bool = False
 
 
 ON_CPUS = ExchangeChoice(HOST, False, "replicas compute on CPUs")
@@ -118,7 +125,7 @@ def agreed_choice(communicator: Communicator, own: InstanceFacts, asked: str) ->
     if communicator.size > 1:
         gathered = communicator.all_gather(own.pack(), name=f"{FACTS}: {asked}")
         facts = [InstanceFacts.unpack(row) for row in gathered]
-    chosen = choose_exchange(facts, asked)
+    chosen = replace(choose_exchange(facts, asked), shares_gpu=_sharing(facts) is not None)
     if communicator.rank == 0:
         where = "on the device" if chosen.is_on_device else "on the host"
         logger.info("exchange %s: gradients are added %s (%s)", chosen.word, where, chosen.reason)
@@ -143,7 +150,9 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
     obstacle = _obstacle_on_devices(facts) or _obstacle(asked, facts)
     if obstacle is not None:
         raise DeviceError(f"the exchange {asked!r} was asked for, and {obstacle}")
-    return _local() if len(facts) == 1 else ExchangeChoice(asked, True, "it was asked for")
+    if len(facts) == 1:
+        return _local()
+    return ExchangeChoice(asked, True, "it was asked for", asked == COMPILED and _obstacle_of_start(facts) is None)
 
 
 def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
@@ -158,9 +167,9 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
         return ExchangeChoice(HOST, False, "gRPC connects the instances, and nothing else is opened between them")
     if facts[0].platform != GPU:
         return ExchangeChoice(HOST, False, f"replicas compute on devices of the kind {facts[0].platform}")
-    without_compiled = _obstacle(COMPILED, facts)
+    without_compiled = _obstacle(COMPILED, facts) or _obstacle_of_start(facts)
     if without_compiled is None:
-        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there")
+        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there", True)
     without_window = _obstacle(WINDOW, facts)
     if without_window is None:
         return ExchangeChoice(WINDOW, True, f"all instances are on one host, and {without_compiled}")
@@ -207,19 +216,36 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
         )
     if facts[0].platform != GPU:
         return None
-    for index, each in enumerate(facts):
-        first = next(number for number, other in enumerate(facts) if other.gpu == each.gpu)
-        if not each.gpu:
-            return f"the GPU of instance {index} is not known to the CUDA driver; use the exchange 'host'"
-        if first != index:
-            return (
-                f"instances {first} and {index} share the GPU {each.gpu}, which NCCL refuses; "
-                "start an instance for each GPU, or use the exchange 'window'"
-            )
+    unknown = [index for index, each in enumerate(facts) if not each.gpu]
+    if unknown:
+        return f"the GPU of instance {unknown[0]} is not known to the CUDA driver; use the exchange 'host'"
+    if sharing := _sharing(facts):
+        return (
+            f"instances {sharing[0]} and {sharing[1]} share the GPU {facts[sharing[0]].gpu}, which NCCL refuses; "
+            "start an instance for each GPU, or use the exchange 'window'"
+        )
     without = [index for index, each in enumerate(facts) if not each.has_nccl]
     if without:
         return f"NCCL is not installed for instance {without[0]}; install the nvidia-nccl package of your CUDA"
     return None
+
+
+def _sharing(facts: Sequence[InstanceFacts]) -> tuple[int, int] | None:
+    """Return the first two instances that compute on the same GPU; None if there are none."""
+    gpus = [each.gpu for each in facts]
+    repeated = ((gpus.index(gpu), index) for index, gpu in enumerate(gpus) if gpu and gpus.index(gpu) != index)
+    return next(repeated, None)
+
+
+def _obstacle_of_start(facts: Sequence[InstanceFacts]) -> str | None:
+    """Return why JAX cannot be connected. Where that is asked for the engine says it, which may be PyTorch's."""
+    started = [index for index, each in enumerate(facts) if not each.can_connect]
+    if not started:
+        return None
+    return (
+        f"JAX has started on instance {started[0]} before it could be connected with the others; make the strategy "
+        "before JAX is used"
+    )
 
 
 def _obstacle_to_window(facts: Sequence[InstanceFacts]) -> str | None:

@@ -11,6 +11,7 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import overload
 
@@ -189,6 +190,27 @@ class MeansOnDevice:
         if number < 0 or address + mean.nbytes > self._ranges[number].stop:
             return None
         return self._starts[number] + address - self._first[number]
+
+
+def lock_pages(arrays: Iterable[np.ndarray], gpu: int) -> list[PageLocked]:
+    """Return locks on large arrays for a framework that copies between them and a GPU by itself; none without a driver.
+
+    Args:
+        arrays: of the host; kept alive.
+        gpu: its ordinal among those that this process sees.
+    """
+    try:
+        device = gpu_of(gpu)
+    except CudaError as error:
+        logger.warning("gradients are copied slowly to and from the GPU: %s", error)
+        return []
+    return locked(device, arrays)
+
+
+@cache
+def gpu_of(ordinal: int) -> CudaDevice:
+    """Return the GPU of that ordinal, which stays open; see `CudaDevice`."""
+    return CudaDevice(ordinal)
 
 
 def locked(device: CudaDevice, arrays: Iterable[np.ndarray]) -> list[PageLocked]:

@@ -8,21 +8,44 @@ twice, whatever their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import final
 
 import numpy as np
 
 from collectives import Communicator
+from collectives.errors import MappingError
 from collectives.mapped import Copied, MappedMemory
 from collectives.plans.spread import Spread
 from strategies.exchange.on_device import WINDOW, DeviceArithmetic, DeviceArray, DevicePath, DeviceViews
 from strategies.exchange.window_layout import WindowLayout
 from strategies.exchange.windows import Windows, share_windows
 
+logger = logging.getLogger("strategies.exchange")
+
 _LEAST_BYTES = 1 << 16
 """The size of the first window, with which the instances find out whether they can map each other's memory."""
+
+
+def windows_if_possible(asked: str, make: Callable[[], WindowPath]) -> WindowPath | None:
+    """Return a path through windows; None if instances cannot map each other's memory. Collective.
+
+    Args:
+        asked: the exchange that the job asks for, one of `EXCHANGES`.
+        make: makes the path.
+
+    Raises:
+        MappingError: the job asks for windows, and the instances cannot map each other's memory.
+    """
+    try:
+        return make()
+    except MappingError as error:
+        if asked == WINDOW:
+            raise
+        logger.warning("gradients go through the host: %s", error)
+        return None
 
 
 @final

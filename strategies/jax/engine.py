@@ -191,7 +191,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         trained, optimizer_state = step.update.apply(
             trainable.pick(state.variables),
             state.optimizer_state,
-            step.means,
+            step.arrived_means,
             with_loss(pending.control, pending.tail),
         )
         variables = trainable.put(state.variables, trained)

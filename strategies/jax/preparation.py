@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.exchange.choice import asked_exchange
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.on_device import AUTO, DevicePath
 from strategies.exchange.shards import Shards
@@ -20,6 +22,7 @@ from strategies.jax.comparing.agreement import lines_of, terms_of
 from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
 from strategies.jax.gradients.arguments import Trainable, check_takes_state
 from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
+from strategies.jax.gradients.copies import copies_for
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
@@ -62,6 +65,12 @@ class PreparedStep:
     state_means: Sequence[np.ndarray]
     exchange: Means
     update: VariableUpdate
+
+    @property
+    def arrived_means(self) -> Gradients:
+        """The mean gradients where the update reads them: on a GPU, if they have been copied there."""
+        copies = self.gradients.copies
+        return self.means if copies is None else copies.means(self.means)
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,7 @@ class StepPrograms:
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
         update = self.update_of(shapes.variables)
+        gradients.copies = copies_for(self._devices, gradients.buckets)
         return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
 
     def _kept(self, key: Any) -> _Plan | None:
@@ -322,7 +332,7 @@ class StepPrograms:
             reason = why_on_host(program)
         if reason is None:
             return plan
-        exchange = self._replicas.defaults.exchange
+        exchange = asked_exchange(self._replicas.defaults.exchange, os.environ)
         if exchange != AUTO:
             raise ValueError(
                 f"the exchange is {exchange!r}, on the device, and {reason}; use exchange 'auto' or 'host'"

@@ -11,11 +11,12 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
+from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
-from strategies.torch.tensors import as_array, as_tensor, page_locked_memory
+from strategies.torch.tensors import as_array, as_tensor
 
 
 def refuse_to_come_twice(name: str) -> NoReturn:
@@ -43,12 +44,12 @@ class Contribution:
     ) -> None:
         self._plan = plan
         self._device = device
-        self._allocate = page_locked_memory if device.type == "cuda" else private_memory
         self._rows = dict(rows or {})
         self._places = () if plan.quantised else plan.places
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
         self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
+        self._locks: dict[tuple[int, int], tuple[np.ndarray, Sequence[object]]] = {}
 
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
@@ -61,6 +62,8 @@ class Contribution:
         if gradient is not None and row is None and self._borrows(number, gradient):
             return
         view = self._view(number)
+        if gradient is not None:
+            self._lock(number, gradient.device)
         if gradient is None:
             view.zero_()
         elif row is None:
@@ -83,6 +86,7 @@ class Contribution:
             elif not self._borrows(number, gradient):
                 views.append(self._view(number))
                 copied.append(gradient)
+                self._lock(number, gradient.device)
         if copied:
             with torch.no_grad():
                 torch._foreach_copy_(views, copied, non_blocking=True)
@@ -118,6 +122,14 @@ class Contribution:
         if view is None:
             view = self._views[number] = self._room(number)
         return view
+
+    def _lock(self, number: int, device: torch.device) -> None:
+        """Lock the pages of the buffer to which a GPU copies a gradient: at 1.5 GB/s otherwise, at 54 then."""
+        if device.type == "cuda":
+            key = self._places[number].bucket, self._places[number].buffer
+            array = self._memory(*key)
+            if key not in self._locks or self._locks[key][0] is not array:
+                self._locks[key] = array, lock_pages([array], device.index)
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Take all gradients as int8; the new residuals.
@@ -175,7 +187,7 @@ class Contribution:
         array = self._arrays[bucket][place]
         if array is None:
             buffer = self._plan.layouts[bucket].buffers[place]
-            array = self._allocate((buffer.size,), buffer.dtype)
+            array = private_memory((buffer.size,), buffer.dtype)
             array[...] = 0
             self._arrays[bucket][place] = array
         return array

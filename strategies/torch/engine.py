@@ -244,9 +244,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
-        is_for_gpu = self._training.memory_of_replicas.device.type == "cuda"
-        communicator, is_private = self._replicas.communicator, self._has_private_means
-        return GradientExchange(plan, names, communicator, count, is_private, is_for_gpu)
+        gpu = self._training.memory_of_replicas.gpu
+        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means, gpu)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         training, options = self._training, self._options

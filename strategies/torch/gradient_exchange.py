@@ -19,11 +19,12 @@ from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.tensors import as_tensor, dtype_of, page_locked_memory
+from strategies.torch.tensors import as_tensor, dtype_of
 
 BUCKET_BYTES = 4 << 20
 """Gradients that are streamed leave as so many bytes are ready."""
@@ -227,7 +228,7 @@ class GradientExchange:
 
     Args:
         is_private: whether the memory of the means may be written; otherwise instances of a host share it.
-        is_for_gpu: whether means go to a GPU, and so lie in page-locked memory, which is private.
+        gpu: the ordinal of the GPU to which means go; None if they stay on the host.
     """
 
     def __init__(
@@ -237,13 +238,15 @@ class GradientExchange:
         communicator: Communicator,
         replicas: int,
         is_private: bool,
-        is_for_gpu: bool = False,
+        gpu: int | None = None,
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
-        own = page_locked_memory if is_for_gpu else private_memory
-        self.buckets = plan.buckets(own if is_private or is_for_gpu else communicator.allocate)
+        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate)
         self._own_buckets = list(self.buckets)
+        results = (result for bucket in self.buckets for result in bucket.results)
+        self._gpu = gpu
+        self._locks = [] if gpu is None else lock_pages(results, gpu)
         self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
         self._is_alone = replicas == 1 and plan.quantised is None
         self._received = self._views()
@@ -251,6 +254,8 @@ class GradientExchange:
 
     def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
         """Have the means of a bucket computed from the buffers of the local replicas; collective calls."""
+        if self._gpu is not None:  # it may still be reading the last means
+            torch.cuda.current_stream(self._gpu).synchronize()
         if self._is_alone:  # the mean of one is what it is
             results = tuple(of_buffer[0] for of_buffer in contributions)
             self.buckets[self.buckets.index(bucket)] = replace(bucket, results=results)

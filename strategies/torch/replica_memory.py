@@ -54,6 +54,13 @@ class ReplicaMemory:
         """Whether the memory is that of the host."""
         return self.device.type == HOST.type
 
+    @property
+    def gpu(self) -> int | None:
+        """The ordinal of the device among CUDA's; None for other devices."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
     def at_once(self, replicas: int) -> int:
         """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))

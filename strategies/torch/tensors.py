@@ -44,12 +44,6 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def page_locked_memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return memory of the host from and to which GPUs copy by themselves, at the speed of their connection."""
-    kind = as_tensor(np.empty(0, dtype)).dtype
-    return as_array(torch.empty(shape, dtype=kind, pin_memory=True))
-
-
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
     """Return the dtype of a tensor as NumPy, or ml_dtypes, has it."""
     return as_array(torch.empty(0, dtype=tensor.dtype)).dtype

@@ -5,13 +5,11 @@ import os
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax._src import distributed
 
-from popdist.xla import DETERMINISTIC, deterministic_setting
+from popdist.xla import DETERMINISTIC, deterministic_setting, shared_memory_setting
 from strategies.jax.programs import determinism
-from strategies.jax.programs.compilation import compile_in_turn, usual_folder
+from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import WAY_OUT, use_deterministic_operations, way_out_of_refusals
 
 FLAG = f"{DETERMINISTIC}=true"
@@ -48,6 +46,12 @@ def test_it_is_set_before_jax_starts_and_xla_knows_it(in_new_process):
         "print(os.environ['XLA_FLAGS'], jax.jit(lambda x: x + 1)(1.0))"
     )
     assert in_new_process(program).split() == [FLAG, "2.0"]
+
+
+def test_jax_leaves_memory_to_others_unless_the_user_has_said_how_much_it_takes():
+    assert shared_memory_setting({}) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert shared_memory_setting({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}) == {}
+    assert shared_memory_setting({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}) == {}
 
 
 @pytest.fixture
@@ -102,16 +106,21 @@ def test_executables_of_gpus_have_a_folder_of_this_user_unless_one_is_named(tmp_
     assert usual_folder({}) == ""
 
 
-def test_each_instance_keeps_what_it_compiles_where_jax_would_let_the_first_one_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed.global_state, "process_id", 1)
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update(names[0], str(tmp_path))
-    jax.config.update(names[1], 0.0)
-    try:
-        compile_in_turn(jax.jit(lambda x: jnp.sin(x) * 3.25).lower(1.0), tmp_path)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    assert distributed.global_state.process_id == 1
-    assert any(path.name.endswith("-cache") for path in tmp_path.iterdir())
+KEEP = """\
+import sys
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+from jax._src import distributed
+from strategies.jax.programs.compilation import compile_in_turn
+folder = Path(sys.argv[1])
+distributed.global_state.process_id = 1
+jax.config.update("jax_compilation_cache_dir", str(folder))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+compile_in_turn(jax.jit(lambda x: jnp.sin(x)).lower(1.0), folder)
+print(distributed.global_state.process_id, sum(path.name.endswith("-cache") for path in folder.iterdir()))
+"""
+
+
+def test_each_instance_keeps_what_it_compiles_where_jax_would_let_the_first_one_write(tmp_path, in_new_process):
+    assert in_new_process(KEEP, tmp_path).split() == ["1", "1"]

@@ -5,13 +5,20 @@ import logging
 import re
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from connected import Connected, ConnectedStrategy
+from losing import Lost
+from surviving_instances import run_instances
 
+import strategies
 from collectives import LayoutMismatchError
 from collectives.backends.thread import run_on_threads
 from popdist import Instance
+from popdist.timeline.recorder import Recorder, RingBuffer
+from strategies.core.survival import surviving
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError
 from strategies.exchange.choice import (
@@ -48,6 +55,7 @@ FOUND = {
     "no NCCL on two hosts": (all_with([A, elsewhere(B)], has_nccl=False), "host", False, "NCCL.*on 2"),
     "lost in place": (all_with([A, B], can_carry_on=True), "window", True, "shrink"),
     "lost in place on two hosts": (all_with([A, elsewhere(B)], can_carry_on=True), "host", False, "shrink"),
+    "JAX has started": ([A, replace(B, can_connect=False)], "window", True, "JAX has started on instance 1"),
     "GPUs of another maker": (all_with([A, B], gpu=""), "host", False, "not known to the CUDA driver"),
     "gRPC": (all_with([A, B], transport="gRPC"), "host", False, "gRPC"),
     "Horovod": (all_with([A, B], transport="Horovod"), "host", False, "Horovod"),
@@ -62,7 +70,7 @@ FOUND = {
 def test_what_nobody_asks_for_follows_from_the_facts(case):
     facts, word, is_on_device, reason = FOUND[case]
     chosen = choose_exchange(facts, "auto")
-    assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
+    assert (chosen.word, chosen.is_on_device, chosen.connects) == (word, is_on_device, word == "compiled")
     assert re.search(reason, chosen.reason)
 
 
@@ -70,10 +78,12 @@ ASKED = {
     "compiled over gloo": ("compiled", [PROCESSOR, PROCESSOR], "compiled", True),
     "compiled with one on the CPU": ("compiled", [PROCESSOR], "local", True),
     "compiled": ("compiled", [A, B], "compiled", True),
+    "compiled where JAX has started": ("compiled", all_with([A, B], can_connect=False), "compiled", True),
     "compiled over gRPC": ("compiled", all_with([A, B], transport="gRPC"), "compiled", True),
     "window": ("window", [A, B], "window", True),
     "window with one": ("window", [A], "local", True),
     "window with one on the CPU": ("window", [PROCESSOR], "local", True),
+    "window on CPUs": ("window", [PROCESSOR, PROCESSOR], "window", True),
     "host on CPUs": ("host", [PROCESSOR, PROCESSOR], "host", False),
     "host with one": ("host", [A], "host", False),
     "host": ("host", [A, B], "host", False),
@@ -85,6 +95,7 @@ def test_a_forced_word_is_taken_where_it_can_work(case):
     asked, facts, word, is_on_device = ASKED[case]
     chosen = choose_exchange(facts, asked)
     assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
+    assert chosen.connects == (word == "compiled" and facts[0].can_connect)
 
 
 REFUSED = {
@@ -99,7 +110,7 @@ REFUSED = {
     "compiled, Horovod": ("compiled", all_with([A, B], transport="Horovod"), "use PopDistStrategy"),
     "compiled, variables": ("compiled", all_with([A, B], variables_on_host=True), "leave variables_on_host out"),
     "window, two hosts": ("window", [A, elsewhere(B)], "on 2; use the exchange 'compiled'"),
-    "window, CPUs": ("window", [PROCESSOR, PROCESSOR], "instance 0 has none; use the exchange 'host'"),
+    "window, TPUs": ("window", all_with([A, B], platform="tpu", gpu=""), "windows are for GPUs"),
     "window, no driver": ("window", [A, replace(B, gpu="")], "instance 1 has none"),
     "window, Horovod": ("window", all_with([A, B], transport="Horovod"), "Horovod"),
     "a mixture": ("auto", [A, PROCESSOR], "instance 0 computes on 'gpu' and instance 1 on 'cpu'.*JAX_PLATFORMS=cpu"),
@@ -153,7 +164,7 @@ def test_facts_come_back_as_they_were_packed():
 def test_instances_choose_alike_and_the_first_one_says_it(caplog):
     caplog.set_level(logging.INFO, "strategies.exchange")
     chosen = run_on_threads(3, lambda each: agreed_choice(each, (A, B, A)[each.rank], "auto"))
-    assert chosen == [choose_exchange([A, B, A], "auto")] * 3
+    assert chosen == [replace(choose_exchange([A, B, A], "auto"), shares_gpu=True)] * 3
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("exchange window: gradients are added on the device (all instances are on one host, and ")
 
@@ -182,7 +193,7 @@ def test_a_strategy_on_cpus_sends_nothing():
     assert run_on_threads(2, one) == [(0, ON_CPUS)] * 2
 
 
-@pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", None, "compiled"), ("gpu", "GPU-a", "window")])
+@pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", "", "compiled"), ("gpu", "GPU-a", "window")])
 def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
     def one(communicator):
         membership = Connected(instance_of(communicator), communicator, Defaults(exchange=word))
@@ -191,6 +202,45 @@ def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
     [(chosen, calls), other] = run_on_threads(2, one)
     assert (chosen.word, chosen.is_on_device, calls) == (word, True, 1)
     assert other == (chosen, calls)
+
+
+@pytest.mark.parametrize(("instances", "then"), [(3, "window"), (2, "local")])
+def test_those_who_are_left_choose_again(monkeypatch, instances, then):
+    monkeypatch.setenv("POPDIST_EXCHANGE", "window")
+
+    def function(strategy):
+        replicas = strategy.replicas
+        words = [replicas.exchange.word]
+
+        def attempt():
+            if replicas.first_index == 1:
+                raise Lost
+            return strategy.reduce("sum", strategy.per_replica(np.int32)).item()
+
+        total = surviving(replicas, attempt, lambda: None)
+        return total, [*words, replicas.exchange.word]
+
+    found = run_instances(instances, 6, function)
+    assert found.pop(1) is None
+    assert found == [(15, ["window", then])] * (instances - 1)
+
+
+def test_the_choice_is_in_the_timeline():
+    recorder = Recorder(RingBuffer(1 << 10))
+    on_device = Defaults(exchange="compiled")
+    strategy = strategies.IPUStrategy(2, attached=[recorder], defaults=on_device)
+    assert strategy.replicas.exchange.word == "local"
+    assert {"name": "exchange local"} in recorder.take_new_names().values()
+
+
+def test_what_needs_the_host_is_refused_where_the_environment_forces_a_device(monkeypatch):
+    monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
+    strategy = strategies.IPUStrategy(2)
+    trainer = strategies.Trainer(
+        strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), gradient_transfer_dtype="int8"
+    )
+    with pytest.raises(ValueError, match="the exchange is 'compiled', on the device, and gradients travel as int8"):
+        trainer.step(trainer.init(jnp.ones(300)), {"x": np.ones((2, 300), np.float32)})
 
 
 def test_jax_on_the_cpu_counts_as_cpu_before_it_starts(in_new_process):

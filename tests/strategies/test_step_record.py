@@ -81,7 +81,7 @@ def test_steps_on_a_device_have_the_same_record_which_names_the_exchange(tmp_pat
         for word in ("auto", "compiled")
     )
     assert "exchange" not in on_host.processes[0].facts
-    assert replicas.processes[0].facts["exchange"] == "local"
+    assert on_device.processes[0].facts["exchange"] == "local"
     assert first_difference(on_host, on_device) is None
     assert on_device.last_fingerprint == on_host.last_fingerprint
 

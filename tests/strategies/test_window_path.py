@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,15 @@ from collectives.errors import MappingError
 from collectives.plans.spread import Spread
 from collectives.shared_memory.host_regions import HostMemory
 from strategies.exchange.window_layout import WindowLayout
-from strategies.exchange.window_path import WindowPath
+from strategies.exchange.window_path import WindowPath, windows_if_possible
 
 PROGRAM = Path(__file__).parent / "programs" / "window_path_job.py"
 RANKS = 4
 
 
 @in_a_job
-@pytest.mark.parametrize("libraries", [("numpy", "driver")], ids="-".join)
-def test_means_and_rows_have_the_bits_of_the_host(libraries: tuple[str, ...], tmp_path: Path) -> None:
+def test_means_and_rows_have_the_bits_of_the_host(tmp_path: Path) -> None:
+    libraries = ["numpy", "driver", "jax", *(["torch"] if find_spec("torch") else [])]
     job = run_job(mpirun_command(RANKS, PROGRAM, str(tmp_path), *libraries))
     assert job.returncode == 0, job.stderr
     found = set(job.stdout.splitlines())
@@ -61,6 +62,22 @@ def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert "instance 1 cannot share memory" in texts[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_does_not_ask_for_windows_goes_on_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_rank(communicator: Communicator) -> bool:
+        def make() -> WindowPath:
+            memory, spread = HostMemory(tmp_path / "missing"), Spread.together([1, 1])
+            return WindowPath(spread, communicator, memory, NumpyArithmetic(), NumpyViews())
+
+        with pytest.raises(MappingError):
+            windows_if_possible("window", make)
+        return windows_if_possible("auto", make) is None
+
+    assert run_on_threads(2, on_rank) == [True, True]
+    assert "gradients go through the host: instance 0 cannot share memory" in caplog.text
 
 
 def test_a_gpu_that_cannot_open_a_handle_is_named_on_all_instances(tmp_path: Path) -> None:

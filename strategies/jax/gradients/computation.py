@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from strategies.exchange.means import Allocate, Bucket
+from strategies.jax.gradients.copies import GradientCopies
 from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.jax.programs.segments import Part
 from strategies.jax.replicas.devices import DeviceGrid, borrow, is_key
@@ -49,12 +50,16 @@ class ReplicaGradients(ABC):
         buckets: of these, in the order in which they are ready.
         parts: the results of a replica in each of the buckets.
         runs: one for each local replica.
+
+    Attributes:
+        copies: gradients from a GPU to the host; None if JAX does.
     """
 
     def __init__(
         self, memory: MeansMemory, buckets: list[Bucket], parts: Sequence[Sequence[Part]], runs: Sequence[ReplicaRun]
     ) -> None:
         self.buckets = buckets
+        self.copies: GradientCopies | None = None
         self._memory = memory
         self._parts = parts
         self._runs = runs
@@ -87,8 +92,10 @@ class ReplicaGradients(ABC):
     def _end(self) -> None:
         """Wait until all threads in `_begun` have ended, and forget them; raise what a replica has raised."""
 
-    def collect(self) -> Iterator[tuple[Bucket, list[list[np.ndarray]]]]:
+    def collect(self) -> Iterator[tuple[Bucket, Sequence[Sequence[np.ndarray]]]]:
         """Yield each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+
+        On GPUs with `copies`, arrays may still be on their way; each is there when it is taken from the sequence.
 
         Raises:
             BaseException: what the program of a replica has raised, when all have ended.
@@ -96,11 +103,11 @@ class ReplicaGradients(ABC):
         for number, bucket in enumerate(self.buckets):
             if bucket is self.buckets[-1]:
                 self._end()
-            contributions: list[list[np.ndarray]] = [[] for _ in bucket.results]
-            for run in self._runs:
-                for of_buffer, array in zip(contributions, self._finished(run, number), strict=True):
-                    of_buffer.append(borrow(array))
-            yield bucket, contributions
+            of_buffers = list(zip(*(self._finished(run, number) for run in self._runs), strict=True))
+            if self.copies is not None:
+                yield bucket, self.copies.fetch(number, of_buffers)
+            else:
+                yield bucket, [[borrow(array) for array in of_buffer] for of_buffer in of_buffers]
 
     def _finished(self, run: ReplicaRun, number: int) -> Sequence[jax.Array]:
         if not self._begun:

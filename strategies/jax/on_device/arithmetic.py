@@ -55,8 +55,10 @@ class JaxArithmetic:
         return self.totals(nodes, [[one] for one in sums])[0]
 
     def mean(self, nodes: Sequence[TreeNode], sums: Buffers, dtype: np.dtype, replicas: int) -> jax.Array:
-        """See `DeviceArithmetic`."""
-        return self.means(nodes, [[one] for one in sums], [dtype], replicas)[0]
+        """See `DeviceArithmetic`; memory of the sums is not taken over, it may belong to another process."""
+        first, *others = [[one] for one in sums]
+        found: list[jax.Array] = _means(tuple(nodes), (dtype,), replicas, False)(first, others, np.float32(replicas))
+        return found[0]
 
     def totals(self, nodes: Sequence[TreeNode], sums: Sequence[Buffers]) -> list[jax.Array]:
         """Return the sum of each buffer.

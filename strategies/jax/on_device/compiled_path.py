@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import TypeAlias, final
 
 import jax
@@ -19,6 +20,9 @@ from strategies.exchange.on_device import COMPILED, DevicePath
 from strategies.jax.on_device.arithmetic import added, mean_of
 from strategies.jax.programs.program import jit
 
+GROUP_BYTES = 32 << 20
+"""Up to so many bytes of buffers travel in one collective. One over NCCL costs some 40 us, in which links carry 10 MB;
+to put buffers together takes memory, of so many bytes at a time."""
 _INSTANCES = "instances"
 _EACH, _SAME = PartitionSpec(_INSTANCES), PartitionSpec()
 
@@ -129,7 +133,14 @@ class CompiledPath(DevicePath):
         """Return the program that exchanges buffers of these dtypes. Where sums fit, the means take their memory."""
 
         def exchange(divisor: jax.Array, *own: jax.Array) -> list[jax.Array]:
-            return [self._mean(one, dtype, divisor) for one, dtype in zip(own, dtypes, strict=True)]
+            rows = [each.reshape(self._rows, -1) for each in own]
+            means: dict[int, jax.Array] = {}
+            for group in groups_of([each.nbytes for each in rows], dtypes):
+                together = jnp.concatenate([rows[number] for number in group], 1)
+                ends = list(accumulate(rows[number].shape[1] for number in group))
+                parts = jnp.split(self._mean(together, dtypes[group[0]], divisor), ends[:-1])
+                means.update(zip(group, parts, strict=True))
+            return [means[number] for number in range(len(own))]
 
         specs = (_SAME, *[_EACH for _ in dtypes])
         mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=specs, out_specs=_EACH, check_vma=False)
@@ -140,14 +151,13 @@ class CompiledPath(DevicePath):
         """Return the mean of a buffer; traced on each instance.
 
         Args:
-            own: the nodes of this instance, one row behind the other.
+            own: the nodes of this instance, a row for each.
             dtype: of the mean.
             divisor: R.
         """
-        rows, instances = self._rows, self.spread.size
-        size = own.shape[0] // rows
+        instances, (rows, size) = self.spread.size, own.shape
         share = -(-size // instances)
-        padded = jnp.pad(own.reshape(rows, size), ((0, 0), (0, instances * share - size)))
+        padded = jnp.pad(own, ((0, 0), (0, instances * share - size)))
         slices = padded.reshape(rows, instances, share).swapaxes(0, 1)
         received = jax.lax.all_to_all(slices, _INSTANCES, 0, 0, tiled=True)
         places = [(rank, row) for rank, nodes in enumerate(self.spread.sums) for row in range(len(nodes))]
@@ -155,6 +165,25 @@ class CompiledPath(DevicePath):
         total = added(nodes, [received[place] for place in places])
         mean = mean_of(total, dtype, self.spread.replicas, divisor)
         return jax.lax.all_gather(mean, _INSTANCES, tiled=True)[:size]
+
+
+def groups_of(nbytes: Sequence[int], dtypes: Dtypes) -> list[list[int]]:
+    """Return the numbers of buffers that travel together: of one dtype, in order, up to `GROUP_BYTES`.
+
+    Args:
+        nbytes: of each buffer.
+        dtypes: of the mean of each.
+    """
+    groups: list[list[int]] = []
+    filled: dict[np.dtype, int] = {}
+    latest: dict[np.dtype, list[int]] = {}
+    for number, (size, dtype) in enumerate(zip(nbytes, dtypes, strict=True)):
+        filled[dtype] = filled.get(dtype, 0) + size
+        if dtype not in latest or filled[dtype] > GROUP_BYTES:
+            latest[dtype], filled[dtype] = [], size
+            groups.append(latest[dtype])
+        latest[dtype].append(number)
+    return groups
 
 
 def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:

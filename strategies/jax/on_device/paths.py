@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import final
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from collectives.plans.spread import Spread
 from collectives.tree import TreeNode, halves, root_of
-from strategies.exchange.choice import LOCAL
+from strategies.exchange.choice import LOCAL, asked_exchange
 from strategies.exchange.on_device import COMPILED, DevicePath
-from strategies.exchange.window_path import WindowPath
+from strategies.exchange.window_path import WindowPath, windows_if_possible
 from strategies.exchange.windows import memory_of
 from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.on_device.compiled_path import CompiledPath
@@ -58,7 +59,7 @@ def path_for(replicas: Replicas) -> DevicePath | None:
 
     Raises:
         DeviceError: the instances have no devices that can work together.
-        MappingError: the instances cannot map each other's memory.
+        MappingError: the job asks for windows, and the instances cannot map each other's memory.
     """
     if not replicas.exchange.is_on_device:
         return None
@@ -67,8 +68,9 @@ def path_for(replicas: Replicas) -> DevicePath | None:
         return LocalPath(replicas.num_replicas_in_sync)
     counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
     if replicas.exchange.word == COMPILED:
-        if replicas.unconnected is not None:
-            raise replicas.unconnected
         return CompiledPath(Spread.apart(counts.tolist()), communicator, device)
-    memory = memory_of(None if device.platform == "cpu" else device.local_hardware_id)
-    return WindowPath(Spread.together(counts.tolist()), communicator, memory, JaxArithmetic(), JaxViews())
+    spread, gpu = Spread.together(counts.tolist()), None if device.platform == "cpu" else device.local_hardware_id
+    return windows_if_possible(
+        asked_exchange(replicas.defaults.exchange, os.environ),
+        lambda: WindowPath(spread, communicator, memory_of(gpu), JaxArithmetic(), JaxViews()),
+    )

@@ -30,7 +30,7 @@ VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
 WAIT_S = 600.0
 """The seconds that an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
-_CALLBACK = "python_cpu_callback"
+_CALLBACKS = ("python_cpu_callback", "python_gpu_callback")
 _NEVER_KEPT_BYTES = 1 << 62
 _waited_in_vain: set[Path] = set()
 """Folders for whose lock this process has waited once for as long as it may."""
@@ -122,9 +122,13 @@ def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: fl
         folder: of the executables; None to compile at once.
         wait_s: seconds.
     """
-    is_kept = folder is not None and _CALLBACK not in lowered.as_text()
+    is_kept = folder is not None and not _calls_back(lowered.as_text())
     with way_out_of_refusals(), _kept_in(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
         return lowered.compile()
+
+
+def _calls_back(text: str) -> bool:
+    return any(each in text for each in _CALLBACKS)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from strategies.exchange.choice import (
 )
 from strategies.jax.programs.xla_pitfalls import jax_has_started
 from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import RuntimeState, runtime_state
 
 _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
@@ -50,7 +51,7 @@ def exchange_of(
     if not are_facts_needed(platform, asked):
         return ON_CPUS
     facts = facts_of(membership, platform, variables_on_host)
-    own = facts if gpu is None else replace(facts, gpu=gpu)
+    own = facts if gpu is None else replace(facts, gpu=gpu, can_connect=True)  # another framework than JAX
     chosen = agreed_choice(membership.communicator, own, asked)
     for each in membership.communicator.instruments.attached:
         if isinstance(each, Recorder):
@@ -75,6 +76,7 @@ def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> 
         has_nccl(),
         membership.can_carry_on,
         variables_on_host,
+        runtime_state(instance.count) in (RuntimeState.UNSTARTED, RuntimeState.CONNECTED),
     )
 
 

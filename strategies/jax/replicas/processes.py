@@ -27,16 +27,19 @@ import numpy as np
 from jax._src import distributed, xla_bridge
 
 from collectives import Communicator
-from collectives.network.addresses import LOOPBACK, own_address_towards
 from popdist.instance import this_host
 from popdist.process import process
 from popdist.tuning import read_limits
+from popdist.xla import own_autotuning_setting
 from strategies.errors import DeviceError
+from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
 logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
+_LEAST_PATIENCE_S = 100  # for JAX's heartbeats, as it has it; limits of our own may be shorter
 _GLOO = "gloo"
+_OTHER_WAY = "POPDIST_EXCHANGE=host"
 
 
 class RuntimeState(IntEnum):
@@ -51,6 +54,19 @@ class RuntimeState(IntEnum):
     """The program has connected it with another number of processes."""
 
 
+WHY_UNCONNECTED = {
+    RuntimeState.ALONE: (
+        "JAX has started before it could be connected with the other instances; make the strategy before the first "
+        "array, and the first look at jax.devices()"
+    ),
+    RuntimeState.ELSEWHERE: (
+        "jax.distributed.initialize was called for another number of processes than this job has instances; leave the "
+        "call out"
+    ),
+}
+"""The states from which JAX cannot be connected, and what to do."""
+
+
 def runtime_state(instances: int) -> RuntimeState:
     """Return the state of JAX in this process; JAX is not started.
 
@@ -63,33 +79,30 @@ def runtime_state(instances: int) -> RuntimeState:
     return RuntimeState.ALONE if xla_bridge.backends_are_initialized() else RuntimeState.UNSTARTED
 
 
+def own_process() -> int | None:
+    """Return the number of this process among those that JAX knows; None if it knows no other. JAX is not started."""
+    state = distributed.global_state
+    return state.process_id if state.client is not None and state.num_processes > 1 else None
+
+
 def why_unconnected(states: Sequence[RuntimeState]) -> str:
     """Return why JAX's processes cannot be connected, or "" if they can or are.
 
     Args:
         states: of all instances.
     """
-    if (started := _ranks(states, RuntimeState.ALONE)) != "":
-        return (
-            f"JAX has started on {started} before it could be connected with the other instances; make the strategy "
-            "before the first array, or the first look at jax.devices()"
-        )
-    if (elsewhere := _ranks(states, RuntimeState.ELSEWHERE)) != "":
-        return (
-            f"the program has called jax.distributed.initialize on {elsewhere} for another number of processes than "
-            f"the {len(states)} instances of this job; leave the call out"
-        )
+    for state, why in WHY_UNCONNECTED.items():
+        if state in states:
+            return f"on {_ranks(states, state)} {why}"
     if len(set(states)) > 1:
-        return (
-            f"the program has called jax.distributed.initialize on {_ranks(states, RuntimeState.CONNECTED)} only; leave "
-            "the call out, or make it on all instances"
-        )
+        connected = _ranks(states, RuntimeState.CONNECTED)
+        return f"jax.distributed.initialize was called on {connected} only; leave the call out, or make it on all"
     return ""
 
 
 def _ranks(states: Sequence[RuntimeState], state: RuntimeState) -> str:
     ranks = [str(rank) for rank, each in enumerate(states) if each == state]
-    return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+    return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
 def states_of_all(communicator: Communicator) -> list[RuntimeState]:
@@ -109,11 +122,11 @@ def connect_processes(communicator: Communicator) -> None:
     """
     states = states_of_all(communicator)
     if why := why_unconnected(states):
-        raise DeviceError(f"gradients cannot be exchanged by compiled collectives: {why}, or use POPDIST_EXCHANGE=host")
-    if states[0] == RuntimeState.CONNECTED:
-        return
-    with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
-        _initialize(_Coordinator.agreed(communicator, port), communicator)
+        raise DeviceError(f"compiled collectives need JAX's processes connected, and {why}; or set {_OTHER_WAY}")
+    if states[0] == RuntimeState.UNSTARTED:
+        with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
+            _initialize(_Coordinator.agreed(communicator, port), communicator)
+    atexit.unregister(_leave_if_failed)
     atexit.register(_leave_if_failed)
     _delay_abort()
 
@@ -139,10 +152,11 @@ class _Coordinator:
             port: free on the host of instance 0, which chooses it.
         """
         hosts = [_text(row) for row in communicator.all_gather(_bytes(this_host()), name="hosts of JAX")]
-        addresses = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
-        communicator.broadcast(addresses, 0, name="coordinator of JAX")
-        address = _text(addresses[communicator.rank])
-        return cls(address, address if len(set(hosts)) == 1 else f"[::]:{address.rpartition(':')[2]}")
+        packed = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
+        addresses = [_text(row) for row in communicator.broadcast(packed, 0, name="coordinator of JAX")]
+        everywhere = "[::]" if any(address.startswith("[") for address in addresses) else "0.0.0.0"
+        bound = addresses[0] if len(set(hosts)) == 1 else f"{everywhere}:{addresses[0].rpartition(':')[2]}"
+        return cls(addresses[communicator.rank], bound)
 
 
 def _place(own: str, other: str, port: int) -> str:
@@ -156,6 +170,8 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
         jax.config.update("jax_cpu_collectives_implementation", _GLOO)
     # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
     jax.config.update("jax_enable_preemption_service", False)
+    os.environ.update(own_autotuning_setting(os.environ))
+    patience_s = max(_LEAST_PATIENCE_S, math.ceil(limits.timeout_s))
     try:
         jax.distributed.initialize(
             coordinator.address,
@@ -163,15 +179,15 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
             communicator.rank,
             cluster_detection_method="deactivate",  # else Open MPI's variables would choose a GPU
             initialization_timeout=math.ceil(limits.connect_timeout_s),
-            heartbeat_timeout_seconds=math.ceil(limits.timeout_s),
-            shutdown_timeout_seconds=math.ceil(limits.timeout_s),
+            heartbeat_timeout_seconds=patience_s,
+            shutdown_timeout_seconds=patience_s,
             coordinator_bind_address=coordinator.bound,
         )
     except RuntimeError as error:
         raise DeviceError(
             f"JAX could not connect with the other instances at {coordinator.address} within connect_timeout_s = "
-            f"{limits.connect_timeout_s:g} ({error}); let the hosts reach each other at any port, or use "
-            "POPDIST_EXCHANGE=host"
+            f"{limits.connect_timeout_s:g} ({error}); let the hosts reach each other at any port, or set "
+            f"{_OTHER_WAY}"
         ) from error
     logger.debug("JAX's processes are connected at %s", coordinator.address)
 

@@ -19,6 +19,7 @@ from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
+from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
 from strategies.core.members import InstanceProgress
 from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
@@ -26,7 +27,6 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ExchangeChoice
-from strategies.exchange.on_device import COMPILED
 from strategies.jax.programs.compilation import usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -74,8 +74,6 @@ class Replicas:
         programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
             which tell whether what it took for constant is unchanged.
         exchange: how gradients that lie on a device become means; chosen anew when an instance is lost.
-        unconnected: the reason why JAX has no collectives with the other instances, for steps of JAX that need them;
-            those of PyTorch do not.
         sinks: get the metrics of every step; those that the environment asks for, and others that are added.
     """
 
@@ -113,12 +111,10 @@ class Replicas:
         has_same_bits = platform == GPU and self.defaults.deterministic
         if has_same_bits:
             use_deterministic_operations(os.environ)
-        self.unconnected: DeviceError | None = None
-        if self.exchange.word == COMPILED:
-            try:
-                connect_processes(self.communicator)
-            except DeviceError as error:
-                self.unconnected = error
+        if self.exchange.shares_gpu:
+            os.environ.update(shared_memory_setting(os.environ))
+        if self.exchange.connects:
+            connect_processes(self.communicator)
         self.grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,

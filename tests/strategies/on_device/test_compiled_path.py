@@ -1,11 +1,34 @@
 """The compiled path has the bits of the exchange on the host, in processes that JAX's own runtime connects."""
 
+import sys
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
+import poprun_jobs
 import pytest
 from mpi_jobs import in_a_job, mpirun_command, run_job
 
+from strategies.jax.on_device.compiled_path import groups_of
+
 PROGRAM = Path(__file__).with_name("compiled_job.py")
+TRAINING = Path(__file__).with_name("trained_job.py")
+
+
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "dtypes", "groups"),
+    [
+        ([40], [FLOAT32], [[0]]),
+        ([1, 2, 3], [FLOAT32] * 3, [[0, 1, 2]]),
+        ([1, 1, 1, 1], [FLOAT32, BFLOAT16] * 2, [[0, 2], [1, 3]]),
+        ([20, 20, 8, 40, 1], [FLOAT32] * 5, [[0], [1, 2], [3], [4]]),
+    ],
+)
+def test_small_buffers_of_one_dtype_travel_together(megabytes, dtypes, groups):
+    assert groups_of([each << 20 for each in megabytes], dtypes) == groups
 
 
 @in_a_job
@@ -15,3 +38,17 @@ def test_compiled_means_have_the_bits_of_the_host(instances):
     assert job.returncode == 0, job.stderr
     own = sorted(line for line in job.stdout.splitlines() if not line.startswith("[Gloo]"))
     assert own == [f"{rank} is done" for rank in range(instances)]
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("instances", [2, pytest.param(3, marks=pytest.mark.complete)])
+def test_a_training_by_compiled_collectives_has_the_fingerprint_of_the_host(tmp_path, instances):
+    where = f"--num-instances={instances}", "--num-replicas=6"  # three replicas of one of two are no node of the tree
+    job = poprun_jobs.run(*where, sys.executable, str(TRAINING), str(tmp_path))
+    assert job.status == 0, job.stderr
+    lines = [[line.split() for line in job.lines_of(instance) if "Gloo" not in line] for instance in range(instances)]
+    assert {word for own in lines for word, *_ in own} == {"compiled", "host"}
+    [(fingerprint, restored, _)] = {tuple(found) for own in lines for _, *found in own}
+    assert fingerprint == restored

@@ -1,0 +1,85 @@
+"""A worker of gpu.py: one process of a case, which makes steps when it is asked to.
+
+usage: gpu_rank.py SOCKET CASE
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import control
+import timing  # noqa: F401  finds the project
+from gpu_task import WARM_UP_STEPS, GpuCase, GpuSteps, rank
+
+
+class Chosen(logging.Handler):
+    """The word of the exchange, as the project logs it when it is chosen."""
+
+    word = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the word of `exchange WORD: ...`."""
+        kind, _, rest = record.getMessage().partition(" ")
+        if kind == "exchange" and ":" in rest:
+            self.word = rest.partition(":")[0]
+
+
+class GpuWorker:
+    """Steps of a case, compiled and warm."""
+
+    def __init__(self, case: GpuCase) -> None:
+        self._chosen = Chosen()
+        logger = logging.getLogger("strategies.exchange")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self._chosen)
+        self._steps: GpuSteps = import_module(f"gpu_{case.framework}").steps_of(case)
+        for _ in range(WARM_UP_STEPS):
+            loss = self._steps.step()
+        self._steps.wait()
+        float(loss)
+        self._fingerprint = self._steps.fingerprint()
+
+    def facts(self) -> dict[str, Any]:
+        """After the first steps."""
+        return {"device": self._steps.device, "bits": self._fingerprint, "chosen": self._chosen.word}
+
+    def queue(self, steps: int) -> float:
+        """Seconds of steps whose losses nobody reads, until the device has made them."""
+        self._steps.meet()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._steps.step()
+        self._steps.wait()
+        return time.perf_counter() - began
+
+    def read(self, steps: int) -> list[float]:
+        """Seconds of each of the steps, whose losses are read one by one."""
+        self._steps.meet()
+        times = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            float(self._steps.step())
+            times.append(time.perf_counter() - began)
+        return times
+
+    def peak_mb(self) -> float:
+        """The peak of the memory until now."""
+        return self._steps.peak_bytes() / 1e6
+
+
+def main() -> None:
+    path, words = sys.argv[1:]
+    worker = GpuWorker(GpuCase(**json.loads(words)))
+    names = ("facts", "queue", "read", "peak_mb")
+    handlers: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
+    control.serve(path, "gpu", rank(), handlers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Gradients of JAX on their way from a GPU to the host, and their means on the way back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from collectives.cuda.device import CudaDevice
+from collectives.errors import CudaError
+from strategies.exchange.host_copies import Arriving, HostCopies, Source, gpu_of
+from strategies.exchange.means import Bucket
+from strategies.jax.replicas.devices import ReplicaDevices
+from strategies.typing import Leaf, Tree
+
+logger = logging.getLogger("strategies.jax")
+
+
+def copies_for(devices: ReplicaDevices, buckets: Sequence[Bucket]) -> GradientCopies | None:
+    """Return the copies of gradients in buckets by the CUDA driver; None if JAX copies them.
+
+    Args:
+        devices: on the first of them is the update.
+        buckets: with memory for the means.
+    """
+    if devices.is_cpu:
+        return None
+    try:
+        return GradientCopies(gpu_of(devices.devices[0].local_hardware_id), buckets)
+    except CudaError as error:
+        logger.warning("JAX copies gradients to the host and back, which is slow: %s", error)
+        return None
+
+
+class GradientCopies:
+    """The copies of the gradients of one kind of step.
+
+    Args:
+        device: where the update is made.
+        buckets: of the gradients.
+
+    Raises:
+        CudaError: the GPU has not as much memory as the means take.
+    """
+
+    def __init__(self, device: CudaDevice, buckets: Sequence[Bucket]) -> None:
+        self._copies = HostCopies(device)
+        self._means = self._copies.means(result for bucket in buckets for result in bucket.results)
+        self._imported: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
+
+    def fetch(self, number: int, of_buffers: Sequence[Sequence[jax.Array]]) -> Arriving:
+        """Begin to copy a bucket to the host; its means go back as soon as they are known.
+
+        Args:
+            number: of the bucket.
+            of_buffers: for each buffer the finished arrays of the local replicas.
+        """
+        sources = [[_source(array) for array in of_replicas] for of_replicas in of_buffers]
+        return self._copies.fetch(number, sources, lambda buffer, mean: self._means.begin(mean))
+
+    def means(self, means: Tree) -> Tree:
+        """Return means on the GPU, when they are there; what has not been copied stays on the host.
+
+        They are overwritten in the next step, so they are arguments of programs that do not take them over.
+        """
+        self._means.wait()
+        return jax.tree.map(self._on_device, means)
+
+    def _on_device(self, mean: np.ndarray) -> Leaf:
+        key = mean.__array_interface__["data"][0], mean.shape
+        if key not in self._imported:
+            exported = self._means.on_device(mean) if mean.size else None
+            if exported is None:
+                return mean
+            self._imported[key] = jax.dlpack.from_dlpack(exported, copy=False)
+        return self._imported[key]
+
+
+def _source(array: jax.Array) -> Source:
+    return Source(array.unsafe_buffer_pointer(), array.size, np.dtype(array.dtype))
