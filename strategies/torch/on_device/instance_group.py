@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Proces
 
 from collectives import Communicator
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
-from collectives.network.addresses import LOOPBACK, own_address_towards
 from popdist.instance import this_host
 from popdist.process import process
 from strategies.errors import StrategyError
+from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable by which a user names the network interface for gloo."""
