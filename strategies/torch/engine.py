@@ -230,9 +230,13 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def planned(self, batch: Batch) -> MemoryPlan:
         """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
-        plan = self._gradient_plan(1)
-        buckets = plan.buckets(not_made)
-        return plan_memory(self._replicas, self._training, plan, buckets, self._has_private_means, batch)
+        plan, replicas, training = self._gradient_plan(1), self._replicas, self._training
+        memory, path = training.memory_of_replicas, self._path
+        if path is None and replicas.num_instances == 1:  # several instances choose it in the first step
+            path = path_for(replicas, memory, self._options)
+        if path is not None:
+            return plan_memory(replicas, training, plan, [], True, batch, stays=True)
+        return plan_memory(replicas, training, plan, plan.buckets(not_made), self._has_private_means, batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
         """Plan how gradients travel, and make the memory for their means; a collective call."""
@@ -357,7 +361,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             return tail, of_device, flags if checks else None
         tail, means = exchange.tail, exchange.means(1.0 if exchange.plan.quantised else scale)
         are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
-        return tail, self._training.memory_of_replicas.put(means), are_bad
+        return tail, self._training.memory_of_replicas.put_means(means), are_bad
 
     def _agreed_buffers(
         self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]

@@ -16,6 +16,7 @@ import torch
 from collectives import Communicator
 from strategies.core.gathering import replicas_where
 from strategies.core.members import Members
+from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.host_copies import lock_pages
@@ -169,14 +170,14 @@ class Tail:
     """Numbers that travel behind the gradients: means over all replicas.
 
     Attributes:
-        metrics: float32, in the order of their names.
+        metrics: float32, in the order of their names; those on a device may be unread.
         notice: the share of the replicas to whose instance a notice was given.
         settings: of what the program may change, see `StepSettings.word`: the mean, and that of the squares.
         has_gradient: for each parameter the share of the replicas in which it has a gradient.
         has_changed: for each buffer the share of the replicas that have changed it.
     """
 
-    metrics: np.ndarray
+    metrics: UnreadArray
     notice: float
     settings: tuple[float, float]
     has_gradient: np.ndarray

@@ -30,8 +30,19 @@ def plan_memory(
     buckets: Sequence[Bucket],
     is_private: bool,
     batch: Batch,
+    stays: bool = False,
 ) -> MemoryPlan:
-    """Return the memory that this instance needs."""
+    """Return the memory that this instance needs.
+
+    Args:
+        replicas: of all instances.
+        training: see there.
+        plan: of the gradients.
+        buckets: with memory for their means on the host.
+        is_private: whether no means lie in a window.
+        batch: of this instance.
+        stays: whether gradients stay on the device.
+    """
     local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
     quantised = 0 if plan.quantised is None else plan.quantised.new_result().nbytes
@@ -42,7 +53,9 @@ def plan_memory(
         Held("model state", _nbytes(state.model_state), where),
         Held("buffers of replicas", local * _nbytes(state.model_state), where, f"of {local} replicas"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
-        Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
+        Held("gradients", local.bit_length() * gradients, where, f"sums of {local} replicas")
+        if stays
+        else Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
         *held_by_means(replicas, buckets, quantised, is_private),
         *held_by_data(replicas, batch, _nbytes(tensors_of(batch)), HOST),
     ]

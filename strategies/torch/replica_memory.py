@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -116,16 +115,29 @@ class ReplicaMemory:
         """Return the tensors of a tree where the replicas are."""
         return _mapped(tree, partial(put, device=self.device)) if self.is_shared else tree
 
+    def put_means(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients of the host where the parameters are.
+
+        A GPU may copy them later: they stay as they are until it has given the next gradients.
+        """
+        return [mean.to(self.device, non_blocking=True) for mean in means]
+
     def fetched(self, tree: Tree) -> Tree:
         """Return the tensors of a tree in the memory of the host."""
         return _mapped(tree, torch.Tensor.cpu) if self.is_shared else tree
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, without waiting for what a GPU still does."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    """Return a tensor on a device, without waiting for what a GPU still does.
+
+    The memory of the host may be written to as soon as this returns: a GPU copies from page-locked memory of our own.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    own = tensor.pin_memory()
+    if own.data_ptr() == tensor.data_ptr():
+        own = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return own.to(device, non_blocking=True)
 
 
 def _mapped(tree: Tree, function: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
@@ -189,7 +201,7 @@ def chosen_here(device: torch.device, local_index: int) -> torch.device:
 def count_of(kind: str) -> int:
     """Return the number of devices of a type that PyTorch sees."""
     try:
-        module: Any = torch.get_device_module(kind)
+        module = torch.get_device_module(kind)
     except RuntimeError:  # it was built without
         return 0
     return int(module.device_count()) if module.is_available() else 0

@@ -249,13 +249,14 @@ class TorchReplicaRun:
         self._end([value / count for value in total], turn)
 
     def _number(self, name: str, value: Number) -> Told:
-        """Return a metric as a number; of a replica whose gradients stay on the device one of float64 there."""
+        """Return a metric as a number; of a replica whose gradients stay on the device a wide one there."""
         device = self._memory.device
         if not self._instances:
             return _number(name, value)
+        wide = torch.float32 if device.type == "mps" else torch.float64  # which MPS has not
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
-            return value.detach().reshape(()).to(torch.float64)
-        return torch.full((), _number(name, value), dtype=torch.float64, device=device)
+            return value.detach().reshape(()).to(wide)
+        return torch.full((), _number(name, value), dtype=wide, device=device)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
@@ -297,7 +298,7 @@ class TorchReplicaRun:
         self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow]
     ) -> Contribution | DeviceContribution:
         if not self._instances:
-            return Contribution(plan, rows)
+            return Contribution(plan, rows, self._memory.device)
         checks = self._options.check_numerics
         return DeviceContribution(plan, rows, self._memory.device, self._replicas == 1, self._instances > 1, checks)
 

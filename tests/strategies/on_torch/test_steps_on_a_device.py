@@ -111,6 +111,15 @@ def test_sums_are_made_as_soon_as_both_parts_are_there():
     assert sums.take() == []
 
 
+@pytest.mark.parametrize(("replicas", "sets"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_the_plan_of_the_memory_has_the_sums_that_are_alive(replicas, sets):
+    trainer, dataset = begun(strategies.IPUStrategy(replicas), "mlp")
+    held = {one.what: one.nbytes for one in trainer.plan(next(dataset.epoch(0))).held}
+    trainer.close()
+    assert held["gradients"] // held["variables"] == sets
+    assert "mean gradients" not in held
+
+
 def test_gradients_in_one_memory_are_added_apart():
     parameters = tuple(Parameter(name, (2,), torch.zeros(0).numpy().dtype) for name in "ab")
     plan = TorchGradientPlan(parameters, GradientTransfer(), tail=1)
@@ -119,6 +128,43 @@ def test_gradients_in_one_memory_are_added_apart():
     contribution.take_all([gradient, gradient])
     one, other = contribution.arrays(0)
     assert one.data_ptr() != other.data_ptr()
+
+
+def test_a_step_that_was_given_up_leaves_no_gradients():
+    asked = []
+
+    def loss(module, batch):
+        asked.append(0)
+        value = module(batch).square().mean()
+        if len(asked) == 2:  # the second replica, after the first one's gradients were added
+            value.register_hook(lambda gradient: 1 / 0)
+        return value
+
+    def trained(loss, steps):
+        module = nn.Linear(2, 1)
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+        trainer = sgd_trainer(3, module, loss, replica_device="cpu", verify_steps=0)
+        for step in range(steps):
+            try:
+                trainer.step(torch.arange(6.0).reshape(3, 2))
+            except ZeroDivisionError:
+                assert step == 0
+        return module.weight.tolist()
+
+    assert trained(loss, 3) == trained(lambda module, batch: module(batch).square().mean(), 2)
+
+
+def test_a_hook_behind_the_accumulation_of_a_gradient_runs_whenever_it_is_registered():
+    module = nn.Linear(2, 1)
+    trainer = sgd_trainer(1, module, lambda module, batch: module(batch).mean(), replica_device="cpu")
+    seen = []
+    trainer.step(torch.ones(2, 2))
+    handle = module.weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
+    trainer.step(torch.ones(2, 2))
+    handle.remove()
+    trainer.step(torch.ones(2, 2))
+    assert [one.tolist() for one in seen] == [[[1.0, 1.0]]]
 
 
 class Frozen(nn.Module):
