@@ -15,7 +15,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
 _LEAST_PATIENCE_S = 100  # for JAX's heartbeats, as it has it; limits of our own may be shorter
+_NO_PROXY = "no_grpc_proxy"  # comes before no_proxy
 _OTHER_WAY = "POPDIST_EXCHANGE=host"
 
 
@@ -170,6 +171,8 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
     # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
     jax.config.update("jax_enable_preemption_service", False)
     os.environ.update(own_autotuning_setting(os.environ))
+    os.environ.update(no_proxy_setting(os.environ, coordinator.address))
+    jax.config.update("jax_check_proxy_envs", False)  # else it warns that a proxy may be in the way
     patience_s = max(_LEAST_PATIENCE_S, math.ceil(limits.timeout_s))
     try:
         jax.distributed.initialize(
@@ -189,6 +192,18 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
             f"{_OTHER_WAY}"
         ) from error
     logger.debug("JAX's processes are connected at %s", coordinator.address)
+
+
+def no_proxy_setting(environ: Mapping[str, str], address: str) -> dict[str, str]:
+    """Return the variable with which gRPC reaches an address directly; it would look for a proxy of HTTP otherwise.
+
+    Args:
+        environ: the variables of the process.
+        address: host:port, or [IPv6]:port.
+    """
+    without = environ.get(_NO_PROXY) or environ.get("no_proxy", "")
+    host = address.rpartition(":")[0].strip("[]")
+    return {_NO_PROXY: f"{without},{host}".strip(",")}
 
 
 def _is_known(host: str) -> bool:

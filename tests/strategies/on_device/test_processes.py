@@ -7,7 +7,13 @@ import pytest
 from poprun_jobs import run, two
 
 from popdist.xla import own_autotuning_setting
-from strategies.jax.replicas.processes import RuntimeState, own_process, runtime_state, why_unconnected
+from strategies.jax.replicas.processes import (
+    RuntimeState,
+    no_proxy_setting,
+    own_process,
+    runtime_state,
+    why_unconnected,
+)
 
 NEW, CONNECTED, ALONE, ELSEWHERE = RuntimeState
 
@@ -92,3 +98,15 @@ def test_a_program_that_has_started_jax_is_refused():
 )
 def test_an_instance_compiles_without_the_others_unless_the_user_says_otherwise(flags, then):
     assert own_autotuning_setting({"XLA_FLAGS": flags}) == ({} if then is None else {"XLA_FLAGS": then})
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "without"),
+    [
+        ({}, "10.0.0.1:80", "10.0.0.1"),
+        ({"no_proxy": "a,b"}, "[fe80::1]:80", "a,b,fe80::1"),
+        ({"no_proxy": "a", "no_grpc_proxy": "c"}, "10.0.0.1:80", "c,10.0.0.1"),
+    ],
+)
+def test_no_proxy_stands_between_an_instance_and_the_coordinator(environ, address, without):
+    assert no_proxy_setting(environ, address) == {"no_grpc_proxy": without}
