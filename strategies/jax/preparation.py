@@ -123,6 +123,7 @@ class StepPrograms:
         self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
         self._path: DevicePath | None = None  # made for the first step that stays on the device
+        self._is_on_device = False
         self._claim_replicas()
 
     def _close_path(self) -> None:
