@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
@@ -53,6 +54,11 @@ class CompiledPath(DevicePath):
         self._communicator = communicator
         self._device = device
         self._is_cpu = device.platform == "cpu"
+        if self._is_cpu and jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
+            raise DeviceError(
+                f"gloo listens at the address of this machine's name, and {socket.gethostname()!r} has none; add it to "
+                "/etc/hosts, or set POPDIST_EXCHANGE=host"
+            )
         self._mesh = _mesh(communicator, device)
         self._each = NamedSharding(self._mesh, _EACH)
         divisor = jax.device_put(np.float32(spread.replicas), device)

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _TEXT_BYTES = 256  # of a host's name, or an address
 _LEAST_PATIENCE_S = 100  # for JAX's heartbeats, as it has it; limits of our own may be shorter
-_GLOO = "gloo"
 _OTHER_WAY = "POPDIST_EXCHANGE=host"
 
 
@@ -166,8 +165,8 @@ def _place(own: str, other: str, port: int) -> str:
 
 def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
     limits = read_limits(os.environ)
-    if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_cpu_collectives_implementation", _GLOO)
+    # Gloo listens at the address of this machine's name. Without one JAX would not start, also where it uses GPUs.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo" if _is_known(socket.gethostname()) else None)
     # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
     jax.config.update("jax_enable_preemption_service", False)
     os.environ.update(own_autotuning_setting(os.environ))
@@ -190,6 +189,13 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
             f"{_OTHER_WAY}"
         ) from error
     logger.debug("JAX's processes are connected at %s", coordinator.address)
+
+
+def _is_known(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
