@@ -130,6 +130,17 @@ def test_gradients_in_one_memory_are_added_apart():
     assert one.data_ptr() != other.data_ptr()
 
 
+def test_a_buffer_that_nobody_changes_keeps_its_bits():
+    """The mean of seven equal numbers is rounded."""
+    module = nn.Linear(2, 1)
+    module.register_buffer("constant", torch.linspace(0, 1, 1000))
+    before = module.constant.clone()
+    trainer = sgd_trainer(7, module, lambda module, batch: module(batch).mean(), replica_device="cpu")
+    for _ in range(3):
+        trainer.step(torch.ones(7, 2))
+    assert torch.equal(module.constant, before)
+
+
 def test_a_step_that_was_given_up_leaves_no_gradients():
     asked = []
 
