@@ -30,6 +30,12 @@ class HostRegion:
         self.address: int = self._bytes.__array_interface__["data"][0]
         self.nbytes = self._bytes.nbytes
 
+    @property
+    def memory(self) -> np.ndarray:
+        """All of it as uint8; what holds a part of this keeps it mapped."""
+        assert self._bytes is not None, "the region has been closed"
+        return self._bytes
+
     def array(self, shape: tuple[int, ...], dtype: np.dtype, start: int = 0) -> ExportedArray:
         """See `Region`."""
         return ExportedArray(self.address + start, shape, dtype, (CPU, 0))

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -276,7 +277,7 @@ class CheckpointFolder:
             clear(removed)
 
 
-def _for_this_process_alone(orbax: Any) -> dict[str, Any]:
+def _for_this_process_alone(orbax: ModuleType) -> dict[str, object]:
     """Return options with which orbax waits for no other process; none where JAX knows no other one."""
     own = own_process()
     if own is None:

@@ -21,6 +21,7 @@ from collectives.cuda.device import CopyMark, CudaDevice
 from collectives.cuda.memory import DeviceMemory, PageLocked
 from collectives.dlpack import ExportedArray
 from collectives.errors import CudaError
+from strategies.exchange.host_sums import HostSums
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Arriving(Sequence[Sequence[np.ndarray]]):
         arrays: for each buffer those of the local replicas.
         marks: for each buffer when they are there.
         added: called with the number of a buffer and its mean, as soon as that is known.
+        sums: adds them where they are; None if a transport does.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Arriving(Sequence[Sequence[np.ndarray]]):
         arrays: Sequence[Sequence[np.ndarray]],
         marks: Sequence[CopyMark],
         added: Callable[[int, np.ndarray], None] = lambda number, mean: None,
+        sums: HostSums | None = None,
     ) -> None:
         self._arrays = arrays
         self._marks = marks
         self.added = added
+        self.sums = sums
 
     @overload
     def __getitem__(self, number: int) -> Sequence[np.ndarray]: ...
@@ -77,8 +81,12 @@ class Arriving(Sequence[Sequence[np.ndarray]]):
     def __getitem__(self, number: int | slice) -> Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]]:
         if isinstance(number, slice):
             return [self[each] for each in range(len(self))[number]]
-        self._marks[number].wait()
+        self.await_buffer(number)
         return self._arrays[number]
+
+    def await_buffer(self, number: int) -> None:
+        """Wait until the contributions to a buffer are there."""
+        self._marks[number].wait()
 
     def __len__(self) -> int:
         return len(self._arrays)
@@ -94,12 +102,14 @@ class HostCopies:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._rooms: dict[Hashable, _Room] = {}
+        self._locks: dict[Hashable, list[PageLocked]] = {}
 
     def fetch(
         self,
         key: Hashable,
         sources: Sequence[Sequence[Source]],
         added: Callable[[int, np.ndarray], None] = lambda number, mean: None,
+        sums: HostSums | None = None,
     ) -> Arriving:
         """Begin to copy arrays to page-locked memory.
 
@@ -107,18 +117,22 @@ class HostCopies:
             key: says whose memory that is; what was fetched with it before is overwritten.
             sources: for each buffer those of the local replicas; not to be changed before their copies are read.
             added: see `Arriving`.
+            sums: has the memory, and adds what is there; None for memory of this instance alone.
         """
-        lengths = [_aligned(one.nbytes) for of_buffer in sources for one in of_buffer]
-        room = self._room(key, sum(lengths))
-        starts = iter(accumulate(lengths, initial=0))
-        arrays, marks = [], []
-        for of_buffer in sources:
-            places = [room.array(next(starts), one) for one in of_buffer]
+        arrays = self._places(key, sources) if sums is None else sums.own
+        if sums is not None and key not in self._locks:
+            self._locks[key] = locked(self._device, [sums.memory])
+        marks = []
+        for places, of_buffer in zip(arrays, sources, strict=True):
             copied = zip(places, of_buffer, strict=True)
             self._device.copy_all((_address(place), one.address, one.nbytes) for place, one in copied)
-            arrays.append(places)
             marks.append(self._device.mark())
-        return Arriving(arrays, marks, added)
+        return Arriving(arrays, marks, added, sums)
+
+    def _places(self, key: Hashable, sources: Sequence[Sequence[Source]]) -> list[list[np.ndarray]]:
+        lengths = [_aligned(one.nbytes) for of_buffer in sources for one in of_buffer]
+        room, starts = self._room(key, sum(lengths)), iter(accumulate(lengths, initial=0))
+        return [[room.array(next(starts), one) for one in of_buffer] for of_buffer in sources]
 
     def means(self, results: Iterable[np.ndarray]) -> MeansOnDevice:
         """Return memory on the GPU for means; page-locks the memory of the host from where they will come.

@@ -115,12 +115,27 @@ class Means:
         if self._quantised is not None:
             assert self.of_payload is not None
             self._quantised.reduce(contributions[whole.pop()], self.of_payload, name=f"{bucket.name}/payload")
-        if isinstance(contributions, Arriving):  # one by one, while the next ones arrive
-            for number in whole:
-                self._reduce_whole(bucket, contributions, [number])
-                contributions.added(number, bucket.results[number])
+        if isinstance(contributions, Arriving):
+            self._reduce_arriving(bucket, contributions, whole)
         else:
             self._reduce_whole(bucket, contributions, whole)
+
+    def _reduce_arriving(self, bucket: Bucket, contributions: Arriving, numbers: Sequence[int]) -> None:
+        """Add what is there while the rest arrives, and have each mean sent on at once."""
+        sums, results = contributions.sums, bucket.results
+        in_place = [number for number in numbers if sums is not None and sums.can_add(results[number])]
+        for number in numbers:
+            if number not in in_place:
+                self._reduce_whole(bucket, contributions, [number])
+                contributions.added(number, results[number])
+        if sums is None:
+            return
+        for group in sums.groups(in_place, results):
+            for number in group:
+                contributions.await_buffer(number)
+            sums.add(bucket.name, group, results)
+            for number in group:
+                contributions.added(number, results[number])
 
     def _reduce_whole(
         self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]], numbers: Sequence[int]

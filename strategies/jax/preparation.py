@@ -275,7 +275,7 @@ class StepPrograms:
         of_state = gradients.means[plan.program.num_gradients :]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
         update = self.update_of(shapes.variables)
-        gradients.copies = copies_for(self._devices, gradients.buckets)
+        gradients.copies = copies_for(self._devices, communicator, gradients.buckets)
         return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
 
     def _kept(self, key: Any) -> _Plan | None:

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.cores(2),
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
 ]
-PROGRAM = (sys.executable, str(ROOT / "tests" / "jobs" / "programs" / "path_of_torch.py"))
+PROGRAM = (sys.executable, "-m", "mpi4py", str(ROOT / "tests" / "jobs" / "programs" / "path_of_torch.py"))
 HOLDS = [
     "same bits",
     "no thread left",

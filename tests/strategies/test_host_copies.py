@@ -107,7 +107,7 @@ def test_a_training_has_the_same_bits_with_copies_by_the_driver(
 ) -> None:
     expected = trained()
 
-    def by_driver(devices: ReplicaDevices, buckets: Sequence[Bucket]) -> GradientCopies:
+    def by_driver(devices: ReplicaDevices, communicator: Communicator, buckets: Sequence[Bucket]) -> GradientCopies:
         return GradientCopies(device, buckets)
 
     monkeypatch.setattr("strategies.jax.preparation.copies_for", by_driver)
@@ -127,12 +127,17 @@ def test_two_instances_add_what_arrives_and_send_the_means_back(tmp_path: Path) 
         means.reduce(bucket, given)
         expected = [result.tobytes() for result in bucket.results]
         communicator.barrier()
-        for result in bucket.results:
-            result[...] = 0
-        communicator.barrier()
-        means.reduce(bucket, copies.fetch(0, [[jnp.array(array) for array in of_buffer] for of_buffer in given]))
-        on_device = [np.array(mean) for mean in copies.means(list(bucket.results))]
-        assert [mean.tobytes() for mean in on_device] == expected
+        arrays = [[jnp.array(array) for array in of_buffer] for of_buffer in given]
+        for is_shared in (False, True):
+            if is_shared:
+                copies.share(communicator, [1, 1])
+            for result in bucket.results:
+                result[...] = 0
+            communicator.barrier()
+            means.reduce(bucket, copies.fetch(0, arrays))
+            on_device = [np.array(mean) for mean in copies.means(list(bucket.results))]
+            assert [mean.tobytes() for mean in on_device] == expected
+            communicator.barrier()
         return expected
 
     one, other = run_on_threads(2, on_rank)

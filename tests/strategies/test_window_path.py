@@ -28,7 +28,7 @@ RANKS = 4
 
 @in_a_job
 def test_means_and_rows_have_the_bits_of_the_host(tmp_path: Path) -> None:
-    libraries = ["numpy", "driver", "jax", *(["torch"] if find_spec("torch") else [])]
+    libraries = ["numpy", "driver", "sums", "jax", *(["torch"] if find_spec("torch") else [])]
     job = run_job(mpirun_command(RANKS, PROGRAM, str(tmp_path), *libraries))
     assert job.returncode == 0, job.stderr
     found = set(job.stdout.splitlines())

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from collectives import Communicator
 from collectives.cuda.device import CudaDevice
-from collectives.errors import CudaError
+from collectives.errors import CudaError, MappingError
 from strategies.exchange.host_copies import Arriving, HostCopies, Source, gpu_of
+from strategies.exchange.host_sums import HostSums
 from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.typing import Leaf, Tree
@@ -18,20 +20,27 @@ from strategies.typing import Leaf, Tree
 logger = logging.getLogger("strategies.jax")
 
 
-def copies_for(devices: ReplicaDevices, buckets: Sequence[Bucket]) -> GradientCopies | None:
-    """Return the copies of gradients in buckets by the CUDA driver; None if JAX copies them.
+def copies_for(devices: ReplicaDevices, communicator: Communicator, buckets: Sequence[Bucket]) -> GradientCopies | None:
+    """Return the copies of gradients in buckets by the CUDA driver; None if JAX copies them. Collective on GPUs.
 
     Args:
         devices: on the first of them is the update.
+        communicator: connects the instances.
         buckets: with memory for the means.
     """
     if devices.is_cpu:
         return None
+    found = None
     try:
-        return GradientCopies(gpu_of(devices.devices[0].local_hardware_id), buckets)
+        found = GradientCopies(gpu_of(devices.devices[0].local_hardware_id), buckets)
     except CudaError as error:
         logger.warning("JAX copies gradients to the host and back, which is slow: %s", error)
-        return None
+    if communicator.size > 1 and communicator.mechanism == "window":
+        said = np.array([len(devices.replicas), found is not None])
+        counts, have_copies = communicator.all_gather(said, name="gradients are copied by the CUDA driver").T
+        if found is not None and have_copies.all():
+            found.share(communicator, counts.tolist())
+    return found
 
 
 class GradientCopies:
@@ -47,8 +56,22 @@ class GradientCopies:
 
     def __init__(self, device: CudaDevice, buckets: Sequence[Bucket]) -> None:
         self._copies = HostCopies(device)
+        self._buckets = buckets
+        self._sums: list[HostSums | None] = [None] * len(buckets)
         self._means = self._copies.means(result for bucket in buckets for result in bucket.results)
         self._imported: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
+
+    def share(self, communicator: Communicator, counts: Sequence[int]) -> None:
+        """Have instances of one host add each other's gradients where they arrive, if there is memory. Collective.
+
+        Args:
+            communicator: connects the instances.
+            counts: the local replicas of each.
+        """
+        try:
+            self._sums = [HostSums(communicator, counts, bucket.layout.buffers) for bucket in self._buckets]
+        except MappingError as error:
+            logger.info("gradients are added through the window of the collectives: %s", error)
 
     def fetch(self, number: int, of_buffers: Sequence[Sequence[jax.Array]]) -> Arriving:
         """Begin to copy a bucket to the host; its means go back as soon as they are known.
@@ -58,7 +81,7 @@ class GradientCopies:
             of_buffers: for each buffer the finished arrays of the local replicas.
         """
         sources = [[_source(array) for array in of_replicas] for of_replicas in of_buffers]
-        return self._copies.fetch(number, sources, lambda buffer, mean: self._means.begin(mean))
+        return self._copies.fetch(number, sources, lambda buffer, mean: self._means.begin(mean), self._sums[number])
 
     def means(self, means: Tree) -> Tree:
         """Return means on the GPU, when they are there; what has not been copied stays on the host.

@@ -98,7 +98,8 @@ class CompiledPath(DevicePath):
     def _packed(self, sums: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Return the sums of a buffer as one flat array of `_rows` rows."""
         if self._rows > 1:
-            return _pack(tuple(sums), self._rows, dtype)
+            packed: jax.Array = _pack(tuple(sums), self._rows, dtype)
+            return packed
         return sums[0] if sums[0].dtype == dtype else sums[0].astype(dtype)
 
     # ---- programs of all instances
@@ -106,17 +107,24 @@ class CompiledPath(DevicePath):
     def _together(
         self, name: str, program: Callable[..., Sequence[jax.Array]], own: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """Begin a program when all instances have come; return this instance's results."""
+        """Begin a program when all instances have come; return this instance's results.
+
+        Raises:
+            PeerLostError: on CPUs, if an instance ends meanwhile. On GPUs results raise JAX's error when they are read.
+        """
         if self._is_cpu:
             jax.block_until_ready(own)
         self._communicator.barrier(name=f"compiled exchange of {name}")
+        results = program(*map(self._of_all, own))
+        if self._is_cpu:
+            self._wait(name, results)
+        return [result.addressable_data(0) for result in results]
+
+    def _wait(self, name: str, results: Sequence[jax.Array]) -> None:
         try:
-            results = program(*map(self._of_all, own))
-            if self._is_cpu:
-                jax.block_until_ready(results)
+            jax.block_until_ready(results)
         except jax.errors.JaxRuntimeError as error:
             raise PeerLostError(f"{name} could not be exchanged by {self.spread.size} instances: {error}") from error
-        return [result.addressable_data(0) for result in results]
 
     def _of_all(self, own: jax.Array) -> jax.Array:
         shape = (self.spread.size * own.shape[0],)
@@ -164,7 +172,8 @@ class CompiledPath(DevicePath):
         nodes = tuple(self.spread.sums[rank][row] for rank, row in places)
         total = added(nodes, [received[place] for place in places])
         mean = mean_of(total, dtype, self.spread.replicas, divisor)
-        return jax.lax.all_gather(mean, _INSTANCES, tiled=True)[:size]
+        means: jax.Array = jax.lax.all_gather(mean, _INSTANCES, tiled=True)
+        return means[:size]
 
 
 def groups_of(nbytes: Sequence[int], dtypes: Dtypes) -> list[list[int]]:
@@ -194,8 +203,8 @@ def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:
     processes = {each.process_index for each in devices if each is not None}
     if len(processes) < len(devices):
         raise DeviceError(
-            f"the {len(devices)} instances have devices of {len(processes)} of JAX's processes; make the strategy "
-            "before JAX starts, or use POPDIST_EXCHANGE=host"
+            f"JAX has started before it could be connected with that of all {len(devices)} instances; make the "
+            "strategy before the first array, and the first look at jax.devices(), or set POPDIST_EXCHANGE=host"
         )
     return Mesh(np.array(devices), (_INSTANCES,))
 

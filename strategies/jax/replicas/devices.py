@@ -246,6 +246,7 @@ def claim_devices(
     instruments: Instruments = _UNSEEN,
     executables_folder: str = "",
     is_spread: bool = False,
+    first_device: int | None = None,
 ) -> DeviceGrid:
     """Find devices for each local replica, and have JAX compute what is the same wherever they run.
 
@@ -261,6 +262,7 @@ def claim_devices(
         instruments: see programs for them being compiled, and replicas at work.
         executables_folder: where compiled programs are kept if the environment names no folder; "" for none.
         is_spread: whether each replica has a device of its own on CPUs too, as on accelerators.
+        first_device: the place of the first accelerator among those that JAX sees; default: by the local index.
 
     Raises:
         DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
@@ -274,7 +276,7 @@ def claim_devices(
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
             logger.debug("JAX has started already, with %d devices", jax.local_device_count())
-    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments, is_spread)
+    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments, is_spread, first_device)
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
@@ -289,6 +291,7 @@ def choose_grid(
     ipus_per_replica: int = 1,
     instruments: Instruments = _UNSEEN,
     is_spread: bool = False,
+    first_device: int | None = None,
 ) -> DeviceGrid:
     """Return the devices of JAX that `claim_devices` gives to local replicas, once JAX has started; change nothing.
 
@@ -301,6 +304,7 @@ def choose_grid(
         ipus_per_replica: see `claim_devices`.
         instruments: see `claim_devices`.
         is_spread: see `claim_devices`.
+        first_device: see `claim_devices`.
     """
     devices = jax.local_devices()
     local = len(replicas)
@@ -309,7 +313,7 @@ def choose_grid(
         return DeviceGrid(tuple(replace(column) for _ in range(ipus_per_replica)))
     possible = (width for width in range(1, local + 1) if local % width == 0)
     width = max(width for width in possible if width == 1 or width * ipus_per_replica <= len(devices))
-    start = local_index * local * ipus_per_replica
+    start = local_index * local * ipus_per_replica if first_device is None else first_device
     columns = []
     for number in range(ipus_per_replica):
         places = (start + replica * ipus_per_replica + number for replica in range(width))

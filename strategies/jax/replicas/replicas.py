@@ -99,6 +99,9 @@ class Replicas:
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
         self._has_carried_on = False
+        instance = membership.instance
+        # Where variables lie, which stay there when this instance takes over replicas of another one.
+        self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
         warn_where_none_goes_on(self)
@@ -123,6 +126,7 @@ class Replicas:
             self.instruments,
             self.defaults.executables or (usual_folder(os.environ) if has_same_bits else ""),
             is_spread=self.exchange.is_on_device,
+            first_device=self._first_device,
         )
         self.devices = self.grid.first
         if self.devices.is_cpu and platform != CPU:

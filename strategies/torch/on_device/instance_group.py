@@ -19,10 +19,14 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Proces
 
 from collectives import Communicator
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
+from popdist.instance import this_host
+from popdist.process import process
 from strategies.errors import StrategyError
+from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
-_LOOPBACK = "127.0.0.1"
-_ADDRESS_BYTES = 256
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable by which a user names the network interface for gloo."""
+_ADDRESS_BYTES = 512
 _POLL_S = 0.001
 
 
@@ -50,7 +54,7 @@ class InstanceGroup:
     """A process group of all instances: NCCL for tensors on GPUs, gloo for those of the host.
 
     It is built directly on a store of its own. So `torch.distributed` has no default group afterwards, or still that of
-    the program, and no environment variable is read or set. Making it is a collective call of the communicator.
+    the program, and no variable of the environment is set. Making it is a collective call of the communicator.
 
     Collectives are called by all instances in one order, from one thread at a time. On a GPU they are queued on the
     current stream, and what follows there comes after them; on the host they return when they are done.
@@ -69,19 +73,21 @@ class InstanceGroup:
         self._limit_s = communicator.limits.timeout_s
         self._store: Store | None = None
         self._backend: Backend | None = None
-        shares_host = _shares_host(communicator)
+        hosts = _hosts_of(communicator)
         reason = ""
         try:
-            self._connect(communicator, shares_host)
+            self._connect(communicator, hosts)
         except (RuntimeError, OSError) as error:  # PyTorch's errors are RuntimeErrors
             reason = f"{type(error).__name__}: {error}"
         self._insist_on_all(communicator, reason)
 
-    def _connect(self, communicator: Communicator, shares_host: bool) -> None:
+    def _connect(self, communicator: Communicator, hosts: Sequence[str]) -> None:
         limit = timedelta(seconds=self._limit_s)
-        self._store = _store(communicator, shares_host, limit)
-        build = _gloo if self._device.type == "cpu" else _nccl
-        self._backend = build(self._store, self._rank, self._size, shares_host, limit)
+        self._store = _store(communicator, hosts, limit)
+        if self._device.type == "cpu":
+            self._backend = _gloo(self._store, self._rank, hosts, self._size, limit)
+        else:
+            self._backend = _nccl(self._store, self._rank, self._size, limit)
         own = torch.zeros(1, dtype=torch.uint8, device=self._device)
         self.all_gather(own.new_empty(self._size), own)  # NCCL connects with the first collective
         if self._device.type != "cpu":
@@ -147,7 +153,8 @@ class InstanceGroup:
         """
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type != "cpu":
-            self._wait_for_device()
+            if not process.has_failed:
+                self._wait_for_device()
             backend.abort()  # unlike shutdown(), it waits for no other instance
         del backend  # gloo's threads end with the last reference, and those of the store
         self._store = None
@@ -169,58 +176,63 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # ---- how instances meet
 
 
-def _shares_host(communicator: Communicator) -> bool:
-    """Return whether all instances reach each other by the loopback interface; a collective call."""
+def _hosts_of(communicator: Communicator) -> list[str]:
+    """Return the names of the instances' hosts; none if all reach each other by loopback. Collective."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    words = [boot.read_text() if boot.exists() else socket.gethostname()]
+    words = [boot.read_text() if boot.exists() else this_host()]
     with suppress(OSError):
         words.append(os.readlink("/proc/self/ns/net"))
-    own = np.frombuffer(hashlib.sha256(" ".join(words).encode()).digest(), np.uint8).copy()
-    found = communicator.all_gather(own, name="hosts of instances")
-    return bool((found == found[0]).all())
+    place = hashlib.sha256(" ".join(words).encode()).hexdigest()
+    found = communicator.all_gather(_packed(f"{place} {this_host()}"), name="hosts of PyTorch")
+    places, hosts = zip(*(_text(row).split() for row in found), strict=True)
+    return [] if len(set(places)) == 1 else list(hosts)
 
 
-def _store(communicator: Communicator, shares_host: bool, limit: timedelta) -> Store:
+def _store(communicator: Communicator, hosts: Sequence[str], limit: timedelta) -> Store:
     """Return a store that all instances share; a collective call. Instance 0 has it in a thread of its own."""
-    told = np.zeros(_ADDRESS_BYTES, np.uint8)
+    told = np.zeros((communicator.size, _ADDRESS_BYTES), np.uint8)
     store = None
     if communicator.rank == 0:
-        store, address = _listening(shares_host, limit)
-        told[: len(address)] = np.frombuffer(address, np.uint8)
-    host, port = bytes(communicator.broadcast(told, name="address of a store")).rstrip(b"\0").decode().split()
-    return store or TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        store, port = _listening(not hosts, limit)
+        towards = map(own_address_towards, hosts) if hosts else [LOOPBACK] * communicator.size
+        told[:] = [_packed(f"{address} {port}") for address in towards]
+    communicator.broadcast(told, name="address of a store")
+    host, port_of_store = _text(told[communicator.rank]).split()
+    return store or TCPStore(host, int(port_of_store), is_master=False, timeout=limit, wait_for_workers=False)
 
 
-def _listening(shares_host: bool, limit: timedelta) -> tuple[Store, bytes]:
-    """Return a store that listens, to this host alone where that is enough, and its address."""
-    if not shares_host:
-        host = socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
-        return store, f"{host} {store.port}".encode()
-    with socket.create_server((_LOOPBACK, 0)) as listener:
+def _listening(is_local: bool, limit: timedelta) -> tuple[Store, int]:
+    """Return a store that listens, to this host alone where that is enough, and its port."""
+    if not is_local:
+        store = TCPStore(this_host(), 0, is_master=True, timeout=limit, wait_for_workers=False)
+        return store, store.port
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        store = TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # it is the store's from here on
-        )
-    return store, f"{_LOOPBACK} {port}".encode()
+        descriptor = listener.detach()  # it is the store's from here on
+    store = TCPStore(LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
+    return store, port
 
 
-def _gloo(store: Store, rank: int, size: int, shares_host: bool, limit: timedelta) -> Backend:
+def _packed(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0"), np.uint8).copy()
+
+
+def _text(row: np.ndarray) -> str:
+    return row.tobytes().rstrip(b"\0").decode()
+
+
+def _gloo(store: Store, rank: int, hosts: Sequence[str], size: int, limit: timedelta) -> Backend:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    if shares_host:
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-    else:
+    if _INTERFACE in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
+    else:  # the name of a host may stand for an address that others do not reach
+        address = own_address_towards(hosts[rank == 0]) if hosts else LOOPBACK
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return cast(Backend, ProcessGroupGloo(store, rank, size, options))
 
 
-def _nccl(store: Store, rank: int, size: int, shares_host: bool, limit: timedelta) -> Backend:
+def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Backend:
     if not dist.is_nccl_available():
         raise RuntimeError("this PyTorch has no NCCL")
     options = dist.ProcessGroupNCCL.Options()

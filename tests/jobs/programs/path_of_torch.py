@@ -97,7 +97,10 @@ def main(communicator: Communicator) -> Iterator[str]:
             for counts in SPREADS[2]:
                 assert_same_means(two, counts)
     yield "same bits"
-    assert tasks() == before
+    end_s = time.monotonic() + 20.0
+    while tasks() != before:  # the kernel lists a thread for a moment after it was joined
+        assert time.monotonic() < end_s, (tasks(), before)
+        time.sleep(0.001)
     yield "no thread left"
 
     path = TorchCompiledPath(communicator, apart, CPU)

@@ -79,7 +79,7 @@ def test_the_end_of_the_coordinator_is_told_as_that_of_any_instance(end, status,
 def test_a_program_that_has_started_jax_is_refused():
     finished = run(*two(HEAD + "jax.devices()" + TRAIN))
     assert finished.status == 1
-    assert "on instance 0 JAX has started before it could be connected" in finished.stderr
+    assert "JAX has started before it could be connected with that of all 2 instances" in finished.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,16 @@ import collectives
 from collectives.cuda.device import CudaDevice
 from collectives.cuda.driver import Driver
 from collectives.cuda.regions import CudaMemory
-from collectives.dlpack import ExportedArray
+from collectives.dlpack import CPU, ExportedArray
 from collectives.mapped import MappedMemory
 from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
 from collectives.shared_memory.host_regions import HostMemory
 from collectives.tree import TreeNode
+from strategies.exchange.flat import FlatLayout
+from strategies.exchange.host_copies import HostCopies, Source
+from strategies.exchange.host_sums import HostSums
+from strategies.exchange.means import Bucket, Means
 from strategies.exchange.window_path import WindowPath
 
 SPREADS = ((2, 2), (3, 2), (1, 1), (1, 2, 3), (1, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 1, 1))
@@ -144,6 +148,39 @@ def differences(
     return wrong
 
 
+def differences_of_sums(communicator: collectives.Communicator, counts: Sequence[int], folder: Path) -> list[str]:
+    """The buffers that differ if instances add what a driver has copied into memory of the host that they share."""
+    layout = FlatLayout(((300_001,), (70_001,), (1001,), (700_000,)), (FLOAT32, FLOAT32, BFLOAT16, FLOAT16), 3)
+    bucket = Bucket.of("sums", layout, communicator.allocate, {}, {})
+    copies, means = HostCopies(CudaDevice(0, Driver(FakeLibrary(folder), CPU))), Means(communicator, sum(counts), None)
+    on_device = copies.means(bucket.results)
+    sums = HostSums(communicator, counts, layout.buffers)
+    assert [sums.can_add(result) for result in bucket.results] == [True, True, False, True]
+    wrong = []
+    for seed in range(2):
+        random = np.random.default_rng([seed, communicator.rank])
+        given = [
+            [random.standard_normal(buffer.size).astype(buffer.dtype) for _ in range(counts[communicator.rank])]
+            for buffer in layout.buffers
+        ]
+        means.reduce(bucket, given)
+        expected = [result.tobytes() for result in bucket.results]
+        communicator.barrier()
+        for result in bucket.results:
+            result[...] = 0
+        communicator.barrier()
+        sources = [[Source(one.__array_interface__["data"][0], one.size, one.dtype) for one in each] for each in given]
+        means.reduce(bucket, copies.fetch("sums", sources, lambda number, mean: on_device.begin(mean), sums))
+        on_device.wait()
+        for number, (want, result) in enumerate(zip(expected, bucket.results, strict=True)):
+            exported = on_device.on_device(result)
+            assert exported is not None
+            if want != result.tobytes() or want != NumpyViews().view(exported).tobytes():
+                wrong.append(f"{seed}/{number}")
+        communicator.barrier()
+    return wrong
+
+
 def main(folder: Path, libraries: Sequence[str]) -> None:
     with collectives.connect("mpi") as communicator:
         groups = {size: communicator.subgroup(range(size)) for size in (2, 3, 4) if communicator.rank < size}
@@ -151,7 +188,11 @@ def main(folder: Path, libraries: Sequence[str]) -> None:
             found = []
             for counts in OF_FRAMEWORKS if library in ("jax", "torch") else SPREADS:
                 if len(counts) in groups:
-                    wrong = differences(groups[len(counts)], counts, library, folder)
+                    group = groups[len(counts)]
+                    if library == "sums":
+                        wrong = differences_of_sums(group, counts, folder)
+                    else:
+                        wrong = differences(group, counts, library, folder)
                     found.append(f"{counts} {'differs in ' + ', '.join(wrong) if wrong else 'equal'}")
             sys.stdout.write(f"{library} {communicator.rank}: {'; '.join(found)}\n")
             sys.stdout.flush()
