@@ -372,8 +372,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="two forward passes before one backward pass draw the same",
         path="strategies/torch/loop_state.py",
-        old="        if self._generator is None:\n",
-        new="        if self._generator is not None or True:\n",
+        old="        if self._randomness is None:\n",
+        new="        if self._randomness is not None or True:\n",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestRandomNumbers::test_of_two_forward_passes_before_one_backward_are_those_of_trainer",
     ),
     Fault(
