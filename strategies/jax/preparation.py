@@ -123,6 +123,7 @@ class StepPrograms:
         self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
         self._path: DevicePath | None = None  # made for the first step that stays on the device
+        self._is_on_device = False
         self._claim_replicas()
 
     def _close_path(self) -> None:
@@ -130,10 +131,17 @@ class StepPrograms:
             self._path.close()
         self._path = None
 
+    def _open_path(self) -> None:
+        """Make the path between devices, before the first step; a collective call."""
+        if self._is_on_device and self._path is None:
+            self._path = path_for(self._replicas)
+            self._is_on_device = self._path is not None  # devices of which memory cannot be mapped
+
     def _claim_replicas(self) -> None:
         """Begin anew with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
         self._close_path()
+        self._is_on_device = self._replicas.exchange.is_on_device
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
         self._seen: list[Any] = []  # the shapes of batches for which steps were made
@@ -233,6 +241,7 @@ class StepPrograms:
         )
 
     def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
+        self._open_path()
         shapes = self._shapes_of(state, batch)
         key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
         kept = self._kept(key)
@@ -245,8 +254,6 @@ class StepPrograms:
 
     def _of_device(self, plan: _Plan, shapes: ReplicaShapes) -> DeviceStep:
         assert isinstance(plan.gradients, JaxGradientPlan)
-        if self._path is None:
-            self._path = path_for(self._replicas)
         assert self._path is not None
         program, (layout,) = plan.program, plan.gradients.layouts
         update = self.update_of(shapes.variables)
@@ -285,7 +292,7 @@ class StepPrograms:
         not: what is measured or compared for it is measured and compared by all of them, or by none.
         """
         found = self._plans.get(key)
-        if found is not None and found.is_on_device and not self._replicas.exchange.is_on_device:
+        if found is not None and found.is_on_device and not self._is_on_device:
             found = None
         if self._replicas.num_instances == self._instances_at_first:
             return found
@@ -323,7 +330,7 @@ class StepPrograms:
         Raises:
             ValueError: if the program asks for the device, and something in the step needs the host.
         """
-        if not self._replicas.exchange.is_on_device:
+        if not self._is_on_device:
             return None
         plan, reason = None, self._options.needs_host
         if reason is None:

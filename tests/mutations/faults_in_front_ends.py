@@ -162,9 +162,23 @@ IN_FRONT_ENDS = (
     Fault(
         name="of buffers that each replica keeps the first one alone follows the program",
         path="strategies/torch/model_buffers.py",
-        old="own.copy_(self.slots[number].tensor.detach().expand_as(own))",
-        new="own[self._shown].copy_(self.slots[number].tensor.detach())",
+        old="                own.copy_(shown.expand_as(own))",
+        new="                own[self._shown].copy_(shown)",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_that_the_program_changes_are_those_of_all_replicas",
+    ),
+    Fault(
+        name="gradients on a device that lie in one memory are added to each other",
+        path="strategies/torch/on_device/contribution.py",
+        old="            if gradient.data_ptr() in seen:",
+        new="            if gradient.data_ptr() in ():",
+        caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_gradients_in_one_memory_are_added_apart",
+    ),
+    Fault(
+        name="a buffer on a device that no replica has changed becomes the rounded mean of equal numbers",
+        path="strategies/torch/on_device/buffers.py",
+        old="        return torch.where(has_changed, value, old)",
+        new="        return value",
+        caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_a_buffer_that_nobody_changes_keeps_its_bits",
     ),
     Fault(
         name="gradients of 16 bits are divided by the scale of the loss in 16 bits",
@@ -358,8 +372,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="two forward passes before one backward pass draw the same",
         path="strategies/torch/loop_state.py",
-        old="        if self._generator is None:\n",
-        new="        if self._generator is not None or True:\n",
+        old="        if self._randomness is None:\n",
+        new="        if self._randomness is not None or True:\n",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestRandomNumbers::test_of_two_forward_passes_before_one_backward_are_those_of_trainer",
     ),
     Fault(

@@ -72,5 +72,5 @@ def path_for(replicas: Replicas) -> DevicePath | None:
     spread, gpu = Spread.together(counts.tolist()), None if device.platform == "cpu" else device.local_hardware_id
     return windows_if_possible(
         asked_exchange(replicas.defaults.exchange, os.environ),
-        lambda: WindowPath(spread, communicator, memory_of(gpu), JaxArithmetic(), JaxViews()),
+        lambda: WindowPath(spread, communicator, memory_of(gpu), JaxArithmetic(), JaxViews(device)),
     )

@@ -16,7 +16,14 @@ from strategies.jax.programs.program import jit
 
 @final
 class JaxViews:
-    """See `DeviceViews`."""
+    """See `DeviceViews`.
+
+    Args:
+        device: where what leaves the mapped memory lies. Memory of the host is taken for the first simulated device.
+    """
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
 
     def view(self, array: ExportedArray) -> jax.Array:
         """See `DeviceViews`."""
@@ -34,13 +41,15 @@ class JaxViews:
 
     def taken(self, view: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
         """See `DeviceViews`."""
-        found: list[jax.Array] = jax.block_until_ready(_taken(tuple(starts), tuple(sizes))(view))
-        return found
+        found = _taken(tuple(starts), tuple(sizes))(view)
+        return [self._placed(one) for one in jax.block_until_ready(found)]
 
     def stacked(self, rows: Sequence[jax.Array]) -> jax.Array:
         """See `DeviceViews`."""
-        found: jax.Array = jax.block_until_ready(_stacked(rows))
-        return found
+        return self._placed(jax.block_until_ready(_stacked(rows)))
+
+    def _placed(self, array: jax.Array) -> jax.Array:
+        return array if array.devices() == {self._device} else jax.device_put(array, self._device)
 
 
 @cache

@@ -6,6 +6,7 @@ The CPU is the device here; `ReplicaMemory.reads` counts what a GPU would be wai
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_gradients_in_one_memory_are_added_apart():
     assert one.data_ptr() != other.data_ptr()
 
 
+def test_a_buffer_that_nobody_changes_keeps_its_bits():
+    """The mean of seven equal numbers is rounded."""
+    module = nn.Linear(2, 1)
+    module.register_buffer("constant", torch.linspace(0, 1, 1000))
+    before = module.constant.clone()
+    trainer = sgd_trainer(7, module, lambda module, batch: module(batch).mean(), replica_device="cpu")
+    for _ in range(3):
+        trainer.step(torch.ones(7, 2))
+    assert torch.equal(module.constant, before)
+
+
 def test_a_step_that_was_given_up_leaves_no_gradients():
     asked = []
 
@@ -237,6 +249,24 @@ def test_features_have_the_bits_of_the_host(on_instances, module, loss, options)
             defaults=COMPILED,
         )
         assert found == [expected] * instances, instances
+
+
+def test_layers_may_be_frozen_and_thawed(on_instances):
+    def function(strategy, **options):
+        module = new_module("convolutions")
+        optimizer = torch.optim.Adam(module.parameters())
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(dataset.epoch(0)):
+            module.last.requires_grad_(step not in (2, 3))
+            trainer.step(batch)
+        variables = strategies.fingerprint(dict(trainer.state.variables))
+        trainer.close()
+        return variables
+
+    [expected] = on_instances(1, 4, function)
+    on_device = functools.partial(function, replica_device="cpu")
+    assert {expected} == {one for n in (1, 2) for one in on_instances(n, 4, on_device, defaults=COMPILED)}
 
 
 def test_replicas_with_a_gradient_that_is_not_finite_are_named(on_instances):

@@ -83,6 +83,8 @@ def resumed(folder, module, **options):
     [
         ("convolutions", {}, {}),
         ("convolutions", {"synchronised": True}, {"synchronised": True}),
+        ("convolutions", {"replica_device": "cpu"}, {"replica_device": "cpu"}),
+        also("convolutions", {}, {"replica_device": "cpu"}),
         (
             "convolutions",
             {"replicated_optimizer_state_sharding": True},

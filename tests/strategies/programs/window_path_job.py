@@ -81,12 +81,13 @@ def with_driver(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Cal
 
 
 def with_jax(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callable[[np.ndarray], Any]]:
+    import jax
     import jax.numpy as jnp
 
     from strategies.jax.on_device.arithmetic import JaxArithmetic
     from strategies.jax.on_device.views import JaxViews
 
-    return HostMemory, JaxArithmetic(), JaxViews(), jnp.array
+    return HostMemory, JaxArithmetic(), JaxViews(jax.devices()[0]), jnp.array
 
 
 def with_torch(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callable[[np.ndarray], Any]]:
