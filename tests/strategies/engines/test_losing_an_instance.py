@@ -95,13 +95,21 @@ def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates
             of_instances[source].before_send(source, to)
 
     return run_instances(
-        count, REPLICAS, function, mechanism=mechanism, hub=ThreadHub(count, before_send), instruments=of_instances
+        count,
+        REPLICAS,
+        function,
+        mechanism=mechanism,
+        hub=ThreadHub(count, before_send),
+        instruments=of_instances,
+        defaults=row.of_survivors,
     )
 
 
 @functools.cache
 def undisturbed(row: Row, evaluates: bool):
-    [found] = run_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates))
+    [found] = run_instances(
+        1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates), defaults=row.of_survivors
+    )
     return found
 
 
@@ -143,7 +151,8 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
     lost = number % count
     faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
     mechanism = "ring" if kind == "cut" else "window"
-    check(run_instances(count, REPLICAS, functools.partial(train, row=row), faults, mechanism=mechanism), row, lost)
+    function, defaults = functools.partial(train, row=row), row.of_survivors
+    check(run_instances(count, REPLICAS, function, faults, mechanism=mechanism, defaults=defaults), row, lost)
 
 
 def in_tiers(row: Row, step: int):
@@ -184,6 +193,6 @@ def test_state_that_one_instance_alone_has_is_lost_with_it(row, caplog):
                 have_same.append(training.bits == before)
 
     with caplog.at_level(logging.WARNING), pytest.raises(PeerLostError, match="rank 1 is lost"):
-        run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"])
+        run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"], defaults=row.of_survivors)
     assert have_same == [True] * 3
     assert "a part of the state that no other has (sharded optimizer state): if one is lost the job" in caplog.text
