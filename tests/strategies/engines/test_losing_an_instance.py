@@ -12,7 +12,7 @@ import threading
 from typing import final
 
 import pytest
-from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, train
+from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
 from losing import Lost, thread_name
 from surviving_instances import run_instances
 
@@ -127,10 +127,16 @@ CASES = [
 FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 
 
-@EVERY
+def case_of(row: Row, case: tuple[int, int, int, str]):
+    """A case, which is of the complete tier unless it is one of a few."""
+    given = row.as_parameter
+    is_short = case in (FEW[:1] if row.survives else FEW)
+    marks = [*given.marks, *([] if is_short else [pytest.mark.complete])]
+    return pytest.param(row, *case, marks=marks, id="-".join(map(str, (row.name, *case))))
+
+
 @pytest.mark.parametrize(
-    ("count", "lost", "step", "mechanism"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.complete) for case in CASES],
+    ("row", "count", "lost", "step", "mechanism"), [case_of(row, case) for row in ROWS for case in CASES]
 )
 def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
     """Before the step that is called EVALUATED a data set is evaluated and predicted; there an instance is lost too."""
@@ -158,7 +164,7 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
 def in_tiers(row: Row, step: int):
     """A case, which is of the complete tier if it takes long."""
     given = row.as_parameter
-    is_long = step > 0 or row.name == "jax"
+    is_long = step > 0 or row.training is in_jax
     return pytest.param(row, step, marks=[*given.marks, *([pytest.mark.complete] if is_long else [])])
 
 
