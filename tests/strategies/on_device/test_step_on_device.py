@@ -9,6 +9,7 @@ import pytest
 import strategies
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
+from strategies.jax.fused_steps import WORTH_AFTER
 from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.on_device.queue import MOST, StepQueue
 from strategies.jax.on_device.scaling import scale_after
@@ -148,6 +149,29 @@ def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
             state, metrics = trainer.step(state, next(batches))
     assert metrics["loss"] > 0
     assert metrics["loss_scale"] == 64
+
+
+def written_again(count):
+    """Yield batches in the same memory."""
+    memory = {name: np.empty_like(array[:8]) for name, array in rows().items()}
+    for start in range(count):
+        for name, array in rows().items():
+            memory[name][:] = array[start : start + 8]
+        yield memory
+
+
+@pytest.mark.parametrize(("exchange", "replicas", "steps"), [("compiled", 2, 1), ("host", 1, 1), ("host", 1, 3)])
+def test_a_program_may_write_its_next_batch_where_the_last_one_was(exchange, replicas, steps):
+    strategy = on(exchange, replicas)
+
+    def variables_after(batches):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        state, _ = trainer.run(trainer.init(variables()), batches, steps_per_execution=steps)
+        return strategies.fingerprint(state.variables)
+
+    count = WORTH_AFTER + 12  # of these the last ones are not waited for on the host either
+    copies = [jax.tree.map(np.copy, batch) for batch in written_again(count)]
+    assert variables_after(written_again(count)) == variables_after(copies)
 
 
 class Unfinished:
