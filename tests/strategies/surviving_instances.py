@@ -73,7 +73,7 @@ class Threads(Membership):
         self._first = instance
         self._settings = settings
         self._job = job
-        super().__init__(**({} if defaults is None else {"defaults": defaults}))
+        super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""

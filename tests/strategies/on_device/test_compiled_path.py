@@ -32,7 +32,7 @@ def test_small_buffers_of_one_dtype_travel_together(megabytes, dtypes, groups):
 
 
 @in_a_job
-@pytest.mark.parametrize("instances", [2, 3])
+@pytest.mark.parametrize("instances", [pytest.param(2, marks=pytest.mark.complete), 3])
 def test_compiled_means_have_the_bits_of_the_host(instances):
     job = run_job(mpirun_command(instances, PROGRAM))
     assert job.returncode == 0, job.stderr
