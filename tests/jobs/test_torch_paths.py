@@ -29,7 +29,8 @@ import strategies.torch
 strategy = strategies.PopDistStrategy(defaults=strategies.Defaults(exchange="compiled"))
 module = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(module.parameters(), 0.1)
-trainer = strategies.torch.Trainer(strategy, module, lambda module, batch: module(batch).sum(), optimizer, replica_device="cpu")
+loss_fn = lambda module, batch: module(batch).sum()
+trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu")
 trainer.step(torch.ones(1, 4))
 if strategy.instance_index == 1:
     sys.exit(0)

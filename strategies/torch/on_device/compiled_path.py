@@ -24,8 +24,10 @@ FUSED_BYTES = 64 << 20
 class TorchCompiledPath(DevicePath):
     """All-to-all of slices, sum of the own slice in the order of the tree, all-gather of the means of slices.
 
-    So 2 (n - 1) / n of the bytes pass each link, as in a ring. To make it is a collective call. Instances meet on the host
-    before each exchange, so that one that never comes is noticed there and not awaited by a collective of PyTorch.
+    So 2 (n - 1) / n of the bytes pass each link, as in a ring. To make it is a collective call.
+
+    Instances meet on the host before each exchange: one that never comes is noticed there, and no collective of PyTorch
+    waits for it.
 
     Args:
         communicator: connects the instances; used to meet only.
