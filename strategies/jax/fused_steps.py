@@ -59,9 +59,7 @@ class FusedPrograms:
         self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
         self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
 
-    def made(
-        self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps
-    ) -> Made | None:
+    def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps) -> Made | None:
         """Make a step with each batch in one program; None if they are to be made otherwise.
 
         The first time, or after `WORTH_AFTER` single steps, they are made both ways.

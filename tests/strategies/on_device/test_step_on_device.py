@@ -1,5 +1,10 @@
 """A step that stays on the device has the bits of one whose gradients go through the host, and nobody waits for it."""
 
+import gc
+import signal
+import threading
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ import optax
 import pytest
 
 import strategies
+from collectives.arrays import aligned_empty
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
 from strategies.jax.on_device.arithmetic import JaxArithmetic
@@ -150,6 +156,22 @@ def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
     assert metrics["loss_scale"] == 64
 
 
+def test_a_program_may_write_several_batches_of_an_execution_to_the_same_memory():
+    def written_again():
+        memory = {name: np.empty_like(array[:8]) for name, array in rows().items()}
+        for start in range(6):
+            for name, array in rows().items():
+                memory[name][:] = array[start : start + 8]
+            yield memory
+
+    def variables_after(batches):
+        trainer = strategies.Trainer(on("auto", 1), loss_fn, optax.sgd(0.1))
+        state, _ = trainer.run(trainer.init(variables()), batches, steps_per_execution=3)
+        return strategies.fingerprint(state.variables)
+
+    assert variables_after(written_again()) == variables_after(jax.tree.map(np.copy, each) for each in written_again())
+
+
 class Unfinished:
     """A result that a device never computes."""
 
@@ -166,12 +188,81 @@ class Unfinished:
 def test_a_failure_on_the_device_is_told_with_its_step():
     queue = StepQueue()
     queue.add(6, jnp.zeros(()))
-    for step in range(7, 7 + MOST):
+    for step in range(7, 6 + MOST):
+        queue.await_room()
         queue.add(step, Unfinished())
-    words = f"step 7 has failed on the device, and step {7 + MOST} was begun meanwhile: no such number"
+    queue.await_room()
+    queue.add(6 + MOST, Unfinished())
+    words = f"step 7 has failed on the device, and step {6 + MOST} was the last one begun: no such number"
     with pytest.raises(StrategyError, match=words):
-        queue.add(7 + MOST, Unfinished())
-    queue.add(20, jnp.zeros(()))  # those behind it have failed with it
+        queue.await_room()
+    queue.await_room()  # those behind it have failed with it
+
+
+def test_an_interrupt_while_steps_are_queued_leaves_the_state():
+    """Step 0 ends when the main thread has been interrupted, which has to wait for it before one more step."""
+    are_queued = threading.Event()
+
+    def interrupt(step):
+        if step == 0:
+            assert are_queued.wait(60)
+            signal.raise_signal(signal.SIGINT)
+        return np.float32(0)
+
+    def loss(variables, batch, key):
+        step = batch["step"].max()
+        loss, _ = loss_fn(variables, batch, key)
+        return loss + jax.pure_callback(interrupt, jax.ShapeDtypeStruct((), np.float32), step)
+
+    strategy = on("compiled", 1)
+    trainer = strategies.Trainer(strategy, loss, optax.sgd(0.1))
+    state = trainer.init(variables())
+    batch = {name: array[:4] for name, array in rows().items()}
+    for step in range(MOST):
+        state, _ = trainer.step(state, batch | {"step": np.full(4, step, np.int32)})
+    are_queued.set()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(state, batch | {"step": np.full(4, MOST, np.int32)})
+    state, metrics = trainer.step(state, batch | {"step": np.full(4, MOST, np.int32)})
+    assert metrics["loss"] > 0
+    assert state.step == MOST + 1
+
+
+@pytest.mark.parametrize(("exchange", "replicas", "steps"), [("compiled", 1, 6), ("compiled", 2, 6), ("auto", 1, 40)])
+def test_the_program_may_write_to_a_batch_when_the_step_has_returned(exchange, replicas, steps):
+    def loss(variables, batch, key):
+        hidden = batch["x"]
+        for _ in range(4):
+            hidden = jnp.tanh(hidden @ variables["w"])
+        return (hidden**2).mean()
+
+    def trained(clears):
+        trainer = strategies.Trainer(on(exchange, replicas), loss, optax.sgd(0.1))
+        state = trainer.init({"w": np.eye(HIDDEN, dtype=np.float32)})
+        for step in range(steps):
+            batch = {"x": aligned_empty(2048 * replicas * HIDDEN).view(np.float32).reshape(-1, HIDDEN)}
+            batch["x"][...] = np.random.default_rng(step).standard_normal(HIDDEN)
+            state, _ = trainer.step(state, batch)
+            if clears:
+                batch["x"][...] = 0
+        return np.asarray(state.variables["w"]).tobytes()
+
+    assert trained(clears=True) == trained(clears=False)
+
+
+def test_what_a_trainer_has_on_devices_goes_with_it():
+    strategy = on("compiled", 2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+    batch = {name: array[:8] for name, array in rows().items()}
+    state, metrics = trainer.step(trainer.init(variables()), batch)
+    programs = weakref.ref(trainer._programs)
+    gc.disable()
+    try:
+        del trainer
+        assert programs() is None
+    finally:
+        gc.enable()
+    assert metrics["loss"] > 0
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"gradient_transfer_dtype": "int8"}, "gradients travel as int8")])
