@@ -11,8 +11,8 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
-from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
+from strategies.exchange.page_locks import lock_pages
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
