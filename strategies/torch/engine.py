@@ -394,8 +394,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training, options = self._training, self._options
         pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
+            are_whole = training.update.shards is None
             for parameter, mean in pairs:
-                parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
+                is_whole = are_whole or (mean is not None and mean.shape == parameter.shape)
+                parameter.grad = mean if is_whole else None
             if options.before_update is not None:
                 options.before_update(training.module)
                 pairs = [(parameter, parameter.grad) for parameter in training.trained]

@@ -140,7 +140,7 @@ class DeviceExchange:
         What has changed is in `changed`.
         """
         first = self._told[0]
-        shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)
+        shares = np.mean([one.has_gradient for one in self._told], axis=0, dtype=np.float32)
         word = float(first.settings)
         metrics = UnreadMetrics(self._tail.clone(), self._memory)
         return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32))

@@ -318,3 +318,26 @@ def test_a_module_that_is_asked_to_exchange_on_the_host_does(on_instances):
         return trainer._engine._path
 
     assert on_instances(1, 2, function, defaults=Defaults(exchange="host")) == [None]
+
+
+class Counting(nn.Module):
+    """A module that counts its forward passes in a buffer of the dtype in which a device keeps metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, rows):
+        self.passes += 1
+        return self.layer(rows).sum()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_metric_has_the_value_that_it_had_in_its_micro_batch(device):
+    def loss(module, batch):
+        return module(batch), {"passes": module.passes}
+
+    trainer = sgd_trainer(1, Counting(), loss, gradient_accumulation_count=3, replica_device=device)
+    assert trainer.step(torch.ones(3, 2))["passes"] == 2  # the mean of 1, 2 and 3
+    trainer.close()
