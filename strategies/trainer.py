@@ -32,6 +32,7 @@ from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.options import TrainerOptions, configured
 from strategies.jax.preparation import StepPrograms
 from strategies.jax.programs.program import shapes_of
+from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.replica_context import refuse_in_replica
 from strategies.jax.step_record import recorder_for
 from strategies.jax.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
@@ -227,6 +228,8 @@ class Trainer:
         if isinstance(dataset, DistributedDataset):
             dataset.restore(dataset.position())  # the rest of the epoch, not all of it
             dataset = dataset.epoch(dataset.position().epoch)
+        elif self._engine.may_fuse:  # the batches of an execution are there at once
+            dataset = map(unchanging, dataset)
         batches, metrics = iter(dataset), None
         for batch in batches:
             rest = itertools.islice(batches, steps_per_execution - 1)

@@ -80,7 +80,8 @@ class Windows:
         _close([None if rank == self.rank else region for rank, region in enumerate(self._regions)], self.rank)
 
     def close(self) -> None:
-        """Unmap the windows of the others, and give back the own one; no collective call."""
+        """Unmap the windows of the others, and give back the own one; none has bytes then. Not collective."""
+        self.nbytes = 0
         _close(self._regions, self.rank)
 
 

@@ -26,6 +26,7 @@ from strategies.jax.on_device.queue import StepQueue
 from strategies.jax.on_device.step import DevicePending, DeviceStep
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
+from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
@@ -116,7 +117,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._programs = programs
         self._options = options
         self._is_recorded = is_recorded
-        self._fused = FusedPrograms(programs, self._in_parts, options.seed)
+        self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
 
@@ -124,10 +125,11 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
         """See `Engine`."""
+        self._queue.await_room()
         step = self._programs.prepare(state, batch)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
-        made = self._fused.made(step, state, [batch]) if self.may_fuse else None
+        made = self._fused.made(step, state, [batch], self._in_parts) if self.may_fuse else None
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         return self._begun(step, state, batch, control_of(state, notice))
@@ -139,7 +141,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
                 return FusedPending(step.program.names, made[1], notice, made[0])
 
         def arguments(control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
-            return self._programs.arguments(state, batch, control)
+            return self._programs.arguments(state, unchanging(batch), control)
 
         return DevicePending.begun(step, state, notice, arguments)
 
@@ -198,7 +200,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
 
     def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
-        """Return the state after a step for which nobody waits; on CPUs that are not many."""
+        """Return the state after a step; note the step if nobody has waited for it."""
         if isinstance(tail, jax.Array):
             self._queue.add(state.step - 1, tail)
         return state
@@ -263,7 +265,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(step, DeviceStep) or any(other is not step for other in others):
             return None
         self._replicas.instruments.step_begins(state.step)
-        made = self._fused.made(step, state, batches)
+        made = self._fused.made(step, state, batches, self._in_parts)
         if made is None:
             return None
         state, tails = made

@@ -26,6 +26,7 @@ from strategies.jax.gradients.replica_program import STEP, ReplicaProgram, with_
 from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.programs.program import jit
+from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import is_key
 from strategies.jax.updates.update import WholeStateUpdate
 from strategies.train_state import TrainState
@@ -49,18 +50,16 @@ class FusedPrograms:
 
     Args:
         programs: of steps in parts.
-        in_parts: makes steps in parts; their state is used up.
         seed: of random values that are compared.
     """
 
-    def __init__(self, programs: StepPrograms, in_parts: MakeSteps, seed: int) -> None:
+    def __init__(self, programs: StepPrograms, seed: int) -> None:
         self._programs = programs
-        self._in_parts = in_parts
         self._seed = seed
         self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
         self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
 
-    def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
+    def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps) -> Made | None:
         """Make a step with each batch in one program; None if they are to be made otherwise.
 
         The first time, or after `WORTH_AFTER` single steps, they are made both ways.
@@ -69,6 +68,7 @@ class FusedPrograms:
             step: of the only replica.
             state: used up, unless the result is None.
             batches: of the shapes of the step.
+            in_parts: makes steps in parts; their state is used up.
         """
         key = step.program, len(batches)
         if key in self._fused:
@@ -78,7 +78,7 @@ class FusedPrograms:
         if len(batches) == 1 and self._in_parts_so_far[key] <= WORTH_AFTER:
             return None
         self._fused[key] = None  # also if the trial fails
-        return self._made_both_ways(step, state, batches)
+        return self._made_both_ways(step, state, batches, in_parts)
 
     def on_device(self, step: DeviceStep, state: TrainState, batch: Batch) -> Made | None:
         """Make a step on an accelerator in one program; None if it calls back into Python.
@@ -99,13 +99,15 @@ class FusedPrograms:
         found = self._fused[key]
         return None if found is None else found(state, [batch])
 
-    def _made_both_ways(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made | None:
+    def _made_both_ways(
+        self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps
+    ) -> Made | None:
         assert isinstance(step.update, WholeStateUpdate)
         fused = FusedSteps(step.program, step.update)
-        made, reason = None, self._why_not(fused, step, state, batches)
+        made, reason = None, self._why_not(fused, step, state, batches, in_parts)
         if not reason:
             found = fused(_copy(state), batches)  # before the state is used up: it may raise
-            made = self._in_parts(step, state, batches)
+            made = in_parts(step, state, batches)
             reason = "" if _have_same_bits(made, found) else _OTHER_BITS
         if reason:
             logger.info("steps are made %s: %s", "in parts" if len(batches) == 1 else "one by one", reason)
@@ -114,7 +116,14 @@ class FusedPrograms:
             self._fused[step.program, len(batches)] = fused
         return made
 
-    def _why_not(self, fused: FusedSteps, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> str:
+    def _why_not(
+        self,
+        fused: FusedSteps,
+        step: PreparedStep,
+        state: TrainState,
+        batches: Sequence[Batch],
+        in_parts: MakeSteps,
+    ) -> str:
         """Return the reason why steps are not made in one program, or an empty text; tried with random values."""
         if len(batches) > 1 and state.model_state is not None:
             return "there is a model state"
@@ -125,7 +134,7 @@ class FusedPrograms:
         wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
         is_same = are_same(wanted, fused.last_gradients(probe, others))
         if is_same and len(batches) == 1:
-            is_same = _have_same_bits(self._in_parts(step, _copy(probe), others), fused(_copy(probe), others))
+            is_same = _have_same_bits(in_parts(step, _copy(probe), others), fused(_copy(probe), others))
         return "" if is_same else _OTHER_BITS
 
 
@@ -145,7 +154,8 @@ class FusedSteps:
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
         """Make one step with each of the batches, which have equal shapes. The state is used up."""
-        (trained, optimizer_state), model_state, tails = self._run(*self._arguments(state, batches))
+        arguments = self._arguments(state, [unchanging(batch) for batch in batches])
+        (trained, optimizer_state), model_state, tails = self._run(*arguments)
         after = replace(
             state,
             variables=self._program.trainable.put(state.variables, trained),

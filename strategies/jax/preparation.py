@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,19 +124,28 @@ class StepPrograms:
         self._instances_at_first = replicas.num_instances
         self._has_warned = False  # of what is lost with an instance
         self._path: DevicePath | None = None  # made for the first step that stays on the device
+        self._closing: Callable[[], object] = lambda: None  # closes the path
         self._is_on_device = False
         self._claim_replicas()
 
     def _close_path(self) -> None:
-        if self._path is not None:
-            self._path.close()
+        self._closing()
         self._path = None
+        for update in self._updates.values():
+            update.path = None
 
     def _open_path(self) -> None:
         """Make the path between devices, before the first step; a collective call."""
-        if self._is_on_device and self._path is None:
-            self._path = path_for(self._replicas)
-            self._is_on_device = self._path is not None  # devices of which memory cannot be mapped
+        if not self._is_on_device or self._path is not None:
+            return
+        self._path = path_for(self._replicas)
+        if self._path is None:  # devices of which memory cannot be mapped
+            self._is_on_device = False
+            return
+        # Windows are as large as all gradients: they must not wait for the garbage collector.
+        closing = weakref.finalize(self, self._path.close)
+        closing.atexit = False
+        self._closing = closing
 
     def _claim_replicas(self) -> None:
         """Begin anew with the replicas that this instance drives now."""

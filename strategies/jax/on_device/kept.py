@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, SUM
 from strategies.jax.gradients.replica_program import ReplicaProgram
@@ -39,7 +40,7 @@ def model_state_after(
     if new[FIRST] and replicas.communicator.size > 1:  # replica 0 is on the first of the instances
         new[FIRST] = replicas.broadcast(new[FIRST])
     own = [jax.device_put(each[PER_REPLICA], device) for each in of_state]
-    new[PER_REPLICA] = [_joined(leaves) for leaves in zip(*own, strict=True)]
+    new[PER_REPLICA] = replicas.devices.place([_joined(leaves) for leaves in zip(*own, strict=True)])
     return rule.put(before, new)
 
 
@@ -50,10 +51,20 @@ def _joined(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 @jax.jit
-def _chosen(is_finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    return jax.tree.map(lambda one, other: jnp.where(is_finite, one, other), new, old)
+def _chosen(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(is_finite, new, old)
 
 
 def chosen(is_finite: Leaf, new: Tree, old: Tree) -> Tree:
     """Return the new model state if the step may be applied, the old one otherwise; nobody waits for the flag."""
-    return new if is_finite is True else _chosen(is_finite, new, old)
+    if is_finite is True:
+        return new
+    return jax.tree.map(lambda one, other: _chosen(_beside(is_finite, one), one, other), new, old)
+
+
+def _beside(is_finite: Leaf, leaf: jax.Array) -> Leaf:
+    """Return the flag on the devices of a leaf, which are several where replicas have parts of their own."""
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(is_finite, sharding)

@@ -20,17 +20,24 @@ class StepQueue:
         self._steps: deque[tuple[int, UnreadArray]] = deque()
 
     def add(self, step: int, ready: UnreadArray) -> None:
-        """Add a step; wait for the oldest one where there are too many.
+        """Add a step that was begun.
 
         Args:
             step: the number of the step, from 0.
             ready: an array that the step computes.
+        """
+        self._steps.append((step, ready))
+
+    def await_room(self) -> None:
+        """Wait until one more step may be begun.
+
+        The next step has used nothing up yet. So a KeyboardInterrupt, which mostly comes here, leaves its state whole.
 
         Raises:
             StrategyError: if a step has failed on the devices, with its number.
         """
-        self._steps.append((step, ready))
-        while self._steps and (len(self._steps) > MOST or _has_ended(self._steps[0][1])):
+        while self._steps and (len(self._steps) >= MOST or _has_ended(self._steps[0][1])):
+            last = self._steps[-1][0]
             number, oldest = self._steps.popleft()
             try:
                 if not oldest.is_deleted():
@@ -38,8 +45,8 @@ class StepQueue:
             except jax.errors.JaxRuntimeError as error:
                 self._steps.clear()
                 raise StrategyError(
-                    f"step {number} has failed on the device, and step {step} was begun meanwhile: {error}; go on from "
-                    "a checkpoint"
+                    f"step {number} has failed on the device, and step {last} was the last one begun: {error}; go on "
+                    "from a checkpoint"
                 ) from error
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any, Generic, TypeVar
 
 import jax
+import numpy as np
 
 from strategies.data.replication import Replication
 from strategies.jax.replicas.devices import ReplicaDevices
@@ -51,6 +52,16 @@ _mirrored = _Known[bool]()
 def replication_of(leaf: Leaf) -> Replication | None:
     """Return the replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
     return _replications.of(leaf)
+
+
+def unchanging(batch: Tree) -> Tree:
+    """Return a batch for a step that nobody waits for: with copies of arrays that the program may change meanwhile.
+
+    Arrays of JAX do not change, nor do those of data sets: see `DataSource`.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) and replication_of(leaf) is None else leaf, batch
+    )
 
 
 def mirrored(tree: Tree) -> Tree:

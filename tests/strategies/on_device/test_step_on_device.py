@@ -1,6 +1,7 @@
 """A step that stays on the device has the bits of one whose gradients go through the host, and nobody waits for it."""
 
-import threading
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import optax
 import pytest
 
 import strategies
+from collectives.arrays import aligned_empty
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
 from strategies.jax.on_device.arithmetic import JaxArithmetic
-from strategies.jax.on_device.queue import MOST
+from strategies.jax.on_device.queue import MOST, StepQueue
 from strategies.jax.on_device.scaling import scale_after
 from strategies.loss_scaling import LossScaling
 
@@ -90,7 +92,7 @@ def test_it_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
         {"gradient_transfer_dtype": "float16", "gradient_accumulation_count": 2},
         {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1},
         {"replicated_optimizer_state_sharding": True, "loss_scaling": OVERFLOWING, "compute_dtype": "float16"},
-        {"check_numerics": True, "recompute": "blocks"},
+        {"check_numerics": True},
         {"trainable": lambda name, variable: "b" not in name},
         {"loss": with_state, "model_state": STATE, "model_state_aggregation": AGREED},
     ],
@@ -126,55 +128,131 @@ def test_each_replica_has_a_device_and_the_sums_are_made_as_soon_as_both_halves_
     assert made == pairs  # the last two are added where they are divided
 
 
-@pytest.fixture
-def held():
-    """A loss function whose values come when the event is set; released in the end."""
-    event = threading.Event()
-
-    def wait(value):
-        assert event.wait(60)
-        return value
-
-    def loss(variables, batch, key):
-        loss, _ = loss_fn(variables, batch, key)
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(loss)) * 0 + loss
-
-    yield loss, event
-    event.set()
-
-
-def test_a_step_does_not_wait_for_the_devices(held):
-    loss, event = held
+def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
     strategy = on("compiled", 4)
-    trainer = strategies.Trainer(strategy, loss, optax.sgd(0.1), loss_scaling=LossScaling(initial=8.0))
-    dataset = strategy.distribute_dataset(rows(), batch_size=4, seed=0)
-    state = trainer.init(variables())
-    for batch in dataset.epoch(0):
-        state, metrics = trainer.step(state, batch)
-        assert metrics.loss_at_hand() is None
-    event.set()
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), loss_scaling=LossScaling(initial=8.0, interval=2))
+    dataset = strategy.distribute_dataset(rows(), batch_size=2, seed=0)
+    batches = dataset.epoch(0)
+    state, _ = trainer.step(trainer.init(variables()), next(batches))
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a value was read, or waited for")
+
+    def ready(array):
+        assert array.is_ready(), "an array was waited for"  # only a failure is looked for
+        return array
+
+    kind = type(state.variables["w"])
+    with monkeypatch.context() as reading:
+        for name in ("__array__", "__float__", "__int__", "__bool__", "tolist", "item"):
+            reading.setattr(kind, name, refuse)
+        reading.setattr(kind, "block_until_ready", ready)
+        reading.setattr(jax, "block_until_ready", refuse)
+        for _ in range(5):
+            state, metrics = trainer.step(state, next(batches))
     assert metrics["loss"] > 0
-    assert metrics["loss_scale"] == 8
+    assert metrics["loss_scale"] == 64
+
+
+def test_a_program_may_write_several_batches_of_an_execution_to_the_same_memory():
+    def written_again():
+        memory = {name: np.empty_like(array[:8]) for name, array in rows().items()}
+        for start in range(6):
+            for name, array in rows().items():
+                memory[name][:] = array[start : start + 8]
+            yield memory
+
+    def variables_after(batches):
+        trainer = strategies.Trainer(on("auto", 1), loss_fn, optax.sgd(0.1))
+        state, _ = trainer.run(trainer.init(variables()), batches, steps_per_execution=3)
+        return strategies.fingerprint(state.variables)
+
+    assert variables_after(written_again()) == variables_after(jax.tree.map(np.copy, each) for each in written_again())
+
+
+class Unfinished:
+    """A result that a device never computes."""
+
+    def is_deleted(self):
+        return False
+
+    def is_ready(self):
+        return False
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("no such number")
 
 
 def test_a_failure_on_the_device_is_told_with_its_step():
-    def fail(step):
-        if step == 2:
-            raise FloatingPointError("no such number")
-        return np.float32(0)
+    queue = StepQueue()
+    queue.add(6, jnp.zeros(()))
+    for step in range(7, 6 + MOST):
+        queue.await_room()
+        queue.add(step, Unfinished())
+    queue.await_room()
+    queue.add(6 + MOST, Unfinished())
+    words = f"step 7 has failed on the device, and step {6 + MOST} was the last one begun: no such number"
+    with pytest.raises(StrategyError, match=words):
+        queue.await_room()
+    queue.await_room()  # those behind it have failed with it
 
-    def loss(variables, batch, key):
-        step = batch["step"].max()
-        return loss_fn(variables, batch, key)[0] + jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), step)
 
-    strategy = on("compiled", 1)
-    trainer = strategies.Trainer(strategy, loss, optax.sgd(0.1))
-    state = trainer.init(variables())
+class Interrupted(Unfinished):
+    """A result for which the program is waiting when its user presses Ctrl-C."""
+
+    def block_until_ready(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_steps_are_queued_leaves_the_state():
+    trainer = strategies.Trainer(on("compiled", 1), loss_fn, optax.sgd(0.1))
     batch = {name: array[:4] for name, array in rows().items()}
-    batches = (batch | {"step": np.full(4, step, np.int32)} for step in range(2 * MOST + 2))
-    with pytest.raises(StrategyError, match="step 2 has failed on the device") as caught:
-        trainer.run(state, batches)
-    assert "no such number" in str(caught.value)
+    state, _ = trainer.step(trainer.init(variables()), batch)
+    for step in range(MOST):
+        trainer._engine._queue.add(step, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(state, batch)
+    trainer._engine._queue._steps.clear()
+    state, metrics = trainer.step(state, batch)
+    assert metrics["loss"] > 0
+    assert state.step == 2
+
+
+@pytest.mark.parametrize(("exchange", "replicas", "steps"), [("compiled", 1, 6), ("compiled", 2, 6), ("auto", 1, 40)])
+def test_the_program_may_write_to_a_batch_when_the_step_has_returned(exchange, replicas, steps):
+    def loss(variables, batch, key):
+        hidden = batch["x"]
+        for _ in range(4):
+            hidden = jnp.tanh(hidden @ variables["w"])
+        return (hidden**2).mean()
+
+    def trained(clears):
+        trainer = strategies.Trainer(on(exchange, replicas), loss, optax.sgd(0.1))
+        state = trainer.init({"w": np.eye(HIDDEN, dtype=np.float32)})
+        for step in range(steps):
+            batch = {"x": aligned_empty(2048 * replicas * HIDDEN).view(np.float32).reshape(-1, HIDDEN)}
+            batch["x"][...] = np.random.default_rng(step).standard_normal(HIDDEN)
+            state, _ = trainer.step(state, batch)
+            if clears:
+                batch["x"][...] = 0
+        return np.asarray(state.variables["w"]).tobytes()
+
+    assert trained(clears=True) == trained(clears=False)
+
+
+def test_what_a_trainer_has_on_devices_goes_with_it():
+    strategy = on("compiled", 2)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+    batch = {name: array[:8] for name, array in rows().items()}
+    state, metrics = trainer.step(trainer.init(variables()), batch)
+    programs = weakref.ref(trainer._programs)
+    gc.disable()
+    try:
+        del trainer
+        assert programs() is None
+    finally:
+        gc.enable()
+    assert metrics["loss"] > 0
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"gradient_transfer_dtype": "int8"}, "gradients travel as int8")])
