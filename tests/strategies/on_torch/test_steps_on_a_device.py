@@ -19,6 +19,7 @@ import strategies.torch
 from strategies import StrategyError
 from strategies.defaults import Defaults
 from strategies.errors import NonFiniteGradientError
+from strategies.exchange.local_path import LocalPath
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.gradient_exchange import Parameter, TorchGradientPlan
 from strategies.torch.on_device.arithmetic import TorchArithmetic
@@ -102,7 +103,7 @@ def test_no_operator_of_a_step_waits_for_a_number(replicas):
 
 
 def test_sums_are_made_as_soon_as_both_parts_are_there():
-    alive, sums = [], TreeSums(8, TorchArithmetic())
+    alive, sums = [], TreeSums(LocalPath(8, TorchArithmetic()), TorchArithmetic())
     for replica in range(6):
         sums.add(replica, [torch.full((3,), float(replica))])
         alive.append(len(sums._nodes))
