@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -342,3 +343,39 @@ def test_a_metric_has_the_value_that_it_had_in_its_micro_batch(device):
     trainer = sgd_trainer(1, Counting(), loss, gradient_accumulation_count=3, replica_device=device)
     assert trainer.step(torch.ones(3, 2))["passes"] == 2  # the mean of 1, 2 and 3
     trainer.close()
+
+
+def test_an_interrupted_step_leaves_nothing_to_the_next_one():
+    interrupted = []
+
+    def loss(module, batch):
+        found = loss_fn(module, batch)
+        if interrupted and interrupted.pop() == 0:
+            raise KeyboardInterrupt
+        return found
+
+    def train(*steps_to_interrupt):
+        strategy, module = strategies.IPUStrategy(3), new_module("mlp")
+        trainer = sgd_trainer(strategy, module, loss, replica_device="cpu")
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(dataset.epoch(0)):
+            if step in steps_to_interrupt:
+                interrupted[:] = range(2)  # in the pass of the second replica
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.step(batch)
+            trainer.step(batch)
+        trainer.close()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    assert all(map(torch.equal, train(), train(0, 2)))
+
+
+def test_a_dropped_trainer_keeps_no_windows(on_instances):
+    def function(strategy):
+        trainer, dataset = begun(strategy, "mlp")
+        trainer.step(next(dataset.epoch(0)))
+        return trainer._engine._path
+
+    paths = on_instances(2, 2, function, defaults=Defaults(exchange="window"))
+    gc.collect()  # once: of two threads that collect at a time one does nothing
+    assert [path._windows.nbytes for path in paths] == [0, 0]
