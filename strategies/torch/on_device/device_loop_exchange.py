@@ -83,4 +83,5 @@ class DeviceLoopExchange(LoopExchange):
             results = self._path.means(f"{self.plan.title}/0", buffers, dtypes)
             pairs = zip(gradients, gradients_in(self.plan, results), strict=True)
             if given := [(own, mean) for own, mean in pairs if own is not None]:
-                torch._foreach_copy_(*zip(*given, strict=True))
+                into, means = zip(*given, strict=True)
+                torch._foreach_copy_(into, means)
