@@ -120,6 +120,6 @@ def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> 
         if row[0]:
             raise MappingError(
                 f"instance {rank} cannot share memory with the others of this host: "
-                f"{texts[rank].decode(errors='replace')}; exchange gradients on another path"
+                f"{texts[rank].decode(errors='replace')}; POPDIST_EXCHANGE=host does without"
             ) from error
     return texts

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 
 import pytest
-from poprun_jobs import ROOT, start_mpirun
+from poprun_jobs import ROOT, run, start_mpirun
 
 pytestmark = [
     pytest.mark.job,
@@ -22,8 +22,29 @@ HOLDS = [
     "waits have a limit",
 ]
 
+LEAVES = """
+import sys
+import torch
+import strategies.torch
+strategy = strategies.PopDistStrategy(defaults=strategies.Defaults(exchange="compiled"))
+module = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(module.parameters(), 0.1)
+loss_fn = lambda module, batch: module(batch).sum()
+trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu")
+trainer.step(torch.ones(1, 4))
+if strategy.instance_index == 1:
+    sys.exit(0)
+trainer.step(torch.ones(1, 4))
+"""
+
 
 def test_compiled_collectives_of_torch_give_the_bits_of_the_host() -> None:
     finished = start_mpirun(3, *PROGRAM).finish()
     assert finished.status == 0, finished.stderr
     assert [finished.lines_of(instance) for instance in range(3)] == [HOLDS] * 3
+
+
+def test_an_instance_that_leaves_too_early_is_not_waited_for_in_collectives_of_torch() -> None:
+    finished = run("--num-instances", "2", "--num-replicas", "2", sys.executable, "-c", LEAVES)
+    assert finished.status == 1, finished.stderr
+    assert finished.own_lines[0].endswith(" left the program too early: instance 0 still needed it")

@@ -26,8 +26,11 @@ class TorchCompiledPath(DevicePath):
 
     So 2 (n - 1) / n of the bytes pass each link, as in a ring. To make it is a collective call.
 
+    Instances meet on the host before each exchange: one that never comes is noticed there, and no collective of PyTorch
+    waits for it.
+
     Args:
-        communicator: connects the instances; used only to meet.
+        communicator: connects the instances; used to meet only.
         spread: see `DevicePath`.
         device: on which the sums lie. The current device of the calling thread has nothing to do with it.
 
@@ -39,6 +42,7 @@ class TorchCompiledPath(DevicePath):
 
     def __init__(self, communicator: Communicator, spread: Spread, device: torch.device) -> None:
         super().__init__(spread, communicator.rank)
+        self._communicator = communicator
         self._device = device
         self._arithmetic = TorchArithmetic()
         self._all_nodes = tuple(node for nodes in spread.sums for node in nodes)
@@ -49,6 +53,7 @@ class TorchCompiledPath(DevicePath):
         self, name: str, sums: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[np.dtype]
     ) -> Sequence[torch.Tensor]:
         """See `DevicePath`; the means of a parcel of buffers are views of one tensor, aligned to 64 bytes."""
+        self._meet(name)
         with torch.no_grad():
             found = [torch.empty(0, dtype=torch_dtype(dtype), device=self._device) for dtype in dtypes]
             nbytes = [of_buffer[0].numel() * dtype.itemsize for of_buffer, dtype in zip(sums, dtypes, strict=True)]
@@ -59,6 +64,7 @@ class TorchCompiledPath(DevicePath):
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """See `DevicePath`."""
+        self._meet(name)
         with torch.no_grad():
             rows = own.new_empty((self.spread.size, own.numel()))
             if own.numel():
@@ -68,6 +74,10 @@ class TorchCompiledPath(DevicePath):
     def close(self) -> None:
         """See `DevicePath`."""
         self._group.close()
+
+    def _meet(self, name: str) -> None:
+        self._group.insist_on_being_open()
+        self._communicator.barrier(name=f"compiled exchange of {name}")
 
     # ---- one parcel
 

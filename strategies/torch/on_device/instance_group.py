@@ -129,12 +129,21 @@ class InstanceGroup:
         options.asyncOp = False
         self._run("all-gather", lambda one: one._allgather_base(_bytes(into), _bytes(own), options))
 
-    def _run(self, what: str, start: Callable[[Backend], Work | None]) -> None:
+    def insist_on_being_open(self) -> Backend:
+        """Return the backend.
+
+        Raises:
+            ClosedError: the group has been closed.
+        """
         if self._backend is None:
             raise ClosedError(f"this process group of {self._size} instances has been closed")
+        return self._backend
+
+    def _run(self, what: str, start: Callable[[Backend], Work | None]) -> None:
+        backend = self.insist_on_being_open()
         begun_s = time.monotonic()
         try:
-            work = start(self._backend)
+            work = start(backend)
             if work is not None:
                 work.wait()
         except RuntimeError as error:

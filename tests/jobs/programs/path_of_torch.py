@@ -26,6 +26,7 @@ from strategies.torch.tensors import as_array, as_tensor
 
 CPU = torch.device("cpu")
 FLOAT32 = np.dtype(np.float32)
+MEETING = "compiled exchange of gradients/0"
 BUFFERS = [(4099, FLOAT32), (0, FLOAT32), (1, bfloat16), (30_003, bfloat16), (16, FLOAT32), (7_001, FLOAT32)]
 BUFFERS += [(11, np.dtype(np.float16)), (33, np.dtype(np.float64))]
 SPREADS = {2: [(1, 1), (2, 2), (3, 2)], 3: [(1, 1, 1), (2, 1, 2), (1, 3, 1)]}
@@ -125,6 +126,7 @@ def main(communicator: Communicator) -> Iterator[str]:
         path.close()
         with raises(ClosedError):
             means_of_one(path)
+        communicator.barrier(name=MEETING)
     else:
         with raises(PeerLostError):
             means_of_one(path)
@@ -138,6 +140,8 @@ def main(communicator: Communicator) -> Iterator[str]:
             with raises(CollectiveTimeoutError):
                 means_of_one(path)
             assert time.monotonic() - begun_s < 10
+        else:
+            hurried.barrier(name=MEETING)
         communicator.barrier()
         path.close()
     yield "waits have a limit"
