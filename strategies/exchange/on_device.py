@@ -52,6 +52,22 @@ class DeviceArithmetic(Protocol):
             replicas: R.
         """
 
+    def means(
+        self,
+        nodes: Sequence[TreeNode],
+        sums: Sequence[Sequence[DeviceArray]],
+        dtypes: Sequence[np.dtype],
+        replicas: int,
+    ) -> Sequence[DeviceArray]:
+        """Return the mean of each buffer, see `mean`.
+
+        Args:
+            nodes: see `mean`.
+            sums: for each node those of all buffers.
+            dtypes: of the means.
+            replicas: R.
+        """
+
 
 class DeviceViews(Protocol):
     """The memory behind a framework's arrays, for paths that copy on their own."""
