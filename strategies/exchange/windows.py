@@ -14,6 +14,7 @@ from collectives.mapped import MappedMemory, Region
 from collectives.shared_memory.host_regions import HostMemory
 
 _LETTER_BYTES = 512  # of a handle, or of what an instance says instead
+_REFUSED = "all know that windows cannot be had"
 
 
 def memory_of(gpu: int | None) -> MappedMemory:
@@ -106,7 +107,11 @@ def _close(regions: Sequence[Region | None], own: int) -> None:
 
 
 def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> list[bytes]:
-    """Return the bytes that `act` gives on each instance; raise if it fails on one of them. Collective."""
+    """Return the bytes that `act` gives on each instance; raise if it fails on one of them. Collective.
+
+    An instance that leaves after a loss takes its window along, which others may be about to map. So before they say
+    that memory cannot be shared the instances meet once more, and those that are alone hear of the loss.
+    """
     letter, error = np.zeros(_LETTER_BYTES, np.uint8), None
     try:
         said, has_failed = act(), 0
@@ -118,6 +123,7 @@ def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> 
     texts = [row[3 : 3 + int.from_bytes(row[1:3], "big")] for row in letters]
     for rank, row in enumerate(letters):
         if row[0]:
+            communicator.barrier(name=_REFUSED)
             raise MappingError(
                 f"instance {rank} cannot share memory with the others of this host: "
                 f"{texts[rank].decode(errors='replace')}; POPDIST_EXCHANGE=host does without"

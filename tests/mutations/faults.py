@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults_in_collectives import IN_COLLECTIVES
+from faults_in_device_steps import IN_DEVICE_STEPS
 from faults_in_front_ends import IN_FRONT_ENDS
 from faults_in_pipelines import IN_PIPELINES
 from faults_in_popdist import IN_POPDIST
@@ -13,5 +14,5 @@ from faults_in_timelines import IN_TIMELINES
 
 FAULTS = (
     *(*IN_COLLECTIVES, *IN_SIMULATION, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN),
-    *IN_TIMELINES,
+    *(*IN_TIMELINES, *IN_DEVICE_STEPS),
 )

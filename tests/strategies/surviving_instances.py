@@ -17,6 +17,7 @@ from collectives.backends.thread import connect_survivors
 from collectives.instruments import Instrument, Instruments
 from popdist import Instance
 from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
+from strategies.defaults import Defaults
 from strategies.jax.replicas.membership import Membership
 
 Result = TypeVar("Result")
@@ -65,13 +66,14 @@ class Threads(Membership):
         instance: this one.
         settings: of its communicators.
         job: who else is there.
+        defaults: of the strategy; None for those of the process.
     """
 
-    def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
+    def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
         self._first = instance
         self._settings = settings
         self._job = job
-        super().__init__()
+        super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
         """See `Membership`."""
@@ -100,10 +102,11 @@ class SurvivingStrategy(strategies.Strategy):
         instance: this one.
         settings: of its communicators.
         job: who else is there.
+        defaults: what it leaves open.
     """
 
-    def __init__(self, instance: Instance, settings: Settings, job: Job) -> None:
-        super().__init__(Threads(instance, settings, job))
+    def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
+        super().__init__(Threads(instance, settings, job, defaults))
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def run_instances(
     survives: bool = True,
     hub: ThreadHub | None = None,
     instruments: Mapping[int, Instrument] = MappingProxyType({}),
+    defaults: Defaults | None = None,
 ) -> list[Result | None]:
     """`function(strategy)` on so many instances; in their order what it returned, None where an instance was lost.
 
@@ -175,6 +179,7 @@ def run_instances(
         survives: whether the others go on.
         hub: where they meet; default: a new one.
         instruments: by instance, what else sees what it does.
+        defaults: of the strategies; None for those of the process.
     """
     job = Job(hub or ThreadHub(count), survives)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]
@@ -186,7 +191,7 @@ def run_instances(
         attached = [injector, *([instruments[rank]] if rank in instruments else [])]
         settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(*attached))
         try:
-            strategy = SurvivingStrategy(instance, settings, job)
+            strategy = SurvivingStrategy(instance, settings, job, defaults)
             result = function(strategy)
             strategy.communicator.close()
             return result

@@ -48,6 +48,21 @@ def test_it_is_set_before_jax_starts_and_xla_knows_it(in_new_process):
     assert in_new_process(program).split() == [FLAG, "2.0"]
 
 
+ON_GPUS = """
+import contextlib, os, strategies
+from strategies.defaults import Defaults
+for wanted in (False, True):
+    with contextlib.suppress(Exception):
+        strategies.IPUStrategy(1, defaults=Defaults(deterministic=wanted))
+    print(os.environ.get("XLA_FLAGS"))
+"""
+
+
+def test_a_strategy_on_gpus_asks_for_it_unless_the_program_does_not_want_it(in_new_process):
+    """Where there is no GPU JAX does not start; the flag has been set by then."""
+    assert in_new_process(ON_GPUS, JAX_PLATFORMS="cuda").split() == ["None", FLAG]
+
+
 def test_jax_leaves_memory_to_others_unless_the_user_has_said_how_much_it_takes():
     assert shared_memory_setting({}) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     assert shared_memory_setting({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}) == {}

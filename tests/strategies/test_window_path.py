@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_fake import FakeLibrary
+from losing import LIMITS, Lost, run_members, thread_name
 from mpi_jobs import in_a_job, mpirun_command, run_job
 from window_path_job import FLOAT32, OF_FRAMEWORKS, SPREADS, NumpyArithmetic, NumpyViews
 
-from collectives import Communicator, run_on_threads
+from collectives import BrokenError, Communicator, PeerLostError, Settings, ThreadHub, connect, run_on_threads
 from collectives.arrays import bfloat16
+from collectives.calls import Call
 from collectives.cuda.device import CudaDevice
 from collectives.cuda.driver import Driver
 from collectives.cuda.regions import CudaMemory
 from collectives.errors import MappingError
+from collectives.instruments import Instruments
 from collectives.plans.spread import Spread
 from collectives.shared_memory.host_regions import HostMemory
 from strategies.exchange.window_layout import WindowLayout
@@ -107,6 +111,35 @@ def test_a_gpu_that_cannot_open_a_handle_is_named_on_all_instances(tmp_path: Pat
     assert "instance 0 cannot share memory" in texts[0]
     assert "cuIpcOpenMemHandle_v2" in texts[0]
     assert [library.allocations for library in libraries] == [0, 0]
+
+
+class LostAt:
+    """An instrument that loses rank 0 at a collective."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def operation_begins(self, number: int, call: Call) -> None:
+        if self._name in call.title and threading.current_thread().name == thread_name(0):
+            raise Lost
+
+
+def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path: Path) -> None:
+    """Those who carry on make new windows; a refusal would end them."""
+    hub = ThreadHub(2)
+    settings = Settings(mechanism="ring", limits=LIMITS, progress=Instruments(LostAt("windows cannot be had")))
+
+    def member(rank: int) -> str:
+        communicator = connect("thread", settings, hub=hub, rank=rank)
+        memory = HostMemory(tmp_path if rank == 0 else tmp_path / "missing")
+        with pytest.raises((PeerLostError, BrokenError)) as error:
+            WindowPath(Spread.together([1, 1]), communicator, memory, NumpyArithmetic(), NumpyViews())
+        return str(error.value)
+
+    (lost, found) = run_members(hub, member)
+    assert lost is None
+    assert found is not None
+    assert "rank 0" in found
 
 
 def test_means_take_the_place_of_sums_that_are_as_wide() -> None:

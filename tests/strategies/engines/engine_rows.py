@@ -77,6 +77,7 @@ class Row:
         transfers: the dtypes in which its gradients may travel.
         library: which has to be installed.
         defaults: of the strategy where instances are threads that nobody kills.
+        survives: whether the others go on with these defaults too if an instance is lost.
     """
 
     name: str
@@ -84,6 +85,12 @@ class Row:
     transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
     library: str = "numpy"
     defaults: Defaults | None = None
+    survives: bool = False
+
+    @property
+    def of_survivors(self) -> Defaults | None:
+        """The defaults of a strategy whose instances may be lost."""
+        return self.defaults if self.survives else None
 
     @property
     def as_parameter(self) -> Any:
@@ -188,6 +195,7 @@ def in_torch_on_a_device(
 ROWS = (
     Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
     Row("jax", in_jax),
+    Row("jax on devices", in_jax, ("float16", "bfloat16"), defaults=Defaults(exchange="window"), survives=True),
     Row("torch", in_torch, library="torch"),
     Row("torch on a device", in_torch_on_a_device, ("float16", "bfloat16"), "torch", Defaults(exchange="compiled")),
 )

@@ -11,7 +11,20 @@ import logging
 
 import numpy as np
 import pytest
-from engine_rows import BATCH_SIZE, EVALUATED, EVERY, REPLICAS, ROWS_OF_TEST, batches, copied, rows, train, variables
+from engine_rows import (
+    BATCH_SIZE,
+    EVALUATED,
+    EVERY,
+    REPLICAS,
+    ROWS,
+    ROWS_OF_TEST,
+    batches,
+    copied,
+    in_jax,
+    rows,
+    train,
+    variables,
+)
 from numpy_engine import MOMENTUM, RATE
 from surviving_instances import run_instances
 
@@ -102,7 +115,7 @@ def test_a_step_has_its_phases_in_their_order(row, count):
                     f"end with {BATCH_SIZE * REPLICAS // count} rows",
                 ]
 
-    run_instances(count, REPLICAS, function, instruments=witnesses)
+    run_instances(count, REPLICAS, function, instruments=witnesses, defaults=row.of_survivors)
 
 
 # ---- bits
@@ -123,6 +136,15 @@ def test_metrics_and_variables_have_the_same_bits_for_every_number_of_instances(
     if options.get("gradient_transfer_dtype", row.transfers[0]) not in row.transfers:
         pytest.skip(f"this engine exchanges nothing as {options['gradient_transfer_dtype']}")
     on_all(functools.partial(train, row=row, evaluates=True, **options))
+
+
+def test_devices_give_the_bits_of_the_host(on_instances):
+    of_host, of_devices = (row for row in ROWS if row.training is in_jax)
+    found = [
+        on_instances(1, REPLICAS, functools.partial(train, row=row), defaults=row.defaults)
+        for row in (of_host, of_devices)
+    ]
+    assert found[0] == found[1]
 
 
 @EVERY
@@ -228,18 +250,23 @@ def test_an_overflow_on_one_replica_changes_the_step_and_the_scale_alone(row, on
 FLIP = "flip-bit:instance=1,step=2"
 
 
+def run(count, row, faults=(), survives=True, **options):
+    function = functools.partial(train, row=row, **options)
+    return run_instances(count, REPLICAS, function, faults, survives=survives, defaults=row.of_survivors)
+
+
 @EVERY
 def test_a_flipped_bit_is_named_and_ends_the_job(row):
     with pytest.raises(DivergenceError, match="before step 2 instance 1 had other bits than the other 2: .* is .*w"):
-        run_instances(3, REPLICAS, functools.partial(train, row=row, digest_every=2), [FLIP], survives=False)
+        run(3, row, [FLIP], survives=False, digest_every=2)
 
 
 @EVERY
 def test_a_job_that_carries_on_hands_over_the_bits_of_most_instances(row, caplog):
     with caplog.at_level(logging.WARNING):
-        found = run_instances(3, REPLICAS, functools.partial(train, row=row, digest_every=2), [FLIP])
+        found = run(3, row, [FLIP], digest_every=2)
     assert "before step 2 instance 1 had other bits than the others, and got theirs" in caplog.text
-    [alone] = run_instances(1, REPLICAS, functools.partial(train, row=row))
+    [alone] = run(1, row)
     assert found == [alone] * 3
 
 

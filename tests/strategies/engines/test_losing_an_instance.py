@@ -12,7 +12,7 @@ import threading
 from typing import final
 
 import pytest
-from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, train
+from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
 from losing import Lost, thread_name
 from surviving_instances import run_instances
 
@@ -95,13 +95,21 @@ def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates
             of_instances[source].before_send(source, to)
 
     return run_instances(
-        count, REPLICAS, function, mechanism=mechanism, hub=ThreadHub(count, before_send), instruments=of_instances
+        count,
+        REPLICAS,
+        function,
+        mechanism=mechanism,
+        hub=ThreadHub(count, before_send),
+        instruments=of_instances,
+        defaults=row.of_survivors,
     )
 
 
 @functools.cache
 def undisturbed(row: Row, evaluates: bool):
-    [found] = run_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates))
+    [found] = run_instances(
+        1, REPLICAS, functools.partial(train, row=row, evaluates=evaluates), defaults=row.of_survivors
+    )
     return found
 
 
@@ -119,10 +127,16 @@ CASES = [
 FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 
 
-@EVERY
+def case_of(row: Row, case: tuple[int, int, int, str]):
+    """A case, which is of the complete tier unless it is one of a few."""
+    given = row.as_parameter
+    is_short = case in (FEW[:1] if row.survives else FEW)
+    marks = [*given.marks, *([] if is_short else [pytest.mark.complete])]
+    return pytest.param(row, *case, marks=marks, id="-".join(map(str, (row.name, *case))))
+
+
 @pytest.mark.parametrize(
-    ("count", "lost", "step", "mechanism"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.complete) for case in CASES],
+    ("row", "count", "lost", "step", "mechanism"), [case_of(row, case) for row in ROWS for case in CASES]
 )
 def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
     """Before the step that is called EVALUATED a data set is evaluated and predicted; there an instance is lost too."""
@@ -143,13 +157,14 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
     lost = number % count
     faults = [f"{kind}:instance={lost},step=1,phase={phase}"]
     mechanism = "ring" if kind == "cut" else "window"
-    check(run_instances(count, REPLICAS, functools.partial(train, row=row), faults, mechanism=mechanism), row, lost)
+    function, defaults = functools.partial(train, row=row), row.of_survivors
+    check(run_instances(count, REPLICAS, function, faults, mechanism=mechanism, defaults=defaults), row, lost)
 
 
 def in_tiers(row: Row, step: int):
     """A case, which is of the complete tier if it takes long."""
     given = row.as_parameter
-    is_long = step > 0 or row.name == "jax"
+    is_long = step > 0 or row.training is in_jax
     return pytest.param(row, step, marks=[*given.marks, *([pytest.mark.complete] if is_long else [])])
 
 
@@ -184,6 +199,6 @@ def test_state_that_one_instance_alone_has_is_lost_with_it(row, caplog):
                 have_same.append(training.bits == before)
 
     with caplog.at_level(logging.WARNING), pytest.raises(PeerLostError, match="rank 1 is lost"):
-        run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"])
+        run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"], defaults=row.of_survivors)
     assert have_same == [True] * 3
     assert "a part of the state that no other has (sharded optimizer state): if one is lost the job" in caplog.text

@@ -12,7 +12,7 @@ TRAINING = Path(__file__).with_name("trained_job.py")
 
 
 @in_a_job
-@pytest.mark.parametrize("instances", [2, 3])
+@pytest.mark.parametrize("instances", [pytest.param(2, marks=pytest.mark.complete), 3])
 def test_compiled_means_have_the_bits_of_the_host(instances):
     job = run_job(mpirun_command(instances, PROGRAM))
     assert job.returncode == 0, job.stderr

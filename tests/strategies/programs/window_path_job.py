@@ -33,7 +33,7 @@ from strategies.exchange.means import Bucket, Means
 from strategies.exchange.window_path import WindowPath
 
 SPREADS = ((2, 2), (3, 2), (1, 1), (1, 2, 3), (1, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 1, 1))
-OF_FRAMEWORKS = ((3, 2), (1, 1, 1), (1, 2, 1, 2))
+OF_FRAMEWORKS = ((3, 2), (1, 1, 1))
 FLOAT32, BFLOAT16, FLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 BUFFERS = ((3, FLOAT32), (0, FLOAT32), (70_001, FLOAT32), (1001, BFLOAT16), (0, FLOAT16), (64, BFLOAT16), (5, FLOAT16))
 ONLY = ((128, FLOAT32),)

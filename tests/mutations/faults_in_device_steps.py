@@ -1,0 +1,134 @@
+"""Faults in steps that stay on devices, and in the exchanges of gradients that lie there."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_STEPS = "tests/strategies/on_device/test_step_on_device.py"
+_ENGINES = "tests/strategies/engines/test_engines.py"
+_SAME_BITS = "test_metrics_and_variables_have_the_same_bits_for_every_number_of_instances"
+_NOTICE = "test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step"
+_WINDOWS = "tests/strategies/test_window_path.py"
+_COPIES = "tests/strategies/test_host_copies.py"
+
+IN_DEVICE_STEPS = (
+    Fault(
+        name="sums on JAX's devices are added in another order than that of the tree",
+        path="strategies/jax/on_device/arithmetic.py",
+        old="values.append(values[left] + values[right])\n    return values[-1]",
+        new="pass\n    return sum(values[1:], values[0])",
+        caught_by=f"{_ENGINES}::{_SAME_BITS}[jax on devices-plain]",
+    ),
+    Fault(
+        name="a mean on JAX's devices is divided twice",
+        path="strategies/jax/on_device/arithmetic.py",
+        old="(total * np.float32(1 / replicas))",
+        new="(total * np.float32(1 / replicas**2))",
+        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_for_every_number_of_replicas",
+    ),
+    Fault(
+        name="a mean on JAX's devices is multiplied by a rounded reciprocal",
+        path="strategies/jax/on_device/arithmetic.py",
+        old="if replicas & (replicas - 1) == 0:  # the same bits as a division",
+        new="if True:",
+        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_with",
+    ),
+    Fault(
+        name="the scale of losses grows after each step that is finite",
+        path="strategies/jax/on_device/scaling.py",
+        old="jnp.where(is_finite, jnp.where(is_due, higher, same), lower)",
+        new="jnp.where(is_finite, higher, lower)",
+        caught_by=f"{_STEPS}::test_the_scale_of_losses_moves_as_on_the_host",
+    ),
+    Fault(
+        name="a failure on the device has the number of the step that was begun last",
+        path="strategies/jax/on_device/queue.py",
+        old='f"step {number} has failed on the device',
+        new='f"step {step} has failed on the device',
+        caught_by=f"{_STEPS}::test_a_failure_on_the_device_is_told_with_its_step",
+    ),
+    Fault(
+        name="gradients that travel as int8 stay on the device",
+        path="strategies/jax/preparation.py",
+        old="plan, reason = None, self._options.needs_host",
+        new="plan, reason = None, None",
+        caught_by=f"{_STEPS}::test_a_forced_device_refuses_what_needs_the_host",
+    ),
+    Fault(
+        name="a model state on the device moves on though a gradient is not finite",
+        path="strategies/jax/on_device/step.py",
+        old="            model_state = chosen(self.is_finite, model_state, state.model_state)\n",
+        new="",
+        caught_by=f"{_STEPS}::test_a_model_state_stays_where_a_gradient_is_not_finite",
+    ),
+    Fault(
+        name="a notice to an instance with a device is kept from the others",
+        path="strategies/jax/on_device/step.py",
+        old="            self.notice = float(given[0])\n",
+        new="",
+        caught_by=f"{_ENGINES}::{_NOTICE}[jax on devices]",
+    ),
+    Fault(
+        name="what fills the slices of a compiled exchange comes first",
+        path="strategies/jax/on_device/compiled_path.py",
+        old="jnp.pad(own, ((0, 0), (0, instances * share - size)))",
+        new="jnp.pad(own, ((0, 0), (instances * share - size, 0)))",
+        caught_by="tests/strategies/on_device/test_compiled_path.py::test_compiled_means_have_the_bits_of_the_host",
+    ),
+    Fault(
+        name="an instance makes the mean of all but the last element of its slice of a window",
+        path="strategies/exchange/window_layout.py",
+        old="return bounds[rank], bounds[rank + 1]",
+        new="return bounds[rank], bounds[rank + 1] - 1",
+        caught_by=f"{_WINDOWS}::test_slices_of_instances_are_all_of_a_group",
+    ),
+    Fault(
+        name="a window that has gone with a lost instance is taken for memory that cannot be shared",
+        path="strategies/exchange/windows.py",
+        old="            communicator.barrier(name=_REFUSED)\n",
+        new="",
+        caught_by=f"{_WINDOWS}::test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal",
+    ),
+    Fault(
+        name="gradients that are copied to the host lie in the same place",
+        path="strategies/exchange/host_copies.py",
+        old="self._memory[start : start + source.nbytes]",
+        new="self._memory[: source.nbytes]",
+        caught_by=f"{_COPIES}::test_arrays_arrive_in_page_locked_memory_that_is_used_again",
+    ),
+    Fault(
+        name="gradients are added before they have been copied to the host",
+        path="strategies/exchange/host_copies.py",
+        old="        self.await_buffer(number)\n",
+        new="",
+        caught_by=f"{_COPIES}::test_arrays_arrive_in_page_locked_memory_that_is_used_again",
+    ),
+    Fault(
+        name="a part of a mean goes to where the whole one begins on the device",
+        path="strategies/exchange/host_copies.py",
+        old="return self._starts[number] + address - self._first[number]",
+        new="return self._starts[number]",
+        caught_by=f"{_COPIES}::test_means_go_to_the_places_that_they_have_on_the_host",
+    ),
+    Fault(
+        name="compiled collectives are chosen where instances share a GPU",
+        path="strategies/exchange/choice.py",
+        old="    if sharing := _sharing(facts):\n",
+        new="    if False and (sharing := _sharing(facts)):\n",
+        caught_by="tests/strategies/test_exchange_choice.py::test_what_nobody_asks_for_follows_from_the_facts",
+    ),
+    Fault(
+        name="operations on GPUs need not be deterministic",
+        path="strategies/jax/replicas/replicas.py",
+        old="            use_deterministic_operations(os.environ)\n",
+        new="            pass\n",
+        caught_by="tests/strategies/test_determinism.py::test_a_strategy_on_gpus_asks_for_it_unless_the_program_does_not_want_it",
+    ),
+    Fault(
+        name="PyTorch multiplies sums on a device by a rounded reciprocal",
+        path="strategies/torch/on_device/arithmetic.py",
+        old="    if replicas & (replicas - 1) == 0:\n",
+        new="    if True:\n",
+        caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_has_the_bits_of_the_host",
+    ),
+)
