@@ -103,7 +103,7 @@ def asked_exchange(default: str, environ: Mapping[str, str]) -> str:
 
 
 def are_facts_needed(platform: str, asked: str) -> bool:
-    """Return whether instances tell each other their facts; where replicas compute on CPUs it takes a forced word."""
+    """Return whether instances tell each other their facts; on CPUs only where a device path is forced."""
     return platform != CPU or asked in _DEVICE_WORDS
 
 

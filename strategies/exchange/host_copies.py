@@ -6,12 +6,10 @@ NumPy's memory to the device 5. While one buffer is added, the next ones are on 
 
 from __future__ import annotations
 
-import logging
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import overload
 
@@ -20,14 +18,8 @@ import numpy as np
 from collectives.cuda.device import CopyMark, CudaDevice
 from collectives.cuda.memory import DeviceMemory, PageLocked
 from collectives.dlpack import ExportedArray
-from collectives.errors import CudaError
-from strategies.exchange.host_sums import HostSums
-
-logger = logging.getLogger(__name__)
-
-_ALIGNMENT_BYTES = 256
-_LOCKED_BYTES = 1 << 20
-"""From this size on pages are locked; the driver copies less through memory of its own."""
+from strategies.exchange.host_sums import HostSums, aligned
+from strategies.exchange.page_locks import locked
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ class HostCopies:
         return Arriving(arrays, marks, added, sums)
 
     def _places(self, key: Hashable, sources: Sequence[Sequence[Source]]) -> list[list[np.ndarray]]:
-        lengths = [_aligned(one.nbytes) for of_buffer in sources for one in of_buffer]
+        lengths = [aligned(one.nbytes) for of_buffer in sources for one in of_buffer]
         room, starts = self._room(key, sum(lengths)), iter(accumulate(lengths, initial=0))
         return [[room.array(next(starts), one) for one in of_buffer] for of_buffer in sources]
 
@@ -177,9 +169,9 @@ class MeansOnDevice:
         self._device = device
         self._ranges = list(_ranges(results))
         self._first = [one.start for one in self._ranges]
-        lengths = [_aligned(len(one)) for one in self._ranges]
+        lengths = [aligned(len(one)) for one in self._ranges]
         *self._starts, end = accumulate(lengths, initial=0)
-        self._memory = DeviceMemory(device, max(_ALIGNMENT_BYTES, end))
+        self._memory = DeviceMemory(device, max(1, end))
         self._locked = locked(device, results)
 
     def begin(self, mean: np.ndarray) -> None:
@@ -206,44 +198,6 @@ class MeansOnDevice:
         return self._starts[number] + address - self._first[number]
 
 
-def lock_pages(arrays: Iterable[np.ndarray], gpu: int) -> list[PageLocked]:
-    """Return locks on large arrays for a framework that copies between them and a GPU by itself; none without a driver.
-
-    Args:
-        arrays: of the host; kept alive.
-        gpu: its ordinal among those that this process sees.
-    """
-    try:
-        device = gpu_of(gpu)
-    except CudaError as error:
-        logger.warning("gradients are copied slowly to and from the GPU: %s", error)
-        return []
-    return locked(device, arrays)
-
-
-@cache
-def gpu_of(ordinal: int) -> CudaDevice:
-    """Return the GPU of that ordinal, which stays open; see `CudaDevice`."""
-    return CudaDevice(ordinal)
-
-
-def locked(device: CudaDevice, arrays: Iterable[np.ndarray]) -> list[PageLocked]:
-    """Return the page-locked memory of those arrays that are large, as far as the driver allows it.
-
-    Without a lock copies are slower, and nothing else changes.
-    """
-    found = []
-    for array in arrays:
-        if array.nbytes < _LOCKED_BYTES:
-            continue
-        try:
-            found.append(PageLocked(device, array))
-        except CudaError as error:
-            logger.warning("gradients are copied slowly to and from the GPU: %s", error)
-            break
-    return found
-
-
 def _ranges(arrays: Iterable[np.ndarray]) -> Iterator[range]:
     """Yield the addresses of arrays, in order; arrays that touch each other are in one range."""
     last = range(0)
@@ -256,10 +210,6 @@ def _ranges(arrays: Iterable[np.ndarray]) -> Iterator[range]:
         last = range(start, stop)
     if last:
         yield last
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _address(array: np.ndarray) -> int:

@@ -49,7 +49,7 @@ class HostSums:
         self._communicator = communicator
         self._replicas = sum(counts)
         lengths = [
-            [_aligned(buffer.size * buffer.dtype.itemsize) for buffer in buffers for _ in range(count)]
+            [aligned(buffer.size * buffer.dtype.itemsize) for buffer in buffers for _ in range(count)]
             for count in counts
         ]
         windows = share_windows(communicator, HostMemory(), max(1, *map(sum, lengths)))
@@ -133,5 +133,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "sums of gradients")
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return the bytes that an array takes if the next one begins where a GPU copies fast."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

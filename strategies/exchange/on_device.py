@@ -18,11 +18,11 @@ from collectives.tree import TreeNode
 from strategies.typing import Leaf
 
 DeviceArray: TypeAlias = Leaf
-"""A flat array on a device, of the engine's framework. It may be unfinished: what uses it is queued behind."""
+"""A flat array on a device, of the engine's framework. The device may still compute it."""
 
 AUTO, COMPILED, WINDOW, HOST = "auto", "compiled", "window", "host"
 EXCHANGES = (AUTO, COMPILED, WINDOW, HOST)
-"""The words for an exchange: as the start finds it; compiled collectives; windows on the device; on the host."""
+"""The words for an exchange: as the instances' devices allow; compiled collectives; windows on devices; the host."""
 
 
 class DeviceArithmetic(Protocol):
@@ -36,8 +36,8 @@ class DeviceArithmetic(Protocol):
 
         Args:
             nodes: in order; together they are one node.
-            sums: theirs; a contribution of one replica may have the narrow dtype in which it travels. They may be used
-                up.
+            sums: of these nodes, which may be used up. That of one replica may have the narrow dtype in which it
+                travels.
         """
 
     def mean(
@@ -49,6 +49,22 @@ class DeviceArithmetic(Protocol):
             nodes: in order; together they are the root.
             sums: see `total`.
             dtype: of the mean.
+            replicas: R.
+        """
+
+    def means(
+        self,
+        nodes: Sequence[TreeNode],
+        sums: Sequence[Sequence[DeviceArray]],
+        dtypes: Sequence[np.dtype],
+        replicas: int,
+    ) -> Sequence[DeviceArray]:
+        """Return the mean of each buffer, see `mean`.
+
+        Args:
+            nodes: see `mean`.
+            sums: for each node those of all buffers.
+            dtypes: of the means.
             replicas: R.
         """
 
@@ -66,7 +82,7 @@ class DeviceViews(Protocol):
         """Wait until contiguous arrays have been computed, and return where they begin."""
 
     def dtype_of(self, array: DeviceArray) -> np.dtype:
-        """Return NumPy's name of a dtype."""
+        """Return the dtype of an array, as NumPy has it."""
 
     def taken(self, view: DeviceArray, starts: Sequence[int], sizes: Sequence[int]) -> list[DeviceArray]:
         """Return copies of parts of a flat view, once they have been made; none of them lies in the view's memory.
@@ -74,7 +90,7 @@ class DeviceViews(Protocol):
         Args:
             view: see `view`.
             starts: the elements where parts begin.
-            sizes: theirs, in elements.
+            sizes: of the parts, in elements.
         """
 
     def stacked(self, rows: Sequence[DeviceArray]) -> DeviceArray:
@@ -126,4 +142,4 @@ class DevicePath(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  # most paths have nothing to give back
-        """Give back what the path has; no collective call."""
+        """Give back the memory of the path; no collective call. The path must not be used any more."""

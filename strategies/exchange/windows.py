@@ -34,11 +34,11 @@ def share_windows(communicator: Communicator, memory: MappedMemory, nbytes: int)
 
     Args:
         communicator: connects the instances, all on one host.
-        memory: of what kind.
+        memory: the kind of memory.
         nbytes: the size of each window, the same for all instances.
 
     Raises:
-        MappingError: one of them cannot; nothing stays behind.
+        MappingError: an instance cannot make its window, or map one; all raise it, and no memory stays behind.
     """
     regions: list[Region | None] = [None] * communicator.size
     rank = communicator.rank
@@ -99,7 +99,7 @@ def _open_all(regions: list[Region | None], memory: MappedMemory, handles: Seque
 
 
 def _close(regions: Sequence[Region | None], own: int) -> None:
-    """Close those of the others first: memory must not go before all have unmapped it."""
+    """Close the regions of the other instances, then the own one."""
     for rank in sorted(range(len(regions)), key=lambda rank: rank == own):
         region = regions[rank]
         if region is not None:

@@ -11,8 +11,8 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
-from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
+from strategies.exchange.page_locks import lock_pages
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import HOST
@@ -31,19 +31,15 @@ class Contribution:
     """A replica's gradients of one step after another, as they are exchanged.
 
     A gradient that has a buffer alone, in its own dtype, is exchanged from where autograd has put it; others
-    are copied.
+    are copied. From a GPU they are copied into page-locked memory, one behind the other: 496 MB take 9 ms on an H100,
+    and 319 ms without.
 
     Args:
         rows: for the numbers of parameters of which the replica has one row only, which. The others stay zero.
-        device: of the gradients. From a GPU they are copied into page-locked memory, one behind the other: 496 MB take
-            9 ms on an H100, and 319 ms without.
     """
 
-    def __init__(
-        self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None, device: torch.device = HOST
-    ) -> None:
+    def __init__(self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None) -> None:
         self._plan = plan
-        self._device = device
         self._rows = dict(rows or {})
         self._places = () if plan.quantised else plan.places
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
@@ -88,10 +84,11 @@ class Contribution:
                 copied.append(gradient)
                 self._lock(number, gradient.device)
         if copied:
+            gpus = {gradient.device for gradient in copied if gradient.is_cuda}
             with torch.no_grad():
-                torch._foreach_copy_(views, copied, non_blocking=True)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+                torch._foreach_copy_(views, copied, non_blocking=bool(gpus))
+            for gpu in gpus:
+                torch.cuda.current_stream(gpu).synchronize()
 
     def _refuse_sparse(self, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.layout is not torch.strided:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
@@ -126,6 +127,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._rows = TorchRows(replicas, options.seed, is_recorded)
         self._local: LocalReplicas | None = None
         self._path: DevicePath | None = None  # None: gradients are exchanged on the host
+        self._close_path: Callable[[], object] = lambda: None
         self._first_step: int | None = None  # with these copies of the module
         self._has_warned = False  # of what is lost with an instance
 
@@ -133,8 +135,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """End the threads of the replicas; a step or an evaluation begins new ones."""
         if self._local is not None:
             self._local.close()
-        if self._path is not None:
-            self._path.close()
+        self._close_path()
         self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
@@ -190,10 +191,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _new_path(self) -> DevicePath | None:
         """Return the path of gradients among the instances that there are now; None for the host."""
-        if self._path is not None:
-            self._path.close()
+        self._close_path()
         self._path = path_for(self._replicas, self._training.memory_of_replicas, self._options)
         self._training.update.path = self._path
+        if self._path is not None:
+            # Windows are as large as all gradients: of a Trainer that nobody closes they must not stay.
+            closing = weakref.finalize(self, self._path.close)
+            closing.atexit = False
+            self._close_path = closing
         return self._path
 
     def _announce_what_is_trained(self, local: LocalReplicas) -> None:
@@ -394,8 +399,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         training, options = self._training, self._options
         pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
+            are_whole = training.update.shards is None
             for parameter, mean in pairs:
-                parameter.grad = mean if mean is not None and mean.shape == parameter.shape else None
+                is_whole = are_whole or (mean is not None and mean.shape == parameter.shape)
+                parameter.grad = mean if is_whole else None
             if options.before_update is not None:
                 options.before_update(training.module)
                 pairs = [(parameter, parameter.grad) for parameter in training.trained]

@@ -30,8 +30,8 @@ from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
-from strategies.torch.on_device.connecting import path_between
-from strategies.torch.on_device.loop_exchange import DeviceLoopExchange
+from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
+from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.sync_batch_norm import seat_in_loop
@@ -164,7 +164,7 @@ class GradientAveraging:
         """Return an exchange; a collective call."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
         plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
-        path = None if self.is_alone else path_between(self._replicas, self.device, self._obstacle)
+        path = None if self.is_alone else path_of_loops(self._replicas, self.device, self._obstacle)
         if path is not None:
             return DeviceLoopExchange(plan, communicator, path, self.device)
         tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))

@@ -19,9 +19,9 @@ from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
-from strategies.exchange.host_copies import lock_pages
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Allocate, Bucket, Means
+from strategies.exchange.page_locks import lock_pages
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.tensors import as_tensor, dtype_of

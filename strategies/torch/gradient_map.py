@@ -106,11 +106,17 @@ class ParameterHooks:
         self._mine = mine
         self._is_installed = False
 
-    def follow(self) -> None:
-        """Have the hooks on gradients run, if there are any by now."""
-        if self._original._backward_hooks and not self._is_installed and self._mine.requires_grad:
+    def follow(self) -> bool:
+        """Have the hooks on gradients run, if there are any by now.
+
+        Returns:
+            Whether there is a hook of `Tensor.register_post_accumulate_grad_hook`.
+        """
+        original = self._original
+        if original._backward_hooks and not self._is_installed and self._mine.requires_grad:
             self._is_installed = True
             self._mine.register_hook(self._on_gradient)
+        return bool(original._post_accumulate_grad_hooks)
 
     def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Run the hooks of `Tensor.register_hook` on a complete gradient, and return the result."""
@@ -118,11 +124,6 @@ class ParameterHooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
-
-    @property
-    def is_after_accumulation(self) -> bool:
-        """Whether there is a hook of `Tensor.register_post_accumulate_grad_hook`."""
-        return bool(self._original._post_accumulate_grad_hooks)
 
     def after_accumulation(self) -> None:
         """Run the hooks of `Tensor.register_post_accumulate_grad_hook` on the replica's parameter."""

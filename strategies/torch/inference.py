@@ -122,7 +122,8 @@ class InferenceReplicas:
         def work(micro_batch: int, walk: Walk | None) -> None:
             seed = seed_of(self._seed, self._replicas[position], number, micro_batch)
             seat, device = self._seats[position], self._memory.device
-            with torch.no_grad(), seat.taken(micro_batch), drawing_from(seed, device), optimized_execution(False):
+            drawing, here = drawing_from(seed, device), self._memory.current()
+            with torch.no_grad(), here, seat.taken(micro_batch), drawing, optimized_execution(False):
                 rows = self._memory.put(batches[micro_batch])
                 found[micro_batch] = self._memory.fetched(self._call(self._copies[position].module, rows))
             if walk is not None:

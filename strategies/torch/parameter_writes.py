@@ -30,12 +30,17 @@ class WriteCounters:
 
     def begin(self) -> None:
         """Remember the tensors as they are before a computation."""
-        self._before = [(one.data_ptr(), one._version) for one in self._tensors]
+        self._before = self._marks()
 
     def written(self) -> list[int]:
         """Return the numbers of the tensors that were written since, or put into other memory."""
-        pairs = enumerate(zip(self._tensors, self._before, strict=True))
-        return [number for number, (one, before) in pairs if (one.data_ptr(), one._version) != before]
+        now = self._marks()
+        if now == self._before:
+            return []
+        return [number for number, (one, before) in enumerate(zip(now, self._before, strict=True)) if one != before]
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(one.data_ptr(), one._version) for one in self._tensors]
 
 
 class WrittenBits:
@@ -83,11 +88,12 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's words and of their squares, piece by piece, as they are made wider."""
+    """Return two sums of a tensor's words, times their places and their squares times these; by pieces, made wider."""
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
-        wide = piece.to(torch.int64)
-        found += torch.stack([wide.sum(), (wide * wide).sum()]) * (2 * number + 1)
+        wide, first = piece.to(torch.int64), 2 * number * _PIECE + 1
+        placed = wide * torch.arange(first, first + 2 * piece.numel(), 2, device=tensor.device)  # odd: nothing is lost
+        found += torch.stack([placed.sum(), (placed * wide).sum()])
     return found
 
 

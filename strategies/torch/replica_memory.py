@@ -42,6 +42,7 @@ class ReplicaMemory:
         self.device = device or HOST
         self.is_shared = device is not None
         self.reads = 0
+        self._stream = self._stream_here()
         self._named = list(module.named_parameters())
         self.originals = [parameter for _, parameter in self._named]
         self._shapes = [parameter.shape for parameter in self.originals]
@@ -71,11 +72,17 @@ class ReplicaMemory:
         return as_array(values.cpu())
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context in which the device is the one that PyTorch uses if only its type is named."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        """Return a context for a thread of replicas: PyTorch's current device is theirs, and so is the stream of it.
+
+        The stream is the one that was current where a step began, so that nothing overtakes the program's own work.
+        """
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _stream_here(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def follow(self) -> None:
-        """Take over what the parameters of the module have become.
+        """Take over what the parameters of the module have become, and the stream of this thread.
 
         Raises:
             StrategyError: if the module has other parts than when this was made, or parameters of other shapes.
@@ -92,6 +99,7 @@ class ReplicaMemory:
                     f"{name} is of shape {list(parameter.shape)}, and was {list(shape)} when the module was given to "
                     "strategies.torch; close the Trainer and make another, with a new optimizer"
                 )
+        self._stream = self._stream_here()
         self.contents.look()
 
     def refuse_gradients_of_originals(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+_Hooks = dict[int, object]
 _OF_PYTORCH = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
@@ -92,8 +93,9 @@ class ReplicaModule:
                 compile_like(mine, one)
         self._last = [dict(_plain_attributes(one)) for one, _ in self._pairs]
         self._seen = [dict(vars(one)) for one, _ in self._pairs]
+        self._are_scripted = [isinstance(one, torch.jit.ScriptModule) for one, _ in self._pairs]
         self._version = memory.contents.version
-        self._hooks = [_hooks_of(mine) for _, mine in self._pairs]
+        self._hooks = [[*_hooks_of(original, mine)] for original, mine in self._pairs]
         self._follow_hooks()
         self._parts = ModuleParts(self.module)
 
@@ -181,8 +183,8 @@ class ReplicaModule:
     def follow(self) -> None:
         """Take over what the program has changed in the original, but for its buffers."""
         self._follow_parameters()
-        self._follow_hooks()
         self._follow_attributes()
+        self._follow_hooks()
 
     def _follow_parameters(self) -> None:
         memory = self._memory
@@ -198,9 +200,9 @@ class ReplicaModule:
     def _follow_attributes(self) -> None:
         if self._memory.contents.version != self._version:
             self._follow_contents()
-        for (original, mine), last, seen in zip(self._pairs, self._last, self._seen, strict=True):
+        followed = zip(self._pairs, self._last, self._seen, self._are_scripted, strict=True)
+        for number, ((original, mine), last, seen, is_scripted) in enumerate(followed):
             now = vars(original)
-            is_scripted = isinstance(original, torch.jit.ScriptModule)
             if not is_scripted and now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
                 continue  # 1 us; to look at the attributes one by one takes ten times as long
             for name, value in _plain_attributes(original):
@@ -209,6 +211,8 @@ class ReplicaModule:
                     setattr(mine, name, value)
             if not is_scripted:
                 self._follow_others(original, mine, seen)
+                known = self._hooks[number]
+                self._hooks[number] = [*_hooks_of(original, mine, (keys for _, _, keys in known))]
                 self._memory.contents.search()
 
     def _follow_contents(self) -> None:
@@ -236,17 +240,16 @@ class ReplicaModule:
 
     def _follow_hooks(self) -> None:
         """Take over the hooks that were added to modules, and give up those that were removed."""
-        for (original, mine), known in zip(self._pairs, self._hooks, strict=True):
-            for name, keys in known.items():
-                now = getattr(original, name)
-                if not now and not keys:
+        for of_module in self._hooks:
+            for now, own, known in of_module:
+                if not now and not known:
                     continue
-                own = getattr(mine, name)
-                for key in now.keys() - keys:
+                for key in now.keys() - known:
                     own[key] = copy.deepcopy(now[key], self._memo())
-                for key in keys - now.keys():
+                for key in known - now.keys():
                     del own[key]
-                known[name] = set(now)
+                known.clear()
+                known.update(now)
 
     def _memo(self) -> dict[int, object]:
         """Return a memo by which `copy.deepcopy` puts the copy's parts in place of the original's."""
@@ -298,8 +301,13 @@ def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
     }
 
 
-def _hooks_of(module: torch.nn.Module) -> dict[str, set[int]]:
-    return {name: set(getattr(module, name)) for name in _HOOKS}
+def _hooks_of(
+    original: torch.nn.Module, mine: torch.nn.Module, known: Iterable[set[int]] | None = None
+) -> Iterator[tuple[_Hooks, _Hooks, set[int]]]:
+    """Yield the hooks of each kind of a module and of its copy, and the keys of those that the copy has taken over."""
+    of_copy = known or [set(getattr(mine, name)) for name in _HOOKS]
+    for name, keys in zip(_HOOKS, of_copy, strict=True):
+        yield getattr(original, name), getattr(mine, name), keys
 
 
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:

@@ -155,8 +155,7 @@ class TorchReplicaRun:
         """Take over what the program has changed in the module."""
         self.copy.follow()
         for number, hooks in enumerate(self._hooks):
-            hooks.follow()
-            if self._instances and hooks.is_after_accumulation and number not in self._told:
+            if hooks.follow() and number not in self._told:
                 self._be_told(number, self.copy.parameters[self._trained[number]])
 
     def _be_told(self, number: int, parameter: torch.Tensor) -> None:
@@ -255,7 +254,7 @@ class TorchReplicaRun:
             return _number(name, value)
         wide = torch.float32 if device.type == "mps" else torch.float64  # which MPS has not
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
-            return value.detach().reshape(()).to(wide)
+            return value.detach().reshape(()).to(wide, copy=True)  # it may be a buffer that the next pass changes
         return torch.full((), _number(name, value), dtype=wide, device=device)
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -298,7 +297,7 @@ class TorchReplicaRun:
         self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow]
     ) -> Contribution | DeviceContribution:
         if not self._instances:
-            return Contribution(plan, rows, self._memory.device)
+            return Contribution(plan, rows)
         checks = self._options.check_numerics
         return DeviceContribution(plan, rows, self._memory.device, self._replicas == 1, self._instances > 1, checks)
 

@@ -66,15 +66,15 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
 @pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
 def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
     def tell_more(trainer):
-        programs = trainer._engine._fused
-        made = programs._in_parts
+        engine = trainer._engine
+        made = engine._in_parts
 
         def in_parts(*arguments):
             state, tail = made(*arguments)
             tail[name] = np.nextafter(tail[name], np.float32(np.inf))
             return state, tail
 
-        monkeypatch.setattr(programs, "_in_parts", in_parts)
+        monkeypatch.setattr(engine, "_in_parts", in_parts)
 
     with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(change=tell_more)

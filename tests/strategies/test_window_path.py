@@ -53,6 +53,21 @@ def test_one_instance_has_a_window_of_its_own() -> None:
     assert (run_on_threads(1, means)[0] == np.arange(5)).all()
 
 
+def test_a_window_that_cannot_grow_is_not_used_any_more(tmp_path: Path) -> None:
+    folder = tmp_path / "windows"
+    folder.mkdir()
+
+    def means(communicator: Communicator) -> None:
+        path = WindowPath(Spread.together([1]), communicator, HostMemory(folder), NumpyArithmetic(), NumpyViews())
+        folder.rmdir()
+        for size in (1 << 20, 5):  # the second one would have had room
+            with pytest.raises(MappingError, match="cannot share memory"):
+                path.means("all", [[np.zeros(size, np.float32)]], [FLOAT32])
+        path.close()
+
+    run_on_threads(1, means)
+
+
 def refusal(communicator: Communicator, memory: HostMemory | CudaMemory) -> str:
     with pytest.raises(MappingError) as error:
         WindowPath(Spread.together([1, 1]), communicator, memory, NumpyArithmetic(), NumpyViews())

@@ -11,9 +11,10 @@ import numpy as np
 from collectives import Communicator
 from collectives.cuda.device import CudaDevice
 from collectives.errors import CudaError, MappingError
-from strategies.exchange.host_copies import Arriving, HostCopies, Source, gpu_of
+from strategies.exchange.host_copies import Arriving, HostCopies, Source
 from strategies.exchange.host_sums import HostSums
 from strategies.exchange.means import Bucket
+from strategies.exchange.page_locks import gpu_of
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.typing import Leaf, Tree
 

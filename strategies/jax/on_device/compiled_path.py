@@ -17,6 +17,7 @@ from collectives import Communicator, PeerLostError
 from collectives.arrays import accumulator_dtype
 from collectives.plans.spread import Spread
 from strategies.errors import DeviceError
+from strategies.exchange.fusion import fusion_groups
 from strategies.exchange.on_device import COMPILED, DevicePath
 from strategies.jax.on_device.arithmetic import added, mean_of
 from strategies.jax.programs.program import jit
@@ -149,7 +150,7 @@ class CompiledPath(DevicePath):
         def exchange(divisor: jax.Array, *own: jax.Array) -> list[jax.Array]:
             rows = [each.reshape(self._rows, -1) for each in own]
             means: dict[int, jax.Array] = {}
-            for group in groups_of([each.nbytes for each in rows], dtypes):
+            for group in fusion_groups([each.nbytes for each in rows], dtypes, GROUP_BYTES):
                 together = jnp.concatenate([rows[number] for number in group], 1)
                 ends = list(accumulate(rows[number].shape[1] for number in group))
                 parts = jnp.split(self._mean(together, dtypes[group[0]], divisor), ends[:-1])
@@ -180,25 +181,6 @@ class CompiledPath(DevicePath):
         mean = mean_of(total, dtype, self.spread.replicas, divisor)
         means: jax.Array = jax.lax.all_gather(mean, _INSTANCES, tiled=True)
         return means[:size]
-
-
-def groups_of(nbytes: Sequence[int], dtypes: Dtypes) -> list[list[int]]:
-    """Return the numbers of buffers that travel together: of one dtype, in order, up to `GROUP_BYTES`.
-
-    Args:
-        nbytes: of each buffer.
-        dtypes: of the mean of each.
-    """
-    groups: list[list[int]] = []
-    filled: dict[np.dtype, int] = {}
-    latest: dict[np.dtype, list[int]] = {}
-    for number, (size, dtype) in enumerate(zip(nbytes, dtypes, strict=True)):
-        filled[dtype] = filled.get(dtype, 0) + size
-        if dtype not in latest or filled[dtype] > GROUP_BYTES:
-            latest[dtype], filled[dtype] = [], size
-            groups.append(latest[dtype])
-        latest[dtype].append(number)
-    return groups
 
 
 def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:

@@ -1,4 +1,4 @@
-"""The gradients of the local replicas, computed and added on their devices, of which nobody waits for any."""
+"""The gradients of the local replicas, computed and added on their devices; nothing waits for the devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from strategies.typing import Leaf, Tree, Variables
 class DeviceGradients:
     """Computes the gradients of the local replicas, one after another on each device, and adds them.
 
-    Two sums are added as soon as both are there, so that one for each level of the tree is alive, and one more. A sum
-    lies on the device of its first replica.
+    Two sums are added as soon as both are there. So at most one for each level of the tree is alive, and one more. A
+    sum lies on the device of its first replica.
 
     Args:
         devices: where the local replicas run.

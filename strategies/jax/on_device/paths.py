@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import final
 
-import jax
 import numpy as np
 
 from collectives.plans.spread import Spread
-from collectives.tree import TreeNode, halves, root_of
-from strategies.exchange.choice import LOCAL, asked_exchange
+from strategies.exchange.choice import asked_exchange
+from strategies.exchange.local_path import LocalPath
 from strategies.exchange.on_device import COMPILED, DevicePath
 from strategies.exchange.window_path import WindowPath, windows_if_possible
 from strategies.exchange.windows import memory_of
@@ -19,37 +16,6 @@ from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.on_device.compiled_path import CompiledPath
 from strategies.jax.on_device.views import JaxViews
 from strategies.jax.replicas.replicas import Replicas
-
-
-@final
-class LocalPath(DevicePath):
-    """The only instance: the last addition and the division are one program.
-
-    Args:
-        replicas: R.
-    """
-
-    word = LOCAL
-
-    def __init__(self, replicas: int) -> None:
-        super().__init__(Spread.together([replicas]), 0)
-        self._arithmetic = JaxArithmetic()
-
-    @property
-    def nodes(self) -> tuple[TreeNode, ...]:
-        """See `DevicePath`: what the last addition adds."""
-        root = root_of(self.spread.replicas)
-        return (root,) if root.is_leaf else halves(root)
-
-    def means(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]) -> Sequence[jax.Array]:
-        """See `DevicePath`."""
-        if self.spread.replicas == 1:
-            return [of_buffer[0] for of_buffer in sums]
-        return self._arithmetic.means(self.nodes, list(zip(*sums, strict=True)), dtypes, self.spread.replicas)
-
-    def gather(self, name: str, own: jax.Array) -> jax.Array:
-        """See `DevicePath`."""
-        return own[None]
 
 
 def path_for(replicas: Replicas) -> DevicePath | None:
@@ -65,7 +31,7 @@ def path_for(replicas: Replicas) -> DevicePath | None:
         return None
     communicator, device = replicas.communicator, replicas.devices.devices[0]
     if communicator.size == 1:
-        return LocalPath(replicas.num_replicas_in_sync)
+        return LocalPath(replicas.num_replicas_in_sync, JaxArithmetic())
     counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
     if replicas.exchange.word == COMPILED:
         return CompiledPath(Spread.apart(counts.tolist()), communicator, device)

@@ -1,4 +1,4 @@
-"""The steps that the devices have not made yet: not too many of them, and each failure named by its step."""
+"""The queue of steps that the devices have not finished: it is bounded, and reports a failure with its step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scaling by a flag and a scale that lie on the device and that nobody reads."""
+"""Loss scaling on the device: the host reads neither the scale, nor whether gradients are finite."""
 
 from __future__ import annotations
 

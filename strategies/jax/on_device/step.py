@@ -55,7 +55,7 @@ class DevicePending:
         step: its programs.
         state: with which it began.
         control: see `control_words`.
-        notice: whether this instance was given one; then the share of those who were.
+        notice: 1 if this instance was given one, else 0; after `reduce` 1 if any instance was.
         sums: for each buffer those of this instance's nodes.
         kept: what each local replica keeps.
         means: the buffers with the means.

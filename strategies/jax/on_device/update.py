@@ -22,8 +22,8 @@ Unpacked: TypeAlias = tuple[Gradients, jax.Array, jax.Array]
 class FlatUpdate:
     """New variables of the mean gradients in flat buffers.
 
-    The optimizer runs in the program that takes the buffers apart, where every instance has all of its state; otherwise
-    behind that.
+    If every instance has all of the optimizer state, one program takes the buffers apart and updates the variables.
+    Otherwise the update is a program of its own.
 
     Args:
         program: of a replica, whose results are in the buffers.

@@ -35,6 +35,17 @@ class TorchArithmetic(DeviceArithmetic):
         with torch.no_grad():
             return _divided(self.total(nodes, sums), replicas).to(torch_dtype(dtype))
 
+    def means(
+        self,
+        nodes: Sequence[TreeNode],
+        sums: Sequence[Sequence[torch.Tensor]],
+        dtypes: Sequence[np.dtype],
+        replicas: int,
+    ) -> list[torch.Tensor]:
+        """See `DeviceArithmetic`."""
+        pairs = zip(zip(*sums, strict=True), dtypes, strict=True)
+        return [self.mean(nodes, of_buffer, dtype, replicas) for of_buffer, dtype in pairs]
+
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """Return PyTorch's name of a dtype of NumPy or ml_dtypes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import final
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from collectives import Communicator
 from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
 from collectives.plans.spread import Spread
+from strategies.exchange.fusion import fusion_groups
 from strategies.exchange.on_device import COMPILED, DevicePath
 from strategies.torch.on_device.arithmetic import TorchArithmetic, torch_dtype
 from strategies.torch.on_device.instance_group import InstanceGroup
@@ -56,8 +56,8 @@ class TorchCompiledPath(DevicePath):
         self._meet(name)
         with torch.no_grad():
             found = [torch.empty(0, dtype=torch_dtype(dtype), device=self._device) for dtype in dtypes]
-            sizes = tuple(of_buffer[0].numel() for of_buffer in sums)
-            for numbers in parcels(sizes, tuple(dtypes)):
+            nbytes = [of_buffer[0].numel() * dtype.itemsize for of_buffer, dtype in zip(sums, dtypes, strict=True)]
+            for numbers in fusion_groups(nbytes, dtypes, FUSED_BYTES):
                 for number, mean in zip(numbers, self._parcel(sums, numbers, dtypes[numbers[0]]), strict=True):
                     found[number] = mean
             return found
@@ -119,23 +119,6 @@ class TorchCompiledPath(DevicePath):
         means = mean.new_empty(instances * part)
         self._group.all_gather(means, mean)
         return means[:size]
-
-
-@lru_cache(256)
-def parcels(sizes: tuple[int, ...], dtypes: tuple[np.dtype, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the buffers that travel together, by their numbers: of one dtype and `FUSED_BYTES` at most, none empty."""
-    found: list[list[int]] = []
-    last: dict[np.dtype, tuple[list[int], int]] = {}
-    for number, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        if not size:
-            continue
-        parcel, nbytes = last.get(dtype, ([], 0))
-        if not parcel or nbytes + size * dtype.itemsize > FUSED_BYTES:
-            parcel, nbytes = [], 0
-            found.append(parcel)
-        parcel.append(number)
-        last[dtype] = parcel, nbytes + size * dtype.itemsize
-    return tuple(map(tuple, found))
 
 
 def _joined(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:

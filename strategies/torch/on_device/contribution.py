@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from strategies.errors import StrategyError
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.on_device.flat_gradients import flat_buffers
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import put
 
@@ -84,7 +84,7 @@ class DeviceContribution:
                 pairs = zip(found, self._dtypes, strict=True)
                 self._buffers = [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
             else:
-                self._buffers = self._flat(found)
+                self._buffers = [*flat_buffers(self._plan, found, self._device)]
 
     def _whole(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient in the shape of its parameter."""
@@ -114,31 +114,6 @@ class DeviceContribution:
             if gradient.data_ptr() in seen:
                 gradients[number] = gradient.clone()
             seen.add(gradient.data_ptr())
-
-    def _flat(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        layout = self._plan.layouts[0]
-        alone = {place.buffer: number for number, place in enumerate(self._plan.places) if place.is_of_one}
-        buffers = [
-            self._buffer_of(gradients[alone[number]], buffer.size, buffer.dtype)
-            if number in alone
-            else torch.zeros(buffer.size, dtype=torch_dtype(buffer.dtype), device=self._device)
-            for number, buffer in enumerate(layout.buffers)
-        ]
-        into, small = [], []
-        for place, gradient in zip(self._plan.places, gradients, strict=True):
-            if gradient is not None and not place.is_of_one:
-                flat = buffers[place.buffer][place.start : place.start + gradient.numel()]
-                into.append(flat.view(gradient.shape))
-                small.append(gradient)
-        if small:
-            torch._foreach_copy_(into, small)
-        return list(buffers)
-
-    def _buffer_of(self, gradient: torch.Tensor | None, size: int, dtype: np.dtype) -> torch.Tensor:
-        """Return a gradient that has a buffer alone, flat, in the dtype in which it travels."""
-        if gradient is None:
-            return torch.zeros(size, dtype=torch_dtype(dtype), device=self._device)
-        return gradient.to(torch_dtype(dtype)).reshape(-1)
 
     def set_tail(
         self,

@@ -13,6 +13,7 @@ from strategies.exchange.on_device import DeviceArithmetic, DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
 from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
+from strategies.torch.on_device.flat_gradients import gradients_in
 from strategies.torch.on_device.metrics import UnreadMetrics
 from strategies.torch.on_device.sums import TreeSums
 from strategies.torch.replica_memory import ReplicaMemory
@@ -49,7 +50,7 @@ class DeviceExchange:
         self._path, self._memory = path, memory
         self._is_of_one = path.spread.size == 1
         self._is_alone = path.spread.replicas == 1
-        self._sums = TreeSums(path.spread.replicas, arithmetic)
+        self._sums = TreeSums(path, arithmetic)
         self._dtypes = [torch_dtype(parameter.dtype) for parameter in plan.parameters]
         self._results: Sequence[torch.Tensor | None] = ()
         self._told: list[ToldByReplica] = []
@@ -105,13 +106,7 @@ class DeviceExchange:
     def _received(self) -> list[torch.Tensor | None]:
         if self._is_alone:
             return list(self._results[:-1])
-        found: list[torch.Tensor | None] = []
-        for place, parameter in zip(self.plan.places, self.plan.parameters, strict=True):
-            buffer = self._results[place.buffer]
-            assert buffer is not None
-            size = int(np.prod(parameter.shape, dtype=np.int64))
-            found.append(buffer[place.start : place.start + size].view(parameter.shape))
-        return found
+        return [*gradients_in(self.plan, [one for one in self._results if one is not None])]
 
     def arrived(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
         """Return what came along, and for each mean whether it is not finite, if that is to be checked.

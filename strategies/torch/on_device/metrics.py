@@ -17,14 +17,18 @@ class UnreadMetrics:
     """
 
     def __init__(self, values: torch.Tensor, memory: ReplicaMemory) -> None:
-        self._values = values
-        self._memory = memory
-        self._read: np.ndarray | None = None
-        self._is_ready = _event_of(values)
+        self._unread: tuple[torch.Tensor, ReplicaMemory, torch.cuda.Event | None] | None
+        self._unread = values, memory, _event_of(values)
+        self._read = np.empty(0, np.float32)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        if self._read is None:
-            self._read = self._memory.read(self._values)
+        unread = self._unread  # once: another thread may read, too
+        if unread is not None:
+            values, memory, event = unread
+            if event is not None:
+                event.synchronize()  # the stream of this thread may be another one
+            self._read = memory.read(values)
+            self._unread = None  # programs keep metrics that were read
         return self._read.copy() if copy else self._read
 
     def __getitem__(self, number: int) -> np.float32:
@@ -32,7 +36,8 @@ class UnreadMetrics:
 
     def is_ready(self) -> bool:
         """Return whether reading would not wait."""
-        return self._read is not None or self._is_ready is None or bool(self._is_ready.query())
+        _, _, event = self._unread or (None, None, None)
+        return event is None or bool(event.query())
 
     def is_deleted(self) -> bool:
         """Return whether the memory was given up, which it never is."""

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from collectives.cuda.device import CudaDevice
-from collectives.cuda.regions import CudaMemory
-from collectives.errors import MappingError
-from collectives.mapped import MappedMemory
+from collectives import Communicator
 from collectives.plans.spread import Spread
-from collectives.shared_memory.host_regions import HostMemory
 from strategies.errors import StrategyError
-from strategies.exchange.choice import GPU, ExchangeChoice, asked_exchange
+from strategies.exchange.choice import GPU, asked_exchange
+from strategies.exchange.local_path import LocalPath
 from strategies.exchange.on_device import AUTO, HOST, WINDOW, DevicePath
-from strategies.exchange.window_path import WindowPath
+from strategies.exchange.window_path import WindowPath, windows_if_possible
+from strategies.exchange.windows import memory_of
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.on_device.arithmetic import TorchArithmetic
 from strategies.torch.on_device.compiled_path import TorchCompiledPath
-from strategies.torch.on_device.local import TorchLocalPath
+from strategies.torch.on_device.host_path import TorchHostPath
 from strategies.torch.on_device.views import TorchViews
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import HOST as HOST_MEMORY
 from strategies.torch.replica_memory import ReplicaMemory
 
 logger = logging.getLogger("strategies.exchange")
+
+_of_loops: WeakKeyDictionary[Communicator, dict[torch.device, DevicePath | None]] = WeakKeyDictionary()
 
 
 def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -> DevicePath | None:
@@ -40,7 +43,8 @@ def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -
         options: of the training.
 
     Raises:
-        DeviceError, MappingError, ValueError: see `path_over` and `asked_exchange`.
+        DeviceError, ValueError: see `Replicas.exchange_on` and `asked_exchange`.
+        MappingError: windows are asked for, and instances cannot map each other's memory.
         StrategyError: an exchange on the device is asked for, and an option needs that of the host.
     """
     if not memory.is_shared:
@@ -49,24 +53,39 @@ def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -
     if asked == HOST or not _can_stay(options, asked):
         return None
     if replicas.num_instances == 1:
-        return TorchLocalPath(replicas.num_replicas_in_sync, TorchArithmetic())
-    return path_over(replicas, memory.device, asked)
+        return LocalPath(replicas.num_replicas_in_sync, TorchArithmetic())
+    return _between_instances(replicas, memory.device, asked)
 
 
-def path_over(replicas: Replicas, device: torch.device, asked: str) -> DevicePath | None:
-    """Return the path that several instances choose for gradients on a device; None for the host. Collective.
+def path_of_loops(replicas: Replicas, device: torch.device, obstacle: str = "") -> DevicePath | None:
+    """Return the path that modules in loops of the program's own have in common; None for tensors on the host.
+
+    A collective call for the first tensors on a device. The path is closed when the process ends, or before.
 
     Args:
-        replicas: of all instances.
-        device: of the same type on all instances.
-        asked: see `asked_exchange`.
+        replicas: of all instances, of which there are two at least, with one replica each.
+        device: on which gradients lie, of the same type on all instances.
+        obstacle: the reason why these gradients need the exchange in the memory of the host, and the way out; "" if
+            they do not.
 
     Raises:
-        DeviceError: see `Replicas.exchange_on`.
-        MappingError: windows are asked for, and instances cannot map each other's memory.
+        DeviceError, MappingError: the exchange that is asked for cannot work.
+        StrategyError: there is an obstacle, and an exchange on devices was asked for; or see `InstanceGroup`.
     """
-    choice = _choice(replicas, device)
-    return _between_instances(replicas, device, choice, asked) if choice.is_on_device else None
+    asked = asked_exchange(replicas.defaults.exchange, os.environ)
+    if obstacle and asked not in (AUTO, HOST):
+        raise StrategyError(f"the exchange {asked!r} was asked for, and {obstacle}; or use POPDIST_EXCHANGE=host")
+    if obstacle or (asked == HOST and device == HOST_MEMORY):
+        return None
+    found = _of_loops.setdefault(replicas.communicator, {})
+    if device not in found:
+        path = None if asked == HOST else _between_instances(replicas, device, asked)
+        if path is None and device != HOST_MEMORY:
+            path = TorchHostPath(replicas.communicator, device)
+        if path is not None:
+            weakref.finalize(replicas.communicator, path.close)
+        found[device] = path
+    return found[device]
 
 
 def _can_stay(options: TorchOptions, asked: str) -> bool:
@@ -83,30 +102,21 @@ def _can_stay(options: TorchOptions, asked: str) -> bool:
     return False
 
 
-def _choice(replicas: Replicas, device: torch.device) -> ExchangeChoice:
-    """Return the choice of all instances; a collective call where it is not that of CPUs."""
-    if device.type != "cuda":
-        return replicas.exchange_on(device.type, "")
-    return replicas.exchange_on(GPU, str(torch.cuda.get_device_properties(device).uuid))
-
-
-def _between_instances(
-    replicas: Replicas, device: torch.device, choice: ExchangeChoice, asked: str
-) -> DevicePath | None:
-    """Return the path that was chosen; a collective call."""
+def _between_instances(replicas: Replicas, device: torch.device, asked: str) -> DevicePath | None:
+    """Return the path that several instances choose for gradients on a device; None for the host. Collective."""
+    gpu = None
+    if device.type == "cuda":
+        gpu = device.index or 0
+        choice = replicas.exchange_on(GPU, str(torch.cuda.get_device_properties(device).uuid))
+    else:
+        choice = replicas.exchange_on(device.type, "")
+    if not choice.is_on_device:
+        return None
     communicator = replicas.communicator
-    own = np.array(len(replicas.local_replicas), np.int64)
-    spread = Spread.together(communicator.all_gather(own, name="replicas of each instance").tolist())
+    counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
+    spread = Spread.together(counts.tolist())
     if choice.word != WINDOW:
         return TorchCompiledPath(communicator, spread, device)
-    try:
-        return WindowPath(spread, communicator, _mapped_memory(device), TorchArithmetic(), TorchViews())
-    except MappingError as error:
-        if asked == WINDOW:
-            raise
-        logger.warning("exchange host: gradients are added on the host, as windows cannot be mapped: %s", error)
-        return None
-
-
-def _mapped_memory(device: torch.device) -> MappedMemory:
-    return HostMemory() if device.type == "cpu" else CudaMemory(CudaDevice(device.index or 0))
+    return windows_if_possible(
+        asked, lambda: WindowPath(spread, communicator, memory_of(gpu), TorchArithmetic(), TorchViews())
+    )

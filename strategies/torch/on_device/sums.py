@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.tree import TreeNode, merged
-from strategies.exchange.on_device import DeviceArithmetic
+from collectives.tree import TreeNode, parent_of
+from strategies.exchange.on_device import DeviceArithmetic, DevicePath
 
 FlatBuffers = Sequence[torch.Tensor]
 """Flat tensors on a device: the buffers of a bucket."""
@@ -19,12 +19,12 @@ class TreeSums:
     So log2 of the local replicas, and one more, are alive at a time.
 
     Args:
-        replicas: R, of all instances.
+        path: takes the sums of its nodes.
         arithmetic: adds.
     """
 
-    def __init__(self, replicas: int, arithmetic: DeviceArithmetic) -> None:
-        self._replicas = replicas
+    def __init__(self, path: DevicePath, arithmetic: DeviceArithmetic) -> None:
+        self._path = path
         self._arithmetic = arithmetic
         self._nodes: list[TreeNode] = []
         self._sums: list[FlatBuffers] = []
@@ -38,10 +38,19 @@ class TreeSums:
         """Take what a replica gives, which may be used up; replicas come in their order."""
         self._nodes.append(TreeNode(replica, replica + 1))
         self._sums.append(buffers)
-        while len(self._nodes) > 1 and len(found := merged(self._nodes[-2:], self._replicas)) == 1:
+        while (found := self._parent()) is not None:
             pairs = zip(*self._sums[-2:], strict=True)
             total = [self._arithmetic.total(self._nodes[-2:], pair) for pair in pairs]
-            self._nodes[-2:], self._sums[-2:] = found, [total]
+            self._nodes[-2:], self._sums[-2:] = [found], [total]
+
+    def _parent(self) -> TreeNode | None:
+        """Return the node that the last two sums make, if that is part of one that the path takes."""
+        if len(self._nodes) < 2:
+            return None
+        left, right = self._nodes[-2:]
+        parent = parent_of(left, self._path.spread.replicas)
+        is_taken = any(node.covers(parent) for node in self._path.nodes)
+        return parent if is_taken and parent == TreeNode(left.first, right.stop) else None
 
     def take(self) -> list[list[torch.Tensor]]:
         """Return, for each buffer, the sums of the nodes that are left, in order, and begin anew."""

@@ -3,32 +3,12 @@
 import sys
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import poprun_jobs
 import pytest
 from mpi_jobs import in_a_job, mpirun_command, run_job
 
-from strategies.jax.on_device.compiled_path import groups_of
-
 PROGRAM = Path(__file__).with_name("compiled_job.py")
 TRAINING = Path(__file__).with_name("trained_job.py")
-
-
-FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("megabytes", "dtypes", "groups"),
-    [
-        ([40], [FLOAT32], [[0]]),
-        ([1, 2, 3], [FLOAT32] * 3, [[0, 1, 2]]),
-        ([1, 1, 1, 1], [FLOAT32, BFLOAT16] * 2, [[0, 2], [1, 3]]),
-        ([20, 20, 8, 40, 1], [FLOAT32] * 5, [[0], [1, 2], [3], [4]]),
-    ],
-)
-def test_small_buffers_of_one_dtype_travel_together(megabytes, dtypes, groups):
-    assert groups_of([each << 20 for each in megabytes], dtypes) == groups
 
 
 @in_a_job

@@ -15,6 +15,7 @@ from torch_modules import data, sgd_trainer
 import strategies
 import strategies.torch
 from strategies import StrategyError
+from strategies.torch.parameter_writes import device_digests
 
 REPLICAS = 4
 
@@ -374,3 +375,12 @@ class TestTrainedParameters:
         module.last.weight.data.mul_(9)
         with pytest.raises(StrategyError, match=r"^last\.weight was written while a replica computed"):
             trainer.evaluate([data(4)])
+
+
+def test_a_digest_on_a_device_sees_every_bit_and_every_place():
+    one = torch.linspace(-1, 1, 7)
+    other_place, other_bit = one.flip(0), one.clone()
+    other_bit[6] = torch.nextafter(one[6], torch.tensor(2.0))
+    known, again, *others = device_digests([one, one.clone(), other_place, other_bit])
+    assert known == again
+    assert known not in others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -225,6 +226,17 @@ class TestHooksOfParameters:
         handle.remove()
         trainer.step(rows())
         assert seen == [(9, 64)] * 2
+
+    def test_of_modules_may_be_replaced_all_at_once(self):
+        module, seen = net(), []
+        trainer = new_trainer(module, replicas=1)
+        hook = module.first.register_forward_hook(lambda *_: seen.append("first"))
+        trainer.step(rows())
+        module.first._forward_hooks = OrderedDict()  # as programs do to be rid of all of them
+        trainer.step(rows())
+        module.first._forward_hooks[hook.id] = lambda *_: seen.append("second")
+        trainer.step(rows())
+        assert seen == ["first", "second"]
 
     def test_run_before_gradients_leave_one_by_one(self):
         module = net()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import strategies.torch
 from strategies import StrategyError
 from strategies.defaults import Defaults
 from strategies.errors import NonFiniteGradientError
+from strategies.exchange.local_path import LocalPath
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.gradient_exchange import Parameter, TorchGradientPlan
 from strategies.torch.on_device.arithmetic import TorchArithmetic
@@ -102,7 +104,7 @@ def test_no_operator_of_a_step_waits_for_a_number(replicas):
 
 
 def test_sums_are_made_as_soon_as_both_parts_are_there():
-    alive, sums = [], TreeSums(8, TorchArithmetic())
+    alive, sums = [], TreeSums(LocalPath(8, TorchArithmetic()), TorchArithmetic())
     for replica in range(6):
         sums.add(replica, [torch.full((3,), float(replica))])
         alive.append(len(sums._nodes))
@@ -318,3 +320,62 @@ def test_a_module_that_is_asked_to_exchange_on_the_host_does(on_instances):
         return trainer._engine._path
 
     assert on_instances(1, 2, function, defaults=Defaults(exchange="host")) == [None]
+
+
+class Counting(nn.Module):
+    """A module that counts its forward passes in a buffer of the dtype in which a device keeps metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, rows):
+        self.passes += 1
+        return self.layer(rows).sum()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_metric_has_the_value_that_it_had_in_its_micro_batch(device):
+    def loss(module, batch):
+        return module(batch), {"passes": module.passes}
+
+    trainer = sgd_trainer(1, Counting(), loss, gradient_accumulation_count=3, replica_device=device)
+    assert trainer.step(torch.ones(3, 2))["passes"] == 2  # the mean of 1, 2 and 3
+    trainer.close()
+
+
+def test_an_interrupted_step_leaves_nothing_to_the_next_one():
+    interrupted = []
+
+    def loss(module, batch):
+        found = loss_fn(module, batch)
+        if interrupted and interrupted.pop() == 0:
+            raise KeyboardInterrupt
+        return found
+
+    def train(*steps_to_interrupt):
+        strategy, module = strategies.IPUStrategy(3), new_module("mlp")
+        trainer = sgd_trainer(strategy, module, loss, replica_device="cpu")
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(dataset.epoch(0)):
+            if step in steps_to_interrupt:
+                interrupted[:] = range(2)  # in the pass of the second replica
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.step(batch)
+            trainer.step(batch)
+        trainer.close()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    assert all(map(torch.equal, train(), train(0, 2)))
+
+
+def test_a_dropped_trainer_keeps_no_windows(on_instances):
+    def function(strategy):
+        trainer, dataset = begun(strategy, "mlp")
+        trainer.step(next(dataset.epoch(0)))
+        return trainer._engine._path
+
+    paths = on_instances(2, 2, function, defaults=Defaults(exchange="window"))
+    gc.collect()  # once: of two threads that collect at a time one does nothing
+    assert [path._windows.nbytes for path in paths] == [0, 0]

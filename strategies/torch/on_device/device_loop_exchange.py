@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NoReturn, final
 
@@ -14,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.on_device import DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
 from strategies.torch.loop_exchange import LoopExchange, Told
-from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.on_device.flat_gradients import flat_buffers, gradients_in
 
 
 @final
@@ -79,38 +78,10 @@ class DeviceLoopExchange(LoopExchange):
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """See `LoopExchange`."""
         with torch.no_grad():
-            buffers = [[one] for one in self._packed(gradients)]
+            buffers = [[one] for one in flat_buffers(self.plan, gradients, self._device)]
             dtypes = [buffer.dtype for buffer in self.plan.layouts[0].buffers]
             results = self._path.means(f"{self.plan.title}/0", buffers, dtypes)
-            pairs = [(one, mean) for one, mean in zip(gradients, self._views(results), strict=True) if one is not None]
-            if pairs:
-                own, means = zip(*pairs, strict=True)
-                torch._foreach_copy_(own, means)
-
-    def _packed(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the buffers with the gradients, zeros where there is none; a large gradient may be one as it is."""
-        buffers, into, small = [], [], []
-        for buffer in self.plan.layouts[0].buffers:
-            dtype = torch_dtype(buffer.dtype)
-            numbers = [self.plan.members[0][leaf] for leaf in buffer.leaves]
-            if buffer.is_of_one and (alone := gradients[numbers[0]]) is not None:
-                buffers.append(alone.detach().to(dtype).reshape(-1))
-                continue
-            flat = torch.zeros(buffer.size, dtype=dtype, device=self._device)
-            buffers.append(flat)
-            for number, start in zip(numbers, buffer.starts, strict=True):
-                if (gradient := gradients[number]) is not None:
-                    into.append(_view(flat, start, self.plan.parameters[number].shape))
-                    small.append(gradient)
-        if small:
-            torch._foreach_copy_(into, small)
-        return buffers
-
-    def _views(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the means of the gradients, in the dtype in which they travel."""
-        pairs = zip(self.plan.places, self.plan.parameters, strict=True)
-        return [_view(results[place.buffer], place.start, parameter.shape) for place, parameter in pairs]
-
-
-def _view(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-    return flat[start : start + math.prod(shape)].view(tuple(shape))
+            pairs = zip(gradients, gradients_in(self.plan, results), strict=True)
+            if given := [(own, mean) for own, mean in pairs if own is not None]:
+                into, means = zip(*given, strict=True)
+                torch._foreach_copy_(into, means)

@@ -1,0 +1,47 @@
+"""Gradients on a device in the flat buffers in which they travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.on_device.arithmetic import torch_dtype
+
+
+def flat_buffers(
+    plan: TorchGradientPlan, gradients: Sequence[torch.Tensor | None], device: torch.device
+) -> list[torch.Tensor]:
+    """Return the buffers of a plan in one bucket, with zeros for what is missing; autograd must be off.
+
+    A gradient that has a buffer alone may be that buffer as it is; others are copied.
+
+    Args:
+        plan: of the gradients.
+        gradients: dense ones, in the order of the plan's parameters.
+        device: of the gradients.
+    """
+    alone = {place.buffer: gradients[number] for number, place in enumerate(plan.places) if place.is_of_one}
+    buffers = []
+    for number, buffer in enumerate(plan.layouts[0].buffers):
+        dtype, own = torch_dtype(buffer.dtype), alone.get(number)
+        flat = torch.zeros(buffer.size, dtype=dtype, device=device) if own is None else own.to(dtype).reshape(-1)
+        buffers.append(flat)
+    into, small = [], []
+    for view, place, gradient in zip(gradients_in(plan, buffers), plan.places, gradients, strict=True):
+        if gradient is not None and not place.is_of_one:
+            into.append(view)
+            small.append(gradient)
+    if small:
+        torch._foreach_copy_(into, small)
+    return buffers
+
+
+def gradients_in(plan: TorchGradientPlan, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that lie in the buffers of a plan, as views."""
+    return [
+        buffers[place.buffer][place.start : place.start + math.prod(parameter.shape)].view(tuple(parameter.shape))
+        for place, parameter in zip(plan.places, plan.parameters, strict=True)
+    ]
