@@ -116,14 +116,14 @@ def copy_loss(variables: Any, batch: Any, key: Any = None) -> jax.Array:
 
 
 class PlainJax(GpuSteps):
-    """Gradients and update in one program."""
+    """Gradients and update in one program; batches come from the host."""
 
     def __init__(self, case: GpuCase) -> None:
         self._loss, variables = task_of(case)
         self._optimizer = optimizer_of(case)
         self._variables = jax.device_put(variables)
         self._state = jax.jit(self._optimizer.init)(self._variables)
-        self._batches = itertools.cycle([jax.device_put(batch) for batch in batches_of(case)])
+        self._batches = itertools.cycle(batches_of(case))
         self._step = jax.jit(self._made, donate_argnums=(0, 1))
         self._last: Any = None
 
@@ -158,7 +158,7 @@ class ByHandJax(PlainJax):
         self._replicas = case.replicas
         rows = rows_of(case) // case.replicas
         cut = [{name: array.reshape(-1, rows, *array.shape[1:]) for name, array in b.items()} for b in batches_of(case)]
-        parts = [[jax.device_put({k: v[r] for k, v in b.items()}) for r in range(case.replicas)] for b in cut]
+        parts = [[{k: v[r] for k, v in b.items()} for r in range(case.replicas)] for b in cut]
         self._parts = itertools.cycle(parts)
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
