@@ -78,6 +78,7 @@ class Row:
         library: which has to be installed.
         defaults: of the strategy where instances are threads that nobody kills.
         survives: whether the others go on with these defaults too if an instance is lost.
+        is_long: whether its tests are of the complete tier: they compile for several devices.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Row:
     library: str = "numpy"
     defaults: Defaults | None = None
     survives: bool = False
+    is_long: bool = False
 
     @property
     def of_survivors(self) -> Defaults | None:
@@ -96,7 +98,7 @@ class Row:
     def as_parameter(self) -> Any:
         is_missing = importlib.util.find_spec(self.library) is None
         marks = [pytest.mark.skip(reason=f"{self.library} is not installed")] if is_missing else []
-        return pytest.param(self, id=self.name, marks=marks)
+        return pytest.param(self, id=self.name, marks=[*marks, *[pytest.mark.complete] * self.is_long])
 
 
 def variables() -> dict[str, np.ndarray]:
@@ -195,7 +197,7 @@ def in_torch_on_a_device(
 ROWS = (
     Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
     Row("jax", in_jax),
-    Row("jax on devices", in_jax, ("float16", "bfloat16"), defaults=Defaults(exchange="window"), survives=True),
+    Row("jax on devices", in_jax, ("float16", "bfloat16"), "numpy", Defaults(exchange="window"), True, is_long=True),
     Row("torch", in_torch, library="torch"),
     Row("torch on a device", in_torch_on_a_device, ("float16", "bfloat16"), "torch", Defaults(exchange="compiled")),
 )

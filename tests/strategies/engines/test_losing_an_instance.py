@@ -130,7 +130,7 @@ FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 def case_of(row: Row, case: tuple[int, int, int, str]):
     """A case, which is of the complete tier unless it is one of a few."""
     given = row.as_parameter
-    is_short = case in (FEW[:1] if row.survives else FEW)
+    is_short = case in (FEW[:1] if row.defaults else FEW)
     marks = [*given.marks, *([] if is_short else [pytest.mark.complete])]
     return pytest.param(row, *case, marks=marks, id="-".join(map(str, (row.name, *case))))
 
