@@ -53,14 +53,15 @@ class ReplicaMemory:
     @property
     def is_on_host(self) -> bool:
         """Whether the memory is that of the host."""
-        return self.device.type == HOST.type
+        return bool(self.device.type == HOST.type)
 
     @property
     def gpu(self) -> int | None:
         """The ordinal of the device among CUDA's; None for other devices."""
         if self.device.type != "cuda":
             return None
-        return torch.cuda.current_device() if self.device.index is None else self.device.index
+        ordinal: int = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return ordinal
 
     def at_once(self, replicas: int) -> int:
         """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""

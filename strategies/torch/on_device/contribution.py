@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -15,7 +16,7 @@ from strategies.torch.on_device.flat_gradients import flat_buffers
 from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import put
 
-Told = float | torch.Tensor
+Told: TypeAlias = float | torch.Tensor
 """A number that the host knows, or one of no axes on the device."""
 
 

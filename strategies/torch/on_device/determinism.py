@@ -33,7 +33,7 @@ def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
         _set_workspace(environ)
     torch.backends.cudnn.benchmark = False
     if not torch.are_deterministic_algorithms_enabled():
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
         torch.use_deterministic_algorithms(True)
 
 

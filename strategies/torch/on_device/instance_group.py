@@ -231,7 +231,7 @@ def _text(row: np.ndarray) -> str:
 
 
 def _gloo(store: Store, rank: int, hosts: Sequence[str], size: int, limit: timedelta) -> Backend:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = limit
     if _INTERFACE in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
