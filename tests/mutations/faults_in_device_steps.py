@@ -6,7 +6,6 @@ from fault import Fault
 
 _STEPS = "tests/strategies/on_device/test_step_on_device.py"
 _ENGINES = "tests/strategies/engines/test_engines.py"
-_SAME_BITS = "test_metrics_and_variables_have_the_same_bits_for_every_number_of_instances"
 _NOTICE = "test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step"
 _WINDOWS = "tests/strategies/test_window_path.py"
 _COPIES = "tests/strategies/test_host_copies.py"
@@ -17,7 +16,7 @@ IN_DEVICE_STEPS = (
         path="strategies/jax/on_device/arithmetic.py",
         old="values.append(values[left] + values[right])\n    return values[-1]",
         new="pass\n    return sum(values[1:], values[0])",
-        caught_by=f"{_ENGINES}::{_SAME_BITS}[jax on devices-plain]",
+        caught_by=f"{_WINDOWS}::test_means_and_rows_have_the_bits_of_the_host",
     ),
     Fault(
         name="a mean on JAX's devices is divided twice",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -202,6 +202,8 @@ ROWS = (
     Row("torch on a device", in_torch_on_a_device, ("float16", "bfloat16"), "torch", Defaults(exchange="compiled")),
 )
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
+ALWAYS = pytest.mark.parametrize("row", [replace(row, is_long=False).as_parameter for row in ROWS])
+"""Every row, in the default tier: for a test that no other one repeats."""
 
 
 def batches(strategy: strategies.Strategy) -> Iterator[Batch]:

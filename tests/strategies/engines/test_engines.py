@@ -12,6 +12,7 @@ import logging
 import numpy as np
 import pytest
 from engine_rows import (
+    ALWAYS,
     BATCH_SIZE,
     EVALUATED,
     EVERY,
@@ -273,7 +274,7 @@ def test_a_job_that_carries_on_hands_over_the_bits_of_most_instances(row, caplog
 # ---- notices
 
 
-@EVERY
+@ALWAYS
 def test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step(row, on_all):
     def function(strategy):
         with row.training(strategy) as training:
