@@ -228,7 +228,7 @@ class Trainer:
         if isinstance(dataset, DistributedDataset):
             dataset.restore(dataset.position())  # the rest of the epoch, not all of it
             dataset = dataset.epoch(dataset.position().epoch)
-        elif self._engine.may_fuse:  # the batches of an execution are there at once
+        elif self._engine.may_fuse and steps_per_execution > 1:  # the batches of an execution are there at once
             dataset = map(unchanging, dataset)
         batches, metrics = iter(dataset), None
         for batch in batches:
