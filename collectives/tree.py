@@ -77,6 +77,13 @@ def parent_of(node: TreeNode, replicas: int) -> TreeNode:
         size += size
 
 
+def node_of_halves(left: TreeNode, right: TreeNode, replicas: int) -> TreeNode | None:
+    """Return the node of which two nodes are the halves, in this order; None if they are added to others."""
+    parent = parent_of(left, replicas)
+    are_halves = left.stop == right.first and parent == TreeNode(left.first, right.stop)
+    return parent if are_halves else None
+
+
 @lru_cache(_CACHED)
 def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
     """Return the largest nodes inside of a block of replicas, in order: one where blocks are aligned to powers of two.
@@ -94,11 +101,7 @@ def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
     left: list[TreeNode] = []
     for node in sorted(nodes):
         left.append(node)
-        while len(left) > 1:
-            one, other = left[-2:]
-            parent = parent_of(one, replicas)
-            if one.stop != other.first or parent != TreeNode(one.first, other.stop) or parent == one:
-                break
+        while len(left) > 1 and (parent := node_of_halves(left[-2], left[-1], replicas)) is not None:
             left[-2:] = [parent]
     return tuple(left)
 

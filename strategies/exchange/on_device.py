@@ -31,15 +31,6 @@ class DeviceArithmetic(Protocol):
     Nothing waits for the device.
     """
 
-    def total(self, nodes: Sequence[TreeNode], sums: Sequence[DeviceArray]) -> DeviceArray:
-        """Return the sum of neighbours in the tree, in the order of the tree and in the accumulators' dtype.
-
-        Args:
-            nodes: in order; together they are one node.
-            sums: of these nodes, which may be used up. That of one replica may have the narrow dtype in which it
-                travels.
-        """
-
     def mean(
         self, nodes: Sequence[TreeNode], sums: Sequence[DeviceArray], dtype: np.dtype, replicas: int
     ) -> DeviceArray:
@@ -47,7 +38,8 @@ class DeviceArithmetic(Protocol):
 
         Args:
             nodes: in order; together they are the root.
-            sums: see `total`.
+            sums: of these nodes, which may be used up. That of one replica may have the narrow dtype in which it
+                travels.
             dtype: of the mean.
             replicas: R.
         """

@@ -50,10 +50,6 @@ def mean_of(total: jax.Array, dtype: np.dtype, replicas: int, divisor: jax.Array
 class JaxArithmetic:
     """The sums of a bucket's buffers, each by one compiled program for all buffers; see `DeviceArithmetic`."""
 
-    def total(self, nodes: Sequence[TreeNode], sums: Buffers) -> jax.Array:
-        """See `DeviceArithmetic`."""
-        return self.totals(nodes, [[one] for one in sums])[0]
-
     def mean(self, nodes: Sequence[TreeNode], sums: Buffers, dtype: np.dtype, replicas: int) -> jax.Array:
         """See `DeviceArithmetic`; memory of the sums is not taken over, it may belong to another process."""
         first, *others = [[one] for one in sums]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from collectives.tree import TreeNode, parent_of
+from collectives.tree import TreeNode, node_of_halves
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.on_device.arithmetic import JaxArithmetic
 from strategies.jax.replicas.devices import ReplicaDevices
@@ -68,8 +68,8 @@ class DeviceGradients:
         """Add the last two sums, and what comes of that, as long as they are the halves of a node of this instance."""
         while len(sums) > 1:
             (left, own), (right, theirs) = sums[-2:]
-            parent = parent_of(left, self._replicas)
-            if parent != TreeNode(left.first, right.stop) or not any(node.covers(parent) for node in self._nodes):
+            parent = node_of_halves(left, right, self._replicas)
+            if parent is None or not any(node.covers(parent) for node in self._nodes):
                 return
             buffers = [own, self._moved(theirs, next(iter(own[0].devices())))]
             sums[-2:] = [(parent, self._arithmetic.totals((left, right), buffers))]

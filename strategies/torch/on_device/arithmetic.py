@@ -21,7 +21,12 @@ class TorchArithmetic(DeviceArithmetic):
     """
 
     def total(self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `DeviceArithmetic`."""
+        """Return the sum of neighbours in the tree, in the order of the tree and in the accumulators' dtype.
+
+        Args:
+            nodes: in order; together they are one node.
+            sums: see `DeviceArithmetic.mean`.
+        """
         with torch.no_grad():
             values = list(sums)
             for left, right, _ in steps(tuple(nodes)):

@@ -9,9 +9,9 @@ import torch
 
 from strategies.core.engine import Buffers
 from strategies.exchange.means import Bucket
-from strategies.exchange.on_device import DeviceArithmetic, DevicePath
+from strategies.exchange.on_device import DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
-from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.on_device.arithmetic import TorchArithmetic, torch_dtype
 from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
 from strategies.torch.on_device.flat_gradients import gradients_in
 from strategies.torch.on_device.metrics import UnreadMetrics
@@ -42,7 +42,7 @@ class DeviceExchange:
         plan: TorchGradientPlan,
         names: tuple[str, ...],
         path: DevicePath,
-        arithmetic: DeviceArithmetic,
+        arithmetic: TorchArithmetic,
         memory: ReplicaMemory,
     ) -> None:
         self.plan, self.names = plan, names

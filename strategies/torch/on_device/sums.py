@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.tree import TreeNode, parent_of
-from strategies.exchange.on_device import DeviceArithmetic, DevicePath
+from collectives.tree import TreeNode, node_of_halves
+from strategies.exchange.on_device import DevicePath
+from strategies.torch.on_device.arithmetic import TorchArithmetic
 
 FlatBuffers = Sequence[torch.Tensor]
 """Flat tensors on a device: the buffers of a bucket."""
@@ -23,7 +24,7 @@ class TreeSums:
         arithmetic: adds.
     """
 
-    def __init__(self, path: DevicePath, arithmetic: DeviceArithmetic) -> None:
+    def __init__(self, path: DevicePath, arithmetic: TorchArithmetic) -> None:
         self._path = path
         self._arithmetic = arithmetic
         self._nodes: list[TreeNode] = []
@@ -48,9 +49,9 @@ class TreeSums:
         if len(self._nodes) < 2:
             return None
         left, right = self._nodes[-2:]
-        parent = parent_of(left, self._path.spread.replicas)
-        is_taken = any(node.covers(parent) for node in self._path.nodes)
-        return parent if is_taken and parent == TreeNode(left.first, right.stop) else None
+        parent = node_of_halves(left, right, self._path.spread.replicas)
+        is_taken = parent is not None and any(node.covers(parent) for node in self._path.nodes)
+        return parent if is_taken else None
 
     def take(self) -> list[list[torch.Tensor]]:
         """Return, for each buffer, the sums of the nodes that are left, in order, and begin anew."""

@@ -62,9 +62,6 @@ class NumpyViews:
 class NumpyArithmetic:
     """The arithmetic of the host."""
 
-    def total(self, nodes: Sequence[TreeNode], sums: Sequence[np.ndarray]) -> np.ndarray:
-        raise NotImplementedError
-
     def mean(self, nodes: Sequence[TreeNode], sums: Sequence[np.ndarray], dtype: np.dtype, replicas: int) -> np.ndarray:
         out = np.empty(sums[0].size, dtype)
         Reduction("mean", dtype).reduce(sums, out, replicas, tuple(nodes))
