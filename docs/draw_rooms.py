@@ -1,4 +1,4 @@
-"""Draws docs/rooms.svg: the rooms of the packages, each above those that it imports from.
+"""Draws docs/pictures/rooms.svg: the rooms of the packages, each above those that it imports from.
 
     python docs/draw_rooms.py     after a room was added, or looks elsewhere
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = Path(__file__).with_name("rooms.svg")
+PICTURE = Path(__file__).with_name("pictures") / "rooms.svg"
 COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""

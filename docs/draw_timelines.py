@@ -1,4 +1,4 @@
-"""Runs four small jobs with poprun --timeline, and draws what their reports show: docs/timeline_*.svg.
+"""Runs four small jobs with poprun --timeline, and draws what their reports show: docs/pictures/timeline_*.svg.
 
 python docs/draw_timelines.py [NAME ...]     healthy, late, input or pipeline; all of them take a minute
 """
@@ -20,6 +20,8 @@ from poprun.trace.recordings import read_recordings  # noqa: E402
 from poprun.trace.report.page import draw_shares, style  # noqa: E402
 from poprun.trace.report.text import report_text  # noqa: E402
 from poprun.trace.report.verdict import judge  # noqa: E402
+
+PICTURES = Path(__file__).with_name("pictures")
 
 PROGRAM = """\
 import sys, time
@@ -68,7 +70,7 @@ def main() -> None:
         print(f"{name}\n\n{report_text(job, verdict, 120)}\n")
         drawn = draw_shares(verdict.titles, verdict.shares)
         picture = drawn.replace(">", f"><style>{style()}</style>", 1)
-        Path(__file__).with_name(f"timeline_{name}.svg").write_text(picture + "\n", encoding="utf-8")
+        PICTURES.joinpath(f"timeline_{name}.svg").write_text(picture + "\n", encoding="utf-8")
 
 
 def record(name: str, folder: Path) -> RecordedJob:

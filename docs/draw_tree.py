@@ -1,4 +1,4 @@
-"""Draws docs/tree.svg: the tree in which seven replicas are added, and what instances that own 3, 2 and 2 of them add.
+"""Draws docs/pictures/tree.svg: the tree that adds seven replicas, and the parts of instances with 3, 2 and 2 of them.
 
 python docs/draw_tree.py     when it should look otherwise
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from collectives.tree import TreeNode, halves, root_of, subtrees
 
-PICTURE = Path(__file__).with_name("tree.svg")
+PICTURE = Path(__file__).with_name("pictures") / "tree.svg"
 REPLICAS, COUNTS = 7, (3, 2, 2)
 STEP, LEFT, TOP, LEVEL, HEIGHT = 90, 60, 40, 62, 300
 COLOURS = ("#dce9f9", "#e3f0d8", "#fbe5d0")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from poprun.cli.help import options_table
 
-PAGE = Path(__file__).with_name("poprun.md")
+PAGE = Path(__file__).parent / "how_to" / "launch" / "poprun.md"
 _TABLE = re.compile(r"<!-- options: (.+) -->\n(?:\|.*\n)*")
 
 

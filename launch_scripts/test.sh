@@ -2,7 +2,7 @@
 # Runs the linters, then the tests.
 #
 #   sh launch_scripts/test.sh [arguments of pytest]              the default tier: minutes
-#   sh launch_scripts/test.sh --complete [arguments of pytest]   everything: half an hour (docs/testing.md)
+#   sh launch_scripts/test.sh --complete [arguments of pytest]   everything: half an hour (docs/project/testing.md)
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)

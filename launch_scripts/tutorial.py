@@ -1,4 +1,4 @@
-"""The program that docs/tutorial.md explains: trains on handwritten digits, validates, stops early, keeps the best.
+"""The program that tutorial.md explains: trains on handwritten digits, validates, stops early, keeps the best.
 
 python launch_scripts/tutorial.py
 poprun --num-instances 2 --num-replicas 4 python launch_scripts/tutorial.py

@@ -119,7 +119,8 @@ class _Module(ModuleType):
         if name in _INSTEAD:
             return f"{place} has no {name} here; use {_INSTEAD[name]}"
         return (
-            f"{place} has no {name} here; it has {', '.join(dir(self))}, and docs/migrate.md says what to use instead"
+            f"{place} has no {name} here; it has {', '.join(dir(self))}; "
+            "the documentation, page migrate, says what to use instead"
         )
 
 

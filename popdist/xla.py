@@ -1,7 +1,7 @@
 """Settings that XLA reads before it starts, so that sums are right and bits do not depend on the machine.
 
 From jaxlib 0.10.2 on, XLA gives sums, maxima and windows to YNNPACK, where several of them come out wrong: see
-docs/bits.md for what was measured. A flag of XLA keeps them where they were.
+bits.md for what was measured. A flag of XLA keeps them where they were.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAST_MEASURED = "0.12.0.1"
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 SHARDED_AUTOTUNING = "--xla_gpu_shard_autotuning"
-"""Without it XLA times kernels and takes the fastest, and adds in any order in scatters; see docs/gpus.md."""
+"""Without it XLA times kernels and takes the fastest, and adds in any order in scatters; see gpus.md."""
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _OF_MEMORY = (PREALLOCATE, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")

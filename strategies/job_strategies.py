@@ -86,7 +86,7 @@ class IPUHorovodStrategy(Strategy):
 
     Works under poprun, under mpirun and, as one instance, without a launcher. The gradients of an instance's replicas
     are added in their order, and the sums of the instances by Horovod, in the order that MPI chooses: the variables
-    are the same to the last bit on all instances, and close to those of `PopDistStrategy` (docs/horovod.md). With
+    are the same to the last bit on all instances, and close to those of `PopDistStrategy` (docs: horovod.md). With
     `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished travels while the rest of it
     still runs.
 

@@ -1,7 +1,7 @@
 """Metrics on their way out: to files, TensorBoard, Prometheus, MLflow, Weights & Biases, or a sink of one's own.
 
 `poprun --metrics WORD`, or POPDIST_METRICS, has all steps and evaluations of a job written without a change of the
-program. See docs/observability.md.
+program. See observability.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Return `table[indices]`, with a gradient that is cheap where operations are deterministic.
 
     The gradient of `table[indices]` is a scatter, which takes long on a GPU where it has to be deterministic
-    (docs/gpus.md). Here rows are sorted, added to their neighbours in one fixed order in float32 (float64 for float64),
+    (docs: gpus). Here rows are sorted, added to their neighbours in one fixed order in float32 (float64 for float64),
     rounded once and written to places that are all different.
 
     Args:

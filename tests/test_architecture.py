@@ -1,4 +1,4 @@
-"""The rooms of the packages, as docs/architecture.md shows them."""
+"""The rooms of the packages, as architecture.md shows them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import draw_rooms
 import numpy as np
 import optax
 import pytest
+from pages import page_text
 
 import strategies
 
@@ -101,6 +102,6 @@ def test_a_gradient_goes_through_the_files_that_are_named_in_their_order(framewo
 
 
 def test_the_page_names_the_same_files() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = page_text("architecture.md")
     named = re.findall(r"^\d+\. `([^`]+)`", text, flags=re.MULTILINE)
     assert named == [*draw_rooms.GRADIENT, *draw_rooms.TORCH_GRADIENT]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from jobs import poprun_jobs
+from pages import DOCS, PAGES, page_programs, page_text
 
 import collectives
 import popdist
 import strategies
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def text_of(page):
@@ -51,7 +51,7 @@ def test_its_links_lead_to_pages_and_headings_that_exist(page):
 
 def test_every_page_is_reached_from_the_readme():
     reached = {ROOT / path for path, _ in links_of(ROOT / "README.md")}
-    assert set((ROOT / "docs").glob("*.md")) <= reached
+    assert set(DOCS) <= reached
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -67,10 +67,10 @@ OWNERS = {
     "strategy": strategies.Strategy,
     "trainer": strategies.Trainer,
 }
-OF_OTHER_LIBRARIES = {  # docs/migrate.md says what takes their place
+OF_OTHER_LIBRARIES = {  # migrate.md says what takes their place
     *("popdist.popart", "popdist.poptorch", "strategy.experimental_local_results"),
 }
-OF_TORCH = re.compile(r"trainer\.\w+")  # in docs/torch.md: tests/strategies/on_torch look whether they exist
+OF_TORCH = re.compile(r"trainer\.\w+")  # in torch.md: tests/strategies/on_torch look whether they exist
 
 
 def exists(owner, name):
@@ -88,7 +88,7 @@ def test_the_names_of_ours_that_it_mentions_exist(page):
 
 
 def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours():
-    rows = re.findall(r"^\|.*\|(.*)\|$", text_of(ROOT / "docs" / "migrate.md"), flags=re.MULTILINE)
+    rows = re.findall(r"^\|.*\|(.*)\|$", page_text("migrate.md"), flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
     functions = [
         *(strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
@@ -100,15 +100,10 @@ def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours
     assert named <= {name for function in functions for name in inspect.signature(function).parameters}
 
 
-def programs_of(page):
-    text = text_of(ROOT / "docs" / page)
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.complete
 @pytest.mark.job
 def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
-    (tmp_path / "cells.py").write_text("\n".join(programs_of("notebooks.md")))
+    (tmp_path / "cells.py").write_text("\n".join(page_programs("notebooks.md")))
     done = poprun_jobs.run_alone(sys.executable, "-W", "error", "cells.py", cwd=tmp_path)
     assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
 
@@ -118,7 +113,7 @@ def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
 @pytest.mark.cores(2)
 def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(programs_of("migrate.md")[0])
+    program.write_text(page_programs("migrate.md")[0])
     words = ("--num-replicas=4", sys.executable, str(program))
     one, several = (poprun_jobs.run(f"--num-instances={n}", *words) for n in (1, 2))
     assert one.status == several.status == 0, one.stderr + several.stderr

@@ -9,27 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import PAGES as ALL_PAGES
+from pages import page_programs, page_text
 
 from popdist import horovod
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 LIMIT_S = 200.0
 
 pytestmark = pytest.mark.long
 
 
-def text_of(page):
-    return (DOCS / page).read_text(encoding="utf-8")
-
-
 def listed(page):
     """The names that begin a row of a table, in the chapter on public names where there is one."""
-    return re.findall(r"^\| `(\w+)", text_of(page).split("## Public names")[-1], flags=re.MULTILINE)
-
-
-def snippets(page):
-    return re.findall(r"^```python\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^\| `(\w+)", page_text(page).split("## Public names")[-1], flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
@@ -38,16 +31,15 @@ def test_the_tables_list_every_public_name_once(package):
 
 
 def test_no_page_has_marks_of_a_merge():
-    pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
     assert not [
-        page for page in pages if re.search(r"^(<{7}|={7}|>{7})", page.read_text(encoding="utf-8"), re.MULTILINE)
+        page for page in ALL_PAGES if re.search(r"^(<{7}|={7}|>{7})", page.read_text(encoding="utf-8"), re.MULTILINE)
     ]
 
 
 def test_the_page_on_horovod_lists_its_interface():
     described = {
         name
-        for row in re.findall(r"^\| (`.*?) \|", text_of("horovod.md"), flags=re.MULTILINE)
+        for row in re.findall(r"^\| (`.*?) \|", page_text("horovod.md"), flags=re.MULTILINE)
         for name in re.findall(r"`(\w+)", row)
     }
     operations = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
@@ -144,8 +136,8 @@ def check_what_it_says(program, output):
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_programs_of_the_documentation_run(tmp_path):
     """In one process, which has devices for the largest of them."""
-    programs = [program for page in PAGES for program in snippets(page)]
-    assert all(map(snippets, PAGES))
+    programs = [program for page in PAGES for program in page_programs(page)]
+    assert all(map(page_programs, PAGES))
     outputs = run_programs(ONE_AFTER_THE_OTHER, programs, tmp_path, "4")
     for program, output in zip(programs, json.loads(outputs), strict=True):
         check_what_it_says(program, output)
@@ -156,7 +148,7 @@ def test_the_programs_of_the_documentation_run(tmp_path):
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_each_of_them_runs_alone(tmp_path):
     """In a process of its own, where nothing of the project is imported before it."""
-    programs = [program for page in PAGES for program in snippets(page)]
+    programs = [program for page in PAGES for program in page_programs(page)]
     outputs = run_programs(EACH_ALONE, programs, tmp_path).splitlines()
     for program, output in zip(programs, map(json.loads, outputs), strict=True):
         check_what_it_says(program, output)

@@ -1,4 +1,4 @@
-"""The texts of `--help`, `--help-all` and `--version`, and the tables of options in docs/poprun.md."""
+"""The texts of `--help`, `--help-all` and `--version`, and the tables of options in poprun.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def describe_section(section: str, options: Sequence[Option] = OPTIONS, columns:
 
 
 def options_table(section: str) -> str:
-    """Return the options of a section as a table in Markdown, as docs/poprun.md has it."""
+    """Return the options of a section as a table in Markdown, as poprun.md has it."""
     rows = [_table_row(option) for option in OPTIONS if option.section == section]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 

@@ -250,7 +250,7 @@ def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
-    """Return the least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs/collectives.md)."""
+    """Return the least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs: collectives.md)."""
     hosts = len(links)
     return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
 

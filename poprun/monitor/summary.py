@@ -126,7 +126,7 @@ def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
 
 
 VERSION = 1
-"""Grows when a key gets another meaning or goes; docs/observability.md has all of them."""
+"""Grows when a key gets another meaning or goes; observability.md has all of them."""
 
 
 def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:

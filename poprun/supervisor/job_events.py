@@ -1,6 +1,6 @@
 """Events of a job, the actions that its machine answers with, and the limits of its waits.
 
-`poprun.supervisor.job_machine` takes events and returns actions; docs/failures.md says what follows from the limits.
+`poprun.supervisor.job_machine` takes events and returns actions; failures.md says what follows from the limits.
 """
 
 from __future__ import annotations

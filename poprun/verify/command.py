@@ -239,7 +239,7 @@ class Verification:
         if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
                 "--resume needs a program that saves checkpoints, and it has made no strategies.Checkpoints; give it "
-                "the arguments with which it does (docs/checkpoints.md)"
+                "the arguments with which it does (docs: checkpoints)"
             )
         steps = len(first.record.steps)
         if self.asked.resume and steps < FEWEST_STEPS_TO_RESUME:

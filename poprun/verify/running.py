@@ -108,7 +108,7 @@ class Laboratory:
         if after.steps and min(after.steps)[1] == 0:
             raise PopRunError(
                 "the program was stopped by SIGTERM, and began anew instead of going on from a checkpoint; call "
-                "restore before the first step and after_step after each one, in a with statement (docs/checkpoints.md)"
+                "restore before the first step and after_step after each one, in a with statement (docs: checkpoints)"
             )
         return Result(read_record(recording.folder), status)
 

@@ -7,7 +7,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder, "
-        "or see docs/torch.md for PyTorch without CUDA",
+        "or see the documentation, page torch, for PyTorch without CUDA",
         name="torch",
     ) from None
 

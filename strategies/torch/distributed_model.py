@@ -43,7 +43,7 @@ class DistributedModel(torch.nn.Module):
     are collective calls, but for those in `no_sync`. An instance that is lost ends the job.
 
     Args:
-        module: on the CPU or on one GPU, where its gradients stay if the exchange of the job can; see docs/gpus.md. Its
+        module: on the CPU or on one GPU, where its gradients stay if the exchange of the job can; see gpus.md. Its
             parameters are those of the optimizer.
         strategy: with one replica per instance.
         seed: of the random numbers in forward passes.

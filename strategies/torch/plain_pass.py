@@ -230,7 +230,7 @@ class Comparison:
             "step was not applied. Replicas compute with copies of the module: likely loss_fn uses another module than "
             "the one it is given, something in the module is not copied (a hook, a tensor in an attribute, compiled "
             "code), or it draws or counts outside of PyTorch. If that is meant, verify_steps=0 compares nothing "
-            "(docs/torch.md, What is checked at the first steps)"
+            "(docs: torch, What is checked at the first steps)"
         )
 
 

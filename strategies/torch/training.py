@@ -315,5 +315,5 @@ def refuse_other_devices(module: torch.nn.Module, whose: str) -> None:
         if tensor.device.type != "cpu":
             raise StrategyError(
                 f"{name} is on {tensor.device}, and {whose} computes on the CPU; move the module there with "
-                "module.cpu(), or train it on the device with strategies.torch.Trainer (docs/gpus.md)"
+                "module.cpu(), or train it on the device with strategies.torch.Trainer (docs: gpus)"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from horovod_installed import needs_horovod
+from pages import page_text
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -91,7 +92,7 @@ def test_each_has_a_case_and_a_line_in_the_documentation():
     """But for soak.py, which the complete tier starts by itself."""
     sources = {path.name: path.read_text() for path in BENCHMARKS.glob("*.py") if path.name != "timing.py"}
     there = {name for name, text in sources.items() if "ArgumentParser(" in text or "command_line(" in text}
-    documented = set(re.findall(r"python benchmarks/(\w+\.py)", (ROOT / "docs" / "benchmarks.md").read_text()))
+    documented = set(re.findall(r"python benchmarks/(\w+\.py)", page_text("benchmarks.md")))
     assert there == {words.split()[0] for words, _ in CASES} | {"soak.py"} == documented
 
 

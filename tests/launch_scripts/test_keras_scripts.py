@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from digits_data import load_digits
 from jobs import poprun_jobs
+from pages import page_programs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch_scripts"
@@ -62,8 +63,7 @@ def assert_it_learns(line):
 @pytest.mark.complete
 def test_the_first_program_of_the_page_prints_what_it_says_and_the_quick_start_learns():
     """One after the other in one process."""
-    text = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
-    program = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
+    program = page_programs("keras.md")[0]
     listing = SCRIPTS / "listings" / "keras_quick_start.py"
     shape, line = lines_of(sys.executable, "-c", f"{program}\nimport runpy\nrunpy.run_path({str(listing)!r})\n")
     assert shape == "(200, 2)"

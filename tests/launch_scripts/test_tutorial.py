@@ -1,4 +1,4 @@
-"""The program of the tutorial does what docs/tutorial.md says, and is the one that stands there."""
+"""The program of the tutorial does what tutorial.md says, and is the one that stands there."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from digits_data import load_digits
 from jobs import poprun_jobs
+from pages import page_programs, page_text
 
 import strategies
 
@@ -26,8 +27,7 @@ def lines_of(code):
 
 
 def test_the_page_shows_the_whole_program_in_its_order():
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    shown = "\n".join(re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
+    shown = "\n".join(page_programs("tutorial.md"))
     code = PROGRAM.read_text(encoding="utf-8")
     docstring = ast.parse(code).body[0].end_lineno
     assert lines_of(shown) == lines_of("\n".join(code.splitlines()[docstring:]))
@@ -77,14 +77,14 @@ def test_it_validates_each_row_once(alone):
 @pytest.mark.complete
 def test_another_program_predicts_with_the_file(alone, monkeypatch, capsys):
     _, file = alone
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    page = page_text("tutorial.md")
     [code] = re.findall(r"^```\n(with np.load.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     tree = ast.parse(PROGRAM.read_text(encoding="utf-8"))
     [apply] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply"]
     digits = load_digits("digits")
     names = {"np": np, "jax": jax, "images": digits.test_images[:20]}
     monkeypatch.chdir(file.parent)
-    exec(compile(f"{ast.unparse(apply)}\n{code}", "docs/tutorial.md", "exec"), names)
+    exec(compile(f"{ast.unparse(apply)}\n{code}", "tutorial.md", "exec"), names)
     predicted = np.array(re.findall(r"\d", capsys.readouterr().out), int)
     assert (predicted == digits.test_labels[:20]).mean() > 0.8
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import PAGES
 
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import OptionKind
@@ -17,9 +18,7 @@ RANGE = re.compile(r"(?<![\w'])[a-z]+\[\d+[-,][^\]]*\](?!')")
 COMMAND = re.compile(r"(?:--host|-H)[ =][a-z]+\[")
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_in_commands_of_the_documentation(path):
     assert COMMAND.findall(path.read_text(encoding="utf-8")) == []
 

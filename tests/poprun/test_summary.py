@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import BEGIN_S, Script, exited, killed, running
+from pages import page_text
 
 from popdist.records.progress import Made, ProgressRecord
 from poprun.cli.command_line import CommandLine, settings_from
@@ -192,7 +193,7 @@ class TestFile:
 
     def test_the_page_names_every_key(self):
         """The documentation is the contract of the file."""
-        page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+        page = page_text("observability.md")
         described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
         attempts = described["attempts"]
         keys = {*described, *attempts[0], *attempts[0]["instances"][0], *described["faults_survived"][0]}

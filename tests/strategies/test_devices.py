@@ -3,12 +3,12 @@
 import re
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import page_text
 
 from strategies.jax.replicas.devices import THREADS, ReplicaDevices, borrow, choose_grid, is_key
 
@@ -35,8 +35,8 @@ class Accelerator:
 
 
 def rows_about_gpus():
-    """The rows of the table in docs/gpus.md: instances, replicas of each, devices of each, and waves."""
-    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    """The rows of the table in gpus.md: instances, replicas of each, devices of each, and waves."""
+    page = page_text("gpus.md")
     for row in re.findall(r"^\| (\d+) \| (\d+) \| (.*) \| (\d+) \|$", page, flags=re.MULTILINE):
         devices = [[int(number) for number in cell.split(", ")] for cell in re.split(r" *\| *", row[2]) if cell]
         yield int(row[0]), int(row[1]), devices, int(row[3])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
+from pages import page_named
 
 import strategies
 from strategies.compat.pipelining_ops import pipeline
@@ -27,7 +27,7 @@ from strategies.jax.options import configured
 from strategies.jax.programs.compilation import use_executable_cache
 from strategies.pipelines.pipelining import RecomputationMode
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+PAGE = page_named("config.md")
 
 
 @pytest.fixture

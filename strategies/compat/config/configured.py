@@ -29,7 +29,7 @@ SYSTEM_IPUS = 16
 
 @final
 class IPUConfig(Category):
-    """All that can be configured. Semantics: the original's `IPUConfig`, attribute by attribute; see docs/config.md.
+    """All that can be configured. Semantics: the original's `IPUConfig`, attribute by attribute; see config.md.
 
     A value is checked when it is set: TypeError for another type, `UnknownAttributeError` for another name, which is a
     ValueError and says what may be meant. Nothing else happens before `configure_ipu_system`.

@@ -162,5 +162,7 @@ _WAYS_OUT = {
 def __getattr__(name: str) -> Any:
     """Refuse a name that is not there, with what to use in its place."""
     close = get_close_matches(name, __all__, 1)
-    way_out = _WAYS_OUT.get(name) or (f"did you mean {close[0]}?" if close else "docs/torch.md has what is there")
+    way_out = _WAYS_OUT.get(name) or (
+        f"did you mean {close[0]}?" if close else "the documentation, page torch, has what is there"
+    )
     raise AttributeError(f"strategies.torch.poptorch has no {name}: {way_out}")

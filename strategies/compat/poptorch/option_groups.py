@@ -82,7 +82,7 @@ class OptionGroup(Accepting):
             return super().__getattr__(name)
         known = [each for each in (*dir(type(self)), *self._methods, *self._groups) if not each.startswith("_")]
         meant = next(iter(get_close_matches(name, known, 1, _CLOSE)), None) or self._meant(name)
-        way_out = f"did you mean {meant}?" if meant else "docs/torch.md has those that are there"
+        way_out = f"did you mean {meant}?" if meant else "the documentation, page torch, has those that are there"
         raise AttributeError(f"{self._title}.{name} is no option; {way_out}")
 
     def _meant(self, name: str) -> str | None:

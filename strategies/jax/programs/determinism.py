@@ -14,7 +14,7 @@ from strategies.jax.programs.xla_pitfalls import jax_has_started
 
 logger = logging.getLogger(__name__)
 
-WAY_OUT = "Defaults(deterministic=False) allows operations whose bits differ from run to run (docs/gpus.md)"
+WAY_OUT = "Defaults(deterministic=False) allows operations whose bits differ from run to run (docs: gpus)"
 _COMPLAINT = "determinis"
 
 

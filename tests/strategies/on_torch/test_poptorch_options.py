@@ -79,7 +79,7 @@ class TestOwnAttributes:
             _ = poptorch.Options().Trainings
         with pytest.raises(AttributeError, match="gradientAcumulation is no option; did you mean gradientAccumulation"):
             poptorch.Options().Training.gradientAcumulation(3)
-        with pytest.raises(AttributeError, match="Options.zebra is no option; docs/torch.md"):
+        with pytest.raises(AttributeError, match="Options.zebra is no option; the documentation, page torch"):
             _ = poptorch.Options().zebra
 
 
@@ -286,7 +286,7 @@ class TestNames:
         [
             ("trainingmodel", "did you mean trainingModel?"),
             ("experimental", "inferenceModel"),
-            ("zebra", "docs/torch.md"),
+            ("zebra", "page torch"),
         ],
     )
     def test_that_are_not_there_are_refused_with_the_way_out(self, name, way_out):

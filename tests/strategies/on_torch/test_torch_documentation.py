@@ -1,4 +1,4 @@
-"""The programs in docs/torch.md run, and the page names what there is."""
+"""The programs in torch.md run, and the page names what there is."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import runpy
 from pathlib import Path
 
 import pytest
+from pages import page_programs, page_text
 
 import strategies
 import strategies.torch
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "torch.md").read_text(encoding="utf-8")
+PAGE = page_text("torch.md")
 
 
 def test_its_programs_run_one_after_another(capsys):
     names: dict[str, object] = {"__name__": "__main__"}
-    for program in re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL):
-        exec(compile(program, "docs/torch.md", "exec"), names)
+    for program in page_programs("torch.md"):
+        exec(compile(program, "torch.md", "exec"), names)
     assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
 
 

@@ -1,4 +1,4 @@
-"""What docs/pipelines.md shows of plans is what they say."""
+"""What pipelines.md shows of plans is what they say."""
 
 import draw_pipelines
 
