@@ -20,10 +20,10 @@ NUMERIC = {"numpy", "ml_dtypes"}
 MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
 
 ALLOWED = {
-    "collectives": NUMERIC,
-    "popdist": {"collectives", "mpi4py", "numpy"},
-    "poprun": {"ClusterShell", "popdist", "tomli_w"},
-    "strategies": {"collectives", "popdist", *MACHINE_LEARNING},
+    "collectives": {"typing_extensions", *NUMERIC},
+    "popdist": {"collectives", "mpi4py", "numpy", "typing_extensions"},
+    "poprun": {"ClusterShell", "popdist", "tomli_w", "typing_extensions"},
+    "strategies": {"collectives", "popdist", "typing_extensions", *MACHINE_LEARNING},
     "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }
 TRANSPORTS = {

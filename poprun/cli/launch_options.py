@@ -117,7 +117,7 @@ class LaunchOptions(ABC):
     reset_partition: bool | None = idle_vipu(None, BOOLEAN, "reset the partition before the run")
     remove_partition: bool = idle_vipu(True, BOOLEAN, "remove a partition that poprun has created")
     executable_cache_path: str | None = execution(
-        None, PATH, "directory of compiled executables, for the programs", see="../train/compilation.md"
+        None, PATH, "directory of compiled executables, for the programs", see="compilation.md"
     )
     mpi_global_args: tuple[str, ...] = execution((), ARGUMENTS, "options for mpirun, given once at the front; adds up")
     mpi_local_args: tuple[str, ...] = execution((), ARGUMENTS, "options for mpirun, given for each instance; adds up")
