@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # autodoc imports the packages of this checkout
+
+from docstrings import restructured  # noqa: E402
 
 from popdist.version import __version__  # noqa: E402
 
@@ -18,13 +23,25 @@ author = "the authors of popdist-everywhere"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_static"]
 nitpicky = True
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
+autodoc_mock_imports = [name for name in ("keras", "torch") if find_spec(name) is None]
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_preprocess_types = False
+napoleon_use_ivar = True
+# Types in signatures are mostly of other libraries; the same name may be public in several packages.
+nitpick_ignore_regex = [("py:.*", ".*")]
+
 # The anchors that GitHub gives to headings of all levels, so that the links of pages work there and here.
 myst_heading_anchors = 6
-suppress_warnings = ["myst.header"]  # a heading that skips a level
+suppress_warnings = ["myst.header", "ref.python"]  # a heading that skips a level; a name that several packages have
 
 html_theme = "furo"
 html_title = f"{project} {release}"
@@ -43,6 +60,15 @@ def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
+def translate_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Write a docstring in reStructuredText, before napoleon reads it."""
+    lines[:] = restructured(lines)
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above with Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":  # "Variables" are what training changes
+            field.label = "Attributes"
     app.connect("source-read", add_table_of_contents)
+    app.connect("autodoc-process-docstring", translate_docstring, priority=400)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from types import ModuleType
 
 import pytest
 import write_reference
+from docstrings import restructured
 from pages import DOCS, PAGES, ROOT, page_text
 
 from poprun.cli.launch_options import OPTIONS
@@ -48,3 +51,31 @@ def test_generated_parts_of_a_page_are_as_the_code_declares_them(page):
 def test_every_option_of_poprun_has_a_row():
     page = page_text("poprun_options.md")
     assert [option.name for option in OPTIONS if f"`--{option.name}` |" not in page] == []
+
+
+API = {page: re.findall(r"^.. automodule:: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE) for page in DOCS}
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
+def test_every_public_module_has_a_page_of_the_python_api(package):
+    """A module that a package exports has one too; the site build fails if a page names a module that is not there."""
+    module = importlib.import_module(package)
+    modules = {f"{package}.{name}" for name in module.__all__ if isinstance(getattr(module, name), ModuleType)}
+    described = [name for names in API.values() for name in names]
+    assert {package, *modules} <= set(described)
+    assert len(described) == len(set(described))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Return `x`s of `a * b`, *args and name_ too.", "", ":py:obj:`x`\\ s of ``a * b``, \\*args and name\\_ too."],
+        ["Use it so:", "", "    with it:", "        pass", "Then.", "", ".. code-block:: python", "   with it:"],
+        ["Args:", "    first: one", "        or two.", "", "Args:", "    first: one"],
+    ],
+    ids=["spans", "example", "section"],
+)
+def test_docstrings_are_translated_for_the_site(lines):
+    cut = len(lines) - lines[::-1].index("") if "" in lines else len(lines)
+    text = "\n".join(restructured(lines[:cut]))
+    assert all(line in text for line in lines[cut:])
