@@ -2,7 +2,7 @@
 
     python tests/complete_tier.py due                      the parts that are due, separated by commas
     python tests/complete_tier.py state                    a line for each part: its name and the digest of its code
-    python tests/complete_tier.py passed PARTS STATE       notes in .ci/complete-at that parts (or all) passed with a state
+    python tests/complete_tier.py passed PARTS STATE       notes in .ci/complete-at that parts, or all, passed
 
 A part is due if the code that it is for differs from the code with which it passed. Docstrings and comments do not
 count. The digest depends on the version of Python, as its syntax trees do; CI uses one version.

@@ -47,12 +47,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the complete tier runs, unless a test is named on the command line."""
     if not any("::" in argument for argument in config.args):
-        left_out = [
-            item for item in items if item.get_closest_marker("complete") and not is_complete(config, item.path)
-        ]
+        kept: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
+        for item in items:
+            is_run = not item.get_closest_marker("complete") or is_complete(config, item.path)
+            (kept if is_run else left_out).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in set(left_out)]
+            items[:] = kept
     if hasattr(config, "workerinput"):  # pytest-xdist hands files out in this order
         items[:] = mixed(items)
 

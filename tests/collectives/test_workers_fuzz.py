@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import grpc
 import http2
