@@ -110,11 +110,11 @@ def test_the_project_is_installed_again_only_when_its_metadata_changed(project, 
         first.stdout
         == second.stdout
         == (
-            f"[--num-instances][2][--num-replicas][4]{root}[python][launch_scripts/train_digits.py]"
+            f"[--num-instances][2][--num-replicas][4]{root}[python][-m][popdist.examples.digits]"
             "[--epochs][3][--data][my file]"
         )
     )
-    assert "python launch_scripts/train_digits.py --epochs 3 --data 'my file'\n" in second.stderr
+    assert "python -m popdist.examples.digits --epochs 3 --data 'my file'\n" in second.stderr
 
 
 class TestSlurmJob:
@@ -144,7 +144,7 @@ class TestSlurmJob:
         done = sh(copy, "--epochs", "3", path=str(tools), cwd=tmp_path, VIRTUAL_ENV=str(bin_.parent), **job)
         root = "[--allow-run-as-root][yes]" if os.geteuid() == 0 else ""
         assert done.stdout == (
-            f"[--num-instances][4][--num-replicas][4]{root}[python][launch_scripts/train_digits.py][--epochs][3]"
+            f"[--num-instances][4][--num-replicas][4]{root}[python][-m][popdist.examples.digits][--epochs][3]"
         )
         assert "in 4 instances on h[0-1]" in done.stderr
 
