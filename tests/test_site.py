@@ -12,6 +12,7 @@ from docstrings import restructured
 from pages import DOCS, PAGES, ROOT, page_text
 
 from poprun.cli.launch_options import OPTIONS
+from poprun.hosts.remote import FORWARDED_FAMILIES, FORWARDED_NAMES
 
 INDEX = ROOT / "docs" / "index.md"
 LISTED = re.compile(r"^\* \[[^\]]+\]\(([\w/.-]+\.md)\): .+\.$", re.MULTILINE)
@@ -79,3 +80,21 @@ def test_docstrings_are_translated_for_the_site(lines):
     cut = len(lines) - lines[::-1].index("") if "" in lines else len(lines)
     text = "\n".join(restructured(lines[:cut]))
     assert all(line in text for line in lines[cut:])
+
+
+def test_every_environment_variable_in_the_code_is_on_the_page():
+    page = page_text("environment.md")
+    assert [name for name in sorted(write_reference.names_of_variables()) if f"`{name}`" not in page] == []
+
+
+def test_every_family_of_variables_that_poprun_hands_on_is_on_the_page():
+    page = page_text("environment.md")
+    assert [name for name in (*FORWARDED_FAMILIES, *FORWARDED_NAMES) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
+def test_every_public_error_is_in_the_catalogue(package):
+    page = page_text("errors.md")
+    public = [name for name in importlib.import_module(package).__all__ if name.endswith("Error")]
+    assert public
+    assert [name for name in public if f"| `{name}` (" not in page] == []

@@ -18,6 +18,7 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 VARIABLE = "TF_CONFIG"
+"""TensorFlow's JSON text with the addresses of all workers and the index of this worker."""
 REPLICAS = "num_replicas"
 """A key of it that TensorFlow does not know: the replicas of all tasks, where the program does not say."""
 _WORKERS = '"worker":["localhost:3737","localhost:3738"]'

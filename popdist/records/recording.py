@@ -16,13 +16,13 @@ from pathlib import Path
 from popdist.errors import EnvironmentMismatchError
 
 FOLDER_VARIABLE = "POPDIST_VERIFY_RECORD"
-"""The folder; set where steps are to be recorded."""
+"""Folder for the records of the steps of a run of `poprun verify`."""
 STEPS_VARIABLE = "POPDIST_VERIFY_STEPS"
-"""How many steps the program makes: it ends, with status 0, when all of them are recorded."""
+"""Number of recorded steps after which a run of `poprun verify` ends with status 0."""
 VALUES_VARIABLE = "POPDIST_VERIFY_VALUES"
-"""`TRAINING:STEP`, of which the values are to be kept and not only their digests."""
+"""`TRAINING:STEP` of which `poprun verify` keeps the values besides their digests."""
 LEAVE_VARIABLE = "POPDIST_VERIFY_LEAVE"
-"""The step in which instance 0 gets SIGTERM."""
+"""Step in which `poprun verify` sends SIGTERM to instance 0."""
 
 SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"

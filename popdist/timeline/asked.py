@@ -10,11 +10,11 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.timeline.profiles import WantedProfile
 
 FOLDER_VARIABLE = "POPDIST_TIMELINE"
-"""The folder that gets a file from each instance; every instance of a job has to have it."""
+"""Folder to which each instance writes its timeline, the same on all instances. `--timeline FILE` sets FILE.parts."""
 LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
-"""How many MB the file of an instance may have."""
+"""Largest size of the timeline of one instance, in MB: `--timeline-limit`. Default: 256."""
 PROFILE_VARIABLE = "POPDIST_PROFILE"
-"""Which profiler runs beside, and when; see `popdist.timeline.profiles`."""
+"""Profiler that records some steps into the timeline, and the steps: `--profile`."""
 SUFFIX = ".timeline"
 """Of the files."""
 PROFILE_SUFFIX = ".profile"

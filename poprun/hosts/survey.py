@@ -39,7 +39,7 @@ LATE_S = 2.5
 """After this the user learns who has not answered yet."""
 
 LIMIT_VARIABLE = "POPRUN_CHECK_TIMEOUT_S"
-"""Overrides the limit, for machines that are so busy that a login takes longer."""
+"""Seconds that hosts may take to answer before a launch, for hosts with slow logins. Default: 20."""
 
 LONGEST_AGE_S = 300.0
 """Older answers are asked for again."""

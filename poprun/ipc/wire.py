@@ -11,14 +11,13 @@ import signal
 import struct
 
 CONTROL_VARIABLE = "POPRUN_CONTROL"
-"""The variable with the agents' folder, address and streams; forwarded by name, so that mpirun's command does not
-depend on it."""
+"""Folder, address and streams by which agents reach poprun. mpirun forwards the variable by name."""
 
 IGNORES_HANGUP = "/nohup"
 """At the end of CONTROL_VARIABLE: poprun ignores SIGHUP, so agents and programs do, on every host."""
 
 HOST_VARIABLE = "POPRUN_HOST"
-"""The variable with the host for which an instance is meant, if it is known, as its kernel knows it."""
+"""Host for which an instance is meant, as the kernel of that host names it."""
 
 HELLO = 1
 """agent: rank, program's pid, its clock, the job's token, its host; the first message."""

@@ -16,7 +16,7 @@ from strategies.exchange.on_device import AUTO, COMPILED, EXCHANGES, HOST, WINDO
 logger = logging.getLogger("strategies.exchange")
 
 VARIABLE = "POPDIST_EXCHANGE"
-"""The exchange of programs that leave it open."""
+"""Exchange of gradients on devices: `compiled`, `window` or `host`. Default: `auto`."""
 LOCAL = "local"
 """The word of a choice on one instance: gradients are added on the device, and no exchange is needed."""
 CPU, GPU = "cpu", "gpu"
