@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import write_reference
 from docstrings import restructured
-from pages import DOCS, PAGES, ROOT, page_text
+from pages import DOCS, PAGES, ROOT, page_named, page_text
 
 from poprun.cli.launch_options import OPTIONS
 from poprun.hosts.remote import FORWARDED_FAMILIES, FORWARDED_NAMES
@@ -98,3 +98,9 @@ def test_every_public_error_is_in_the_catalogue(package):
     public = [name for name in importlib.import_module(package).__all__ if name.endswith("Error")]
     assert public
     assert [name for name in public if f"| `{name}` (" not in page] == []
+
+
+def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own():
+    words = re.findall(r"^## (.*)$", page_text("glossary.md"), re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
+    assert len(words) == len(write_reference.anchors_of(page_named("glossary.md"))) - 1
