@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # autodoc imports the packages of this checkout
 
 from docstrings import restructured  # noqa: E402
+from site_map import listed, llms_txt  # noqa: E402
 
 from popdist.version import __version__  # noqa: E402
 
@@ -50,13 +51,11 @@ html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = "$ "
 
-_LISTED = re.compile(r"^\* \[[^\]]+\]\(([\w/.-]+\.md)\)", re.MULTILINE)
-
 
 def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     """Make the list of links on an index page its table of contents, in the order of the list."""
     if docname.rpartition("/")[2] == "index":
-        pages = "\n".join(_LISTED.findall(source[0]))
+        pages = "\n".join(listed(source[0]))
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
@@ -65,10 +64,19 @@ def translate_docstring(app: Sphinx, what: str, name: str, obj: object, options:
     lines[:] = restructured(lines)
 
 
+def write_for_language_models(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt, and the Markdown pages that it names beside their HTML."""
+    if error is None and app.builder.name == "html":
+        (app.outdir / "llms.txt").write_text(llms_txt(DOCS), encoding="utf-8")
+        for docname in app.project.docnames:
+            shutil.copyfile(app.srcdir / f"{docname}.md", app.outdir / f"{docname}.md")
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above with Sphinx."""
     for field in PyObject.doc_field_types:
         if field.name == "variable":  # "Variables" are what training changes
             field.label = "Attributes"
     app.connect("source-read", add_table_of_contents)
+    app.connect("build-finished", write_for_language_models)
     app.connect("autodoc-process-docstring", translate_docstring, priority=400)

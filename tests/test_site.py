@@ -10,6 +10,7 @@ import pytest
 import write_reference
 from docstrings import restructured
 from pages import DOCS, PAGES, ROOT, page_named, page_text
+from site_map import llms_txt
 
 from poprun.cli.launch_options import OPTIONS
 from poprun.hosts.remote import FORWARDED_FAMILIES, FORWARDED_NAMES
@@ -22,6 +23,14 @@ INDEXES = [page for page in DOCS if page.name == "index.md"]
 def listed_on(index):
     """Return the pages in the list of an index page, in order."""
     return [(index.parent / path).resolve() for path in LISTED.findall(index.read_text(encoding="utf-8"))]
+
+
+def test_the_map_for_language_models_lists_every_page_with_its_purpose():
+    title, summary, *lines = llms_txt(INDEX.parent).split("\n\n")
+    assert title.startswith("# ")
+    assert summary.startswith("> ")
+    named = re.findall(r"^- \[.+\]\((.+)\): .+\.$", "\n".join(lines), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(INDEX.parent)) for page in DOCS if page not in INDEXES)
 
 
 def test_every_page_is_listed_on_exactly_one_index_page():
