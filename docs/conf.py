@@ -47,6 +47,7 @@ suppress_warnings = ["myst.header", "ref.python"]  # a heading that skips a leve
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
+html_css_files = ["pictures.css"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = "$ "

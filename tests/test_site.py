@@ -113,3 +113,9 @@ def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own(
     words = re.findall(r"^## (.*)$", page_text("glossary.md"), re.MULTILINE)
     assert words == sorted(words, key=str.lower)
     assert len(words) == len(write_reference.anchors_of(page_named("glossary.md"))) - 1
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.name)
+def test_every_picture_has_a_dark_variant(picture):
+    assert picture.suffix == ".svg"
+    assert "prefers-color-scheme:dark" in picture.read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 Points = Sequence[tuple[float, float]]
 """Numbers of hosts, and milliseconds."""
@@ -16,12 +17,20 @@ def check_matplotlib() -> None:
         raise ValueError("curves need matplotlib: pip install 'popdist-everywhere[plot]'")
 
 
+_MARKERS = "os^Dv"
+_LEAST_DISTANCE = 0.055
+"""The least distance of two names beside the curves, as a part of the height of the axes."""
+
+
 def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     """Write curves as SVG and as PNG, with both axes logarithmic.
 
+    The first curve is a lower bound: a broad grey band. Markers of the others alternate, so that curves with the same
+    values are seen. Each name stands at the right end of its curve.
+
     Args:
         title: stands above the curves.
-        curves: by the names in the legend.
+        curves: by their names.
         output: the file's name; its suffix is replaced.
 
     Returns:
@@ -30,18 +39,41 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="ms")
+    axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="time, ms")
+    lines = []
     for number, (name, points) in enumerate(curves.items()):
         hosts, times = zip(*points, strict=True)
-        axes.plot(hosts, times, label=name, linewidth=2 * (len(curves) - number))  # none hides an earlier one
+        if number == 0:
+            look: dict[str, Any] = {"linewidth": 9, "color": "#9aa4ae", "solid_capstyle": "butt"}
+            [line] = axes.plot(hosts, times, label=f"{name}: lower bound", **look)
+        else:
+            every = number % 2, 2
+            marker = _MARKERS[number % len(_MARKERS)]
+            [line] = axes.plot(hosts, times, label=name, linewidth=1.8, marker=marker, markersize=7, markevery=every)
+        lines.append(line)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    _name(axes, lines)
     files = [output.with_suffix(suffix) for suffix in (".svg", ".png")]
     for file in files:
         figure.savefig(file)
     return files
+
+
+def _name(axes: Any, lines: Sequence[Any]) -> None:
+    """Write the name of each curve beside its right end, or further up if another name stands there."""
+    above = -1.0
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [(float(to_axes.transform(line.get_xydata()[-1])[1]), line) for line in lines]
+    most_hosts = max(line.get_xdata()[-1] for line in lines)
+    for end, line in sorted(ends, key=lambda each: each[0]):
+        above = max(end, above + _LEAST_DISTANCE)
+        hosts = line.get_xdata()[-1]
+        words = line.get_label() + (f" (to {hosts:g} hosts)" if hosts < most_hosts else "")
+        place: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontweight": "bold"}
+        axes.text(1.02, above, words, color=line.get_color(), **place)
