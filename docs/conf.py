@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from importlib.util import find_spec
@@ -44,6 +45,8 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 myst_heading_anchors = 6
 suppress_warnings = ["myst.header", "ref.python"]  # a heading that skips a level; a name that several packages have
 
+highlight_language = "text"  # of blocks that name none: output of programs
+
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
@@ -61,8 +64,16 @@ def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def translate_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Write a docstring in reStructuredText, before napoleon reads it."""
-    lines[:] = restructured(lines)
+    """Write a docstring in reStructuredText, before napoleon reads it; a page that it names becomes a link."""
+    lines[:] = [_PAGE_NAME.sub(_link_to_page, line) for line in restructured(lines)]
+
+
+_PAGES = {page.name: page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md") if page.name != "index.md"}
+_PAGE_NAME = re.compile(r"(?<![\w/.`])\w+\.md\b(?!`)")
+
+
+def _link_to_page(name: re.Match[str]) -> str:
+    return f":doc:`{name[0]} </{_PAGES[name[0]]}>`" if name[0] in _PAGES else name[0]
 
 
 def write_for_language_models(app: Sphinx, error: Exception | None) -> None:

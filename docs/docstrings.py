@@ -6,6 +6,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 _SECTION = re.compile(r"(Args|Arguments|Attributes|Raises|Returns|Yields|Examples?|Notes?|References|Warning):\s*$")
 _EXAMPLE = re.compile(r"Examples?:\s*$")
@@ -18,32 +19,31 @@ _MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)|\\")
 def restructured(lines: list[str]) -> list[str]:
     """Return the lines of a docstring as reStructuredText that napoleon can read."""
     marked: list[str] = []
-    for block in _blocks(lines):
-        if block.is_code:
-            marked += block.as_code()
-        else:
-            marked += _with_escapes("\n".join(block.lines)).split("\n")
+    for block in _blocks([re.sub(r"(?<=\S)::$", ":", line) for line in lines]):
+        marked += _as_code(block) if block.is_code else _with_escapes("\n".join(block.lines)).split("\n")
     return marked
 
 
+@dataclass(frozen=True)
 class _Block:
     """Lines of a docstring that are all code, or none of them.
 
     Attributes:
         lines: the lines.
         is_code: whether they are an indented example.
+        indent: the columns before the block of code: 4 inside of a section, 0 otherwise.
     """
 
-    def __init__(self, lines: list[str], is_code: bool) -> None:
-        self.lines = lines
-        self.is_code = is_code
+    lines: list[str]
+    is_code: bool
+    indent: int = 0
 
-    def as_code(self) -> list[str]:
-        """Return the lines as a block of code in the language that they are in."""
-        code = textwrap.dedent("\n".join(self.lines)).strip("\n")
-        indent = re.match(r" *", next(line for line in self.lines if line.strip()))[0]
-        block = [*f".. code-block:: {_language(code)}\n".split("\n"), *textwrap.indent(code, "   ").split("\n"), ""]
-        return ["", *(indent + line if line else "" for line in block)]
+
+def _as_code(block: _Block) -> list[str]:
+    """Return the lines as a block of code in the language that they are in."""
+    code = textwrap.dedent("\n".join(block.lines)).strip("\n")
+    marked = f"\n.. code-block:: {_language(code)}\n\n{textwrap.indent(code, '   ')}\n"
+    return textwrap.indent(marked, " " * block.indent).split("\n")
 
 
 def _language(code: str) -> str:
@@ -61,12 +61,12 @@ def _blocks(lines: list[str]) -> Iterator[_Block]:
     while position < len(lines):
         end = _end_of_code(lines, position)
         if end > position:
-            yield _Block(lines[position:end], is_code=True)
+            yield _Block(lines[position:end], True, 4 if _is_in_section(lines, position) else 0)
         else:
             end = position + 1
             while end < len(lines) and _end_of_code(lines, end) == end:
                 end += 1
-            yield _Block(lines[position:end], is_code=False)
+            yield _Block(lines[position:end], False)
         position = end
 
 
@@ -84,10 +84,19 @@ def _begins_example(lines: list[str], start: int) -> bool:
     if not lines[start].startswith("    "):
         return False
     before = [line for line in lines[:start] if line.strip()]
-    heads = [line for line in before if not line.startswith(" ")]
-    if not heads or heads[-1].rstrip().endswith("::") or before[-1].startswith(" ") or _ITEM.match(heads[-1]):
+    head = _head(lines, start)
+    if not head or before[-1].startswith(" ") or _ITEM.match(head):
         return False
-    return not _SECTION.match(heads[-1]) or bool(_EXAMPLE.match(heads[-1]))
+    return not _SECTION.match(head) or _is_in_section(lines, start)
+
+
+def _is_in_section(lines: list[str], start: int) -> bool:
+    return bool(_EXAMPLE.match(_head(lines, start)))
+
+
+def _head(lines: list[str], start: int) -> str:
+    """Return the last line before another one that is not indented."""
+    return next((line for line in reversed(lines[:start]) if line.strip() and not line.startswith(" ")), "")
 
 
 def _with_escapes(text: str) -> str:
