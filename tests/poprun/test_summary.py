@@ -243,7 +243,7 @@ class TestAJobThatIsPlayed:
         script.interrupt(5.0, signal.SIGINT)
         script.run()
         attempt = self.attempt(script)
-        assert attempt.failure == "poprun was told to end by SIGINT, so all ended"
+        assert attempt.failure == "poprun received SIGINT and ended all instances"
         assert add_up([attempt]).steps == 101
         assert add_up([attempt]).survived == ()
 
