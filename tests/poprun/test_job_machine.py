@@ -573,7 +573,9 @@ class TestAHalt:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(1.0 + self.LIMIT_S))
         (line,) = script.said(Level.WARN)
-        assert line.startswith("instance 1 on host node0 (pid 101) has ended, and its supervisor process has not said")
+        assert line.startswith(
+            "instance 1 on host node0 (pid 101) has ended, but its supervisor process has not confirmed"
+        )
 
     def test_an_agent_that_is_told_to_stop_unlike_the_others_is_lost(self):
         """By a user; mpirun would tell all, and end."""
