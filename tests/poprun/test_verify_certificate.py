@@ -112,7 +112,7 @@ def test_one_that_was_edited_is_recognised(path):
 )
 def test_what_is_no_certificate_is_refused(path, change):
     edit(path, change)
-    with pytest.raises(UsageError, match="is none of format 1"):
+    with pytest.raises(UsageError, match="is not of format 1"):
         read_certificate(path)
 
 
