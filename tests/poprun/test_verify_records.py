@@ -255,7 +255,7 @@ class TestHints:
     def test_what_cannot_be_repeated_does_not_depend_on_the_instance(self):
         asked = Record(PLAIN.processes, PLAIN.steps, (Question("strategy.instance_index", "a.py", 9, LOSS),))
         assert "a.py" not in self.of(GRADIENTS, asked, is_repeatable=False)
-        assert "other bits each time" in self.of(GRADIENTS, asked, is_repeatable=False)
+        assert "different bits each time" in self.of(GRADIENTS, asked, is_repeatable=False)
         assert "order of a set" in self.of(BATCH, is_repeatable=False)
         assert "order of a set of texts" not in self.of(UPDATE, is_repeatable=False)
 
