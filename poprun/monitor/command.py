@@ -49,7 +49,7 @@ _WORDS = (
 UNAVAILABLE = "printing one table after another; for a table that is drawn in place, pip install rich"
 
 FIRST_LIMIT_S = 5.0
-"""The time in which poprun must send a first snapshot."""
+"""The time limit for poprun to send a first snapshot."""
 LIST_LIMIT_S = 2.0
 """The same limit if several jobs are listed."""
 LOOK_S = 1.5
@@ -150,7 +150,7 @@ def _ask_which(jobs: Sequence[tuple[int, str]]) -> tuple[int, str]:
     for each in jobs:
         if answer == str(each[0]):
             return each
-    raise UsageError(f"{answer!r} is none of these jobs; type a number of the first column")
+    raise UsageError(f"{answer!r} is not one of these jobs; type a number of the first column")
 
 
 def _describe(pid: int, name: str) -> tuple[str, str, str, str]:

@@ -2,7 +2,7 @@
 
 The greeting is a mutual challenge and response: it proves to both sides that the other one knows the job's token.
 poprun sends a CHALLENGE. The viewer answers with random bytes of its own and a proof (ANSWER). poprun sends a proof too
-(WELCOME), and then a SEEN each second. On one machine the kernel tells who calls, so that only SEEN is sent.
+(WELCOME), and then a SEEN each second. On one machine, the kernel identifies the caller, and only SEEN is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
 CHALLENGE = 96
 """From poprun: random bytes; only over a network."""
 ANSWER = 97
-"""From the viewer: as many random bytes, and a proof; a viewer sends nothing else."""
+"""From the viewer, as its only message: random bytes of the same number, and a proof."""
 WELCOME = 98
 """From poprun: a proof."""
 SEEN = 99
@@ -45,7 +45,7 @@ RANDOM_BYTES = 16
 _VIEWER, _POPRUN = b"viewer", b"poprun"
 
 CONNECT_LIMIT_S = 5.0
-"""The time in which poprun must answer and prove that it knows the token."""
+"""The time limit for poprun to answer and to prove knowledge of the token."""
 _READ_BYTES = 1 << 16
 
 
@@ -83,7 +83,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
     """Return the host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
 
     Raises:
-        UsageError: If the text has none of these forms.
+        UsageError: If the text has another form.
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
@@ -233,7 +233,7 @@ def call_local(name: str, where: str) -> SnapshotSource:
 
 
 def call_remote(host: str, port: int, token: str) -> SnapshotSource:
-    """Connect to a job on another host, whose poprun must prove that it knows the token.
+    """Connect to a job on another host; its poprun must prove knowledge of the token.
 
     Raises:
         PopRunError: If no poprun answers there, or if it has another token.
@@ -244,8 +244,8 @@ def call_remote(host: str, port: int, token: str) -> SnapshotSource:
     except OSError as error:
         fact = error.strerror or str(error)
         raise PopRunError(
-            f"{where} cannot be reached: {fact}; check that the job runs with --top-address and that no firewall is "
-            "between"
+            f"{where} cannot be reached: {fact}; start the job with --top-address, and open its port in "
+            "the firewalls between the hosts"
         ) from None
     try:
         _greet(source, token, where)

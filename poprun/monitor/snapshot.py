@@ -118,7 +118,7 @@ class Snapshot:
 
         try:
             found = json.loads(data.decode())
-        except (ValueError, RecursionError):  # RecursionError: thousands of brackets
+        except (ValueError, RecursionError):  # ValueError also for thousands of digits, RecursionError for brackets
             raise ValueError(f"poprun has sent no snapshot but {data[:20]!r}") from None
         version = found.pop("version", None) if isinstance(found, dict) else None
         if version != VERSION:
@@ -215,7 +215,7 @@ _KEPT = 8
 
 
 class Recent:
-    """The recent counts of each instance, from which its rates follow."""
+    """The recent counts of each instance, and its rates."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[Made]] = {}

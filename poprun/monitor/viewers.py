@@ -1,7 +1,7 @@
 """poprun's end of the connections to viewers; no viewer can delay the job.
 
 A viewer has at most one unread snapshot; after it has read that one, it gets a new one. Nothing here blocks, except
-`Viewers.pause`. A viewer sends nothing but its answer to a challenge, or the end of the connection.
+`Viewers.pause`. A viewer sends only its answer to a challenge, and may end the connection.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from poprun.monitor.snapshot import Seen, Snapshot
 INTERVAL_S = 1.0
 """The interval between snapshots."""
 GREETING_LIMIT_S = 5.0
-"""The time in which a viewer must prove that it knows the token."""
+"""The time limit for a viewer to prove knowledge of the token."""
 UNREAD_LIMIT_S = 30.0
-"""The time in which a viewer must read a snapshot."""
+"""The time limit for a viewer to read a snapshot."""
 MOST_VIEWERS = 16
 PAUSE_S = 1.0
 """The pause in accepting calls after descriptors have run out."""
@@ -155,7 +155,7 @@ class Viewers:
             yield viewer.fileno(), viewer.events, viewer.serve
 
     def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: int = 0) -> None:
-        """Send a snapshot to each viewer that is due; disconnect viewers that have gone, are late, or are too many.
+        """Send a snapshot to each viewer in due time; disconnect viewers that have gone, are late, or are too many.
 
         Args:
             now_s: The time.

@@ -1,4 +1,4 @@
-"""The socket to which agents report, and the translation of their messages into events."""
+"""The socket for reports of agents, and the translation of their messages into events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from poprun.supervisor.job_events import (
 )
 
 GREETING_LIMIT_S = 20.0
-"""The time in which a caller must identify itself; an agent does so at once."""
+"""The time limit for a caller to identify itself; an agent does so at once."""
 MOST_STRANGERS = 16
 """The most unidentified callers, in addition to the number of instances."""
 PAUSE_S = 0.5
@@ -192,7 +192,7 @@ class Reception:
 
 
 def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
-    """Return the callers to disconnect: those that were too slow to identify themselves, and the oldest of too many."""
+    """Return the strangers to disconnect: the oldest of too many, and all that exceed `GREETING_LIMIT_S`."""
     strangers = [member for member in members if member.index < 0]
     too_many = max(0, len(strangers) - count - MOST_STRANGERS)
     return [

@@ -50,8 +50,8 @@ def has_failed(facts: Sequence[Facts]) -> bool:
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
     """Return the instance that brought the job down; None if mpirun told every instance to stop.
 
-    Begin with the earliest failure. If that instance failed inside a collective because it waited for an instance that
-    had gone, was leaving, or had failed, it is a victim: blame the awaited instance instead, and repeat.
+    Begin with the earliest failure. If that instance failed inside a collective while it waited for an absent one, it
+    is a victim: blame the absent instance instead, and repeat. Absent means gone, leaving, or failed.
     """
     failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
     if not failed:
@@ -102,7 +102,7 @@ def is_of_hosts(failed: Sequence[Facts]) -> bool:
 
 
 def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
-    """Describe each ended instance whose agent has not confirmed that all processes of the instance are gone."""
+    """Describe each ended instance that may still have processes, as its agent has not confirmed their end."""
     return [
         f"{each.name} has ended, but its supervisor process has not confirmed within {limit_s:g} s (--stuck-timeout-s) "
         "that all processes of the instance are gone; poprun stops waiting for it"
@@ -137,8 +137,8 @@ def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
     """Return the instance for which others have waited for `limit_s` seconds while it did nothing, or None.
 
-    The others wait in a collective, or in their exit handlers. An instance that has not reached the collective is
-    blamed before an instance that waits in it.
+    The others wait in a collective, or in their exit handlers. An instance outside of the collective is blamed
+    before an instance inside of it.
     """
     still = {
         each.index: each
@@ -299,7 +299,7 @@ def _absent_since(each: Facts) -> float:
 
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
-    """Return the instance that exited by itself, as after MPI_Abort, before mpirun told all others to stop."""
+    """Return the instance that exited by itself, as after MPI_Abort, although mpirun told all instances to stop."""
     own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     own = [each for each in own if not each.orphaned_at_s]  # these ended because mpirun was gone
@@ -485,7 +485,7 @@ class LastWords:
             ask for it.
         losses: A line about each instance without which the job went on.
         mpirun_status: mpirun's exit status; None if it still runs.
-        silent: The hosts to which the connection broke.
+        silent: The hosts whose connection broke.
         first_cause: A line with the last error of the instance to blame; "" if that is unknown.
         lacked_some: Whether some instances have never started.
     """

@@ -1,4 +1,4 @@
-"""Events of a job, the actions with which its machine answers, and the limits of its waits.
+"""Events of a job, the actions that its machine returns, and the limits of its waits.
 
 `poprun.supervisor.job_machine` takes events and returns actions; failures.md describes the effect of the limits.
 """
@@ -15,7 +15,7 @@ from poprun.ipc import wire
 from poprun.ipc.facts import Ending, JobEnd
 
 END_SIGNAL = signal.SIGHUP
-"""The signal that makes mpirun end at once, together with all processes that it has started."""
+"""The signal that ends mpirun and all of its processes at once."""
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
 QUICK_LOOK_S = 0.08
@@ -27,21 +27,21 @@ SETTLE_LIMIT_S = 0.5
 LOST_HOST_SETTLE_S = 0.5
 """The same wait if mpirun has ended before its instances: instances on a host without a daemon end one by one."""
 EXAMINE_S = 5.0
-"""The time in which a stuck instance must show its stack; its agent waits for it less long."""
+"""The time limit for a stuck instance to show its stack; its agent waits for it less long."""
 LEAVE_S = 0.5
-"""The time in which an instance to blame that runs its exit handlers must obey its release."""
+"""The time limit for a blamed instance to obey its release, if it runs its exit handlers."""
 LEAVE_LIMIT_S = 3.0
-"""The time that such an instance may then take to end with an exit status."""
+"""The further time for that instance to end with an exit status."""
 TOLD_LIMIT_S = 5.0
-"""The time after an agent is told to stop in which all others must be told, or mpirun must end."""
+"""After one agent is told to stop, the time limit for all others to be told, or for mpirun to end."""
 INTERRUPT_GRACE_S = 0.9
-"""The time in which programs must end after Ctrl-C or SIGTERM, unless they have asked for more time to save."""
+"""The time limit for programs to end after Ctrl-C or SIGTERM, unless they have asked for more time to save."""
 GRACE_ANSWER_LIMIT_S = 3.0
-"""The time in which instances must answer, after SIGTERM, how long they need to save."""
+"""The time limit for instances to answer, after SIGTERM, how long they need to save."""
 CLOSE_LIMIT_S = 0.4
-"""The time in which agents must end the remaining processes of their instances."""
+"""The time limit for agents to end the remaining processes of their instances."""
 MPIRUN_LIMIT_S = 0.6
-"""The time in which mpirun must end after a signal; if it were killed, it would leave files behind."""
+"""The time limit for mpirun to end after a signal; if it were killed, it would leave files behind."""
 
 
 @dataclass(frozen=True)

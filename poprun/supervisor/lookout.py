@@ -184,7 +184,7 @@ def _longest_wait_s(facts: Sequence[Facts], now_s: float, all_of_them: bool = Fa
 
 
 class Survival:
-    """The decision about a job that goes on without lost instances, if the user allows that.
+    """The decision whether a job goes on without lost instances, as the user allows it.
 
     Args:
         members: All instances of the job.

@@ -30,7 +30,7 @@ The total stays below the 2 s that the documentation promises.
 _KEPT_BYTES = 1 << 16
 
 GONE = signal.SIGRTMIN
-"""The signal by which the kernel tells the tether that poprun is gone."""
+"""The signal of the kernel to the tether when poprun is gone."""
 LOOK_S = 0.02
 KILL_LIMIT_S = 2.0
 TOGETHER_S = 0.2
@@ -117,10 +117,10 @@ def start_tethered(
     farewell: Sequence[tuple[int, float]],
     at_the_end: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Start a program that ends with this process, together with all processes that it has started on this machine.
+    """Start a program that ends with this process; the processes that it has started on this machine end too.
 
-    A tether process between this one and the program is in a process group of its own, so that signals to our group do
-    not reach it, not even SIGKILL. It ends when the program ends, with the same exit status.
+    A tether process between this one and the program has a process group of its own. So no signal to our group reaches
+    it, not even SIGKILL. It ends when the program ends, with the same exit status.
 
     Args:
         words: The program, looked up in PATH, and its arguments.
@@ -166,7 +166,7 @@ def _join(group: int, mask: set[int | signal.Signals], prepare: Callable[[], Non
 
 
 def _let_go_of_files() -> None:
-    """Close all descriptors inherited from the parent, so that nobody waits for us at their other ends."""
+    """Close all descriptors inherited from the parent, so that no reader or writer at their other ends waits for us."""
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor != silence:

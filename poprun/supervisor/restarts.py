@@ -120,8 +120,8 @@ def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Hos
     """Return the largest possible number of instances and their hosts; None if too few instances fit.
 
     Args:
-        settings: The user's settings. The replicas must divide evenly among the instances. Their number is at most
-            `num_instances` and at least `min_instances`.
+        settings: The user's settings. The replicas must divide evenly among the instances. There are `num_instances`
+            instances at most, and `min_instances` at least.
         hosts: The remaining hosts.
     """
     for instances in range(settings.num_instances, settings.min_instances - 1, -1):

@@ -46,9 +46,9 @@ from poprun.supervisor.mpirun import Mpirun
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
 """The options by which the user tells mpirun the working directory of instances."""
 END_LIMIT_S = 1.0
-"""The time in which killed processes must be gone."""
+"""The time limit for killed processes to be gone."""
 LAST_WORDS_LIMIT_S = 0.2
-"""The time in which a reader must take each piece of the last output after an interrupt."""
+"""The time limit for a reader to take each piece of the last output after an interrupt."""
 
 
 class JobSupervisor:

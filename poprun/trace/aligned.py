@@ -95,8 +95,8 @@ def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
     for each in aligned:
         if not each.is_measured:
             warnings.append(
-                f"{each.recording.title}: its host has not compared its clock with that of instance 0, so its times "
-                "come from its wall clock and may be wrong by any amount; allow UDP between the hosts"
+                f"{each.recording.title}: its host has not compared its clock with that of instance 0; its times "
+                "come from its wall clock, and may be wrong by any amount; allow UDP between the hosts"
             )
         elif each.uncertainty_ns > shortest_ns:
             warnings.append(

@@ -30,8 +30,8 @@ usage: poprun timeline merge FOLDER -o FILE
        poprun timeline report FOLDER [--html FILE]"""
 _WORDS = (
     "FOLDER has the recordings of the instances: FILE.parts of poprun --timeline FILE (FILE itself may be named "
-    "instead), or the folder in POPDIST_TIMELINE. merge writes one trace of all instances for https://ui.perfetto.dev "
-    "or chrome://tracing, also while the job runs. report shows where the time went and what held the job up."
+    "instead), or the folder in POPDIST_TIMELINE. merge writes one trace of all instances, also while the job runs. "
+    "https://ui.perfetto.dev and chrome://tracing show it. report shows where the time went and what held the job up."
 )
 
 
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
         return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns)
     except _DAMAGED as error:
         raise PopRunError(
-            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove those that are damaged"
+            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove the damaged ones"
         ) from None
     except OSError as error:
         raise PopRunError(f"{wanted.to} cannot be written: {error.strerror}; name another file") from None

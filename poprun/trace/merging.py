@@ -23,7 +23,7 @@ class RecordedJob:
     Attributes:
         aligned: The recordings, sorted by attempt and instance.
         spans: The spans of each recording.
-        meetings: The collectives in which several instances took part.
+        meetings: The collectives of several instances.
         warnings: Warnings about missing or untrustworthy data.
     """
 

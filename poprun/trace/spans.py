@@ -197,7 +197,7 @@ def _replicas(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class MatchedCollectives:
-    """Collectives in which several instances took part. Rows are collectives, columns are instances.
+    """Collectives of several instances. Rows are collectives, columns are instances.
 
     Attributes:
         step: The step of each collective.
@@ -232,7 +232,7 @@ class MatchedCollectives:
 
 
 def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> MatchedCollectives:
-    """Match the collectives of instances: equal attempt, step, name, and position among those of that name."""
+    """Match the collectives of instances by attempt, step, name, and position among equal names."""
     names = sorted({str(said["name"]) for each in recordings for said in each.names.values() if "call" in said})
     numbers = {name: number for number, name in enumerate(names)}
     parts = [_called(each, own, numbers) for each, own in zip(recordings, spans, strict=True)]

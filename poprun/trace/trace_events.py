@@ -55,7 +55,7 @@ def write_trace(
         path: The file to write.
         aligned: The recordings.
         spans: The spans of each recording.
-        meetings: The collectives in which several instances took part.
+        meetings: The collectives of several instances.
         profiles: The profile of each recording, or None; the sequence may be shorter.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Certificates of verified runs, with which the verification can be repeated later or elsewhere."""
+"""Certificates of verified runs, for a repetition later or elsewhere."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def read_certificate(path: Path) -> Certificate:
         content = json.loads(read_trusted(path, "certificate"))
     except OSError as error:
         raise UsageError(f"certificate {path} cannot be read: {error.strerror}; check --against") from None
-    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
+    except (ValueError, RecursionError):  # ValueError also for thousands of digits, RecursionError for brackets
         raise UsageError(f"certificate {path} is not JSON; write one with poprun verify --certificate") from None
     try:
         return _from_json(content)

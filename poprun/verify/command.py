@@ -233,7 +233,7 @@ class Verification:
         if not first.record.steps:
             raise PopRunError(
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
-                "(its step or run) can be verified: add one to a program of plain popdist or JAX"
+                "(its step or run) can be verified; a program of plain popdist or JAX needs one"
             )
         if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(

@@ -21,7 +21,7 @@ from poprun.verify.records import (
 )
 
 COMPARED = (START, BATCH, GRADIENTS, UPDATE, FINGERPRINT)
-"""The parts that must be the same, in the order in which they are computed; metrics may differ."""
+"""The parts that must be the same, in the order of their computation; metrics may differ."""
 STEPS = "steps"
 """The part of a difference in the number of steps: one run has made the step, the other has not."""
 

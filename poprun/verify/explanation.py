@@ -173,7 +173,7 @@ def _from_here(question: Question) -> Question:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The circumstances of a difference, from which hints follow.
+    """The circumstances of a difference; hints are derived from them.
 
     Attributes:
         one: The record of the first run.

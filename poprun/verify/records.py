@@ -24,7 +24,7 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "fingerprint",
 )
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
-"""The parts of a step's record, in the order in which they are computed."""
+"""The parts of a step's record, in the order of their computation."""
 
 StepPlace = tuple[int, int]
 """The number of a training in the program, and the number of a step in it."""
@@ -121,8 +121,8 @@ class Record:
 
     Attributes:
         processes: The instances of the run.
-        steps: The steps, in the order in which they were made.
-        questions: The places at which the program has asked which instance it is.
+        steps: The steps in their order.
+        questions: The places where the program has asked for the instance's index, or for the number of instances.
         checkpoints: The directories of its checkpoints.
         values: The stored values, by part and instance.
         recording_s: The longest time that an instance spent on recording.
@@ -160,7 +160,7 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """Return one file for each process, in the order in which the processes ended."""
+    """Return the file of each process, sorted by the end of the processes."""
     return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 

@@ -72,7 +72,7 @@ class Laboratory:
         asked: The user's request.
         folder: The folder for records.
         environ: The user's environment.
-        leave_at: The step in which a run that will be resumed is stopped.
+        leave_at: The step in which instance 0 gets SIGTERM, if the run is to be resumed.
     """
 
     asked: VerifyRequest
@@ -295,7 +295,7 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
 
     Args:
         asked: The user's request, which may name the failure.
-        plain: The other runs, of which at least one has several instances over MPI.
+        plain: The other runs; at least one has several instances over MPI.
         steps: The number of steps of the other runs.
     """
     if not asked.inject:

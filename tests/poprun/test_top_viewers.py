@@ -297,7 +297,7 @@ class TestOverANetwork:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-            with pytest.raises(PopRunError, match=f"127.0.0.1:{port} cannot be reached: Connection refused; check"):
+            with pytest.raises(PopRunError, match=f"127.0.0.1:{port} cannot be reached: Connection refused; start"):
                 call_remote("127.0.0.1", port, TOKEN)
 
     @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", wire.pack(SEEN, b"{}"), b""])

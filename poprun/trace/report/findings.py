@@ -41,7 +41,7 @@ class Culprit:
         last_share: The share of steps in which it held the others up more than any other instance did.
         late_s: The median of its lateness in these steps: the time from the last but one arrival to its own.
         gain: The share of the time that would be saved if it were never later than the last but one.
-        line: The line of the program where it mostly was between steps; "" if unknown, or if that is not the cause.
+        line: The line of the program at which it mostly was between steps; "" if unknown, or if that is not the cause.
     """
 
     instance: int
@@ -119,7 +119,7 @@ class Outlier:
         lasted_s: The duration of the step.
         usual_s: The median duration of all settled steps.
         instance: The row of the instance with most of the difference.
-        category: The category, one of `CATEGORIES`, that took longer in that instance.
+        category: The category with the largest excess in that instance, one of `CATEGORIES`.
         longer_s: The excess of that category.
     """
 
