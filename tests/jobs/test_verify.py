@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.ma
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM = str(PROGRAMS / "verified_training.py")
-DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+DIGITS = str(ROOT / "popdist" / "examples" / "digits.py")
 LIMIT_S = 350.0
 
 
