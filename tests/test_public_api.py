@@ -74,6 +74,7 @@ PAGES = (
     "migrate.md",
     "low_precision.md",
     "memory.md",
+    "metrics.md",
     "pipelines.md",
     "recomputation.md",
     "training.md",
