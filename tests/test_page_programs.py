@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import PAGES, ROOT, page_named, page_programs
+from pages import PAGES, ROOT, page_programs
 
 from collectives.simulation.__main__ import command_line_parser
 from poprun.cli.command_line import find_option
@@ -35,27 +35,10 @@ RUN_BY = {
 }
 """Pages whose programs need several instances, or are a part of a larger one, and the tests that run them."""
 
-BEFORE = {
-    "observability.md": """\
-import jax, jax.numpy as jnp, numpy as np, optax
-import strategies
-
-strategy = strategies.IPUStrategy(2)
-dataset = testing = strategy.distribute_dataset(np.ones((8, 3), np.float32), batch_size=2)
-trainer = strategies.Trainer(strategy, lambda v, batch, key: jnp.mean((batch @ v) ** 2), optax.sgd(0.1))
-state = trainer.init(jnp.ones(3))
-"""
-}
-"""The programs that the programs of a page are a part of: what comes before."""
-
 KERAS_WITH_NUMPY = "ignore:__array__ implementation:DeprecationWarning"
 
 PROGRAMS = {page.name: page_programs(page.name) for page in PAGES if page.name != "index.md"}
-RUN_HERE = {
-    name: [*filter(None, [BEFORE.get(name)]), *programs]
-    for name, programs in PROGRAMS.items()
-    if programs and name not in RUN_BY
-}
+RUN_HERE = {name: programs for name, programs in PROGRAMS.items() if programs and name not in RUN_BY}
 
 
 def results_of(folder, *devices):
@@ -88,8 +71,7 @@ def each_alone(tmp_path_factory):
 
 def check(page, result):
     assert not result["failed"], result["failed"]
-    printed = result["printed"][page in BEFORE :]
-    for program, output in zip(PROGRAMS[page], printed, strict=True):
+    for program, output in zip(PROGRAMS[page], result["printed"], strict=True):
         check_comments(program, output)
 
 
@@ -230,7 +212,3 @@ def test_examples_in_docstrings_print_what_they_say(module):
     failed, tried = doctest.testmod(importlib.import_module(module.removesuffix(".__init__")))
     assert tried
     assert not failed
-
-
-def test_pages_that_are_named_exist():
-    assert all(page_named(name) for name in (*RUN_BY, *BEFORE))
