@@ -43,7 +43,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 
 # The anchors that GitHub gives to headings of all levels, so that the links of pages work there and here.
 myst_heading_anchors = 6
-suppress_warnings = ["myst.header", "ref.python"]  # a heading that skips a level; a name that several packages have
+suppress_warnings = ["ref.python"]  # a name that several packages have
 
 highlight_language = "text"  # of blocks that name none: output of programs
 

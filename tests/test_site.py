@@ -119,3 +119,16 @@ def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own(
 def test_every_picture_has_a_dark_variant(picture):
     assert picture.suffix == ".svg"
     assert "prefers-color-scheme:dark" in picture.read_text(encoding="utf-8")
+
+
+MOST_WORDS = 2500
+NOT_YET = {"keras.md", "pipelines.md", "strategies.md", "torch.md"}
+"""Pages that are still to be divided."""
+
+
+def test_no_page_is_longer_than_a_reader_has_patience_for():
+    """Tables that follow from the code, measurements and decisions may be longer."""
+    generated = {page.name for page in write_reference.pages()}
+    read = [page for page in DOCS if page.name not in generated and page.parent.name != "project"]
+    longer = {page.name for page in read if len(page.read_text(encoding="utf-8").split()) > MOST_WORDS}
+    assert longer <= NOT_YET

@@ -1,4 +1,4 @@
-"""The programs in torch.md run, and the page names what there is."""
+"""The page on PyTorch names what there is, and the programs for PyTorch train."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ import runpy
 from pathlib import Path
 
 import pytest
-from pages import page_programs, page_text
+from pages import page_text
 
 import strategies
 import strategies.torch
 
 ROOT = Path(__file__).parents[3]
 PAGE = page_text("torch.md")
-
-
-def test_its_programs_run_one_after_another(capsys):
-    names: dict[str, object] = {"__name__": "__main__"}
-    for program in page_programs("torch.md"):
-        exec(compile(program, "torch.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
 
 
 def test_public_names_are_sorted_described_and_mentioned():
