@@ -30,7 +30,6 @@ exclude_patterns = ["_static"]
 nitpicky = True
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-autodoc_mock_imports = [name for name in ("keras", "torch") if find_spec(name) is None]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
@@ -63,6 +62,20 @@ def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
+_OF_LIBRARY = re.compile(
+    r"^```\{eval-rst\}\n\.\. automodule:: strategies\.(keras|torch)\b.*?^```\n", re.MULTILINE | re.DOTALL
+)
+
+
+def leave_out_missing_library(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Replace the docstrings of a package whose library is not installed by a sentence."""
+    library = _OF_LIBRARY.search(source[0])
+    if library and find_spec(library[1]) is None:
+        source[0] = _OF_LIBRARY.sub(
+            f"(This site was built without {library[1]}, which this package needs.)\n", source[0]
+        )
+
+
 def translate_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Write a docstring in reStructuredText, before napoleon reads it; a page that it names becomes a link."""
     lines[:] = [_PAGE_NAME.sub(_link_to_page, line) for line in restructured(lines)]
@@ -90,5 +103,6 @@ def setup(app: Sphinx) -> None:
         if field.name == "variable":  # "Variables" are what training changes
             field.label = "Attributes"
     app.connect("source-read", add_table_of_contents)
+    app.connect("source-read", leave_out_missing_library)
     app.connect("build-finished", write_for_language_models)
     app.connect("autodoc-process-docstring", translate_docstring, priority=400)
