@@ -1,4 +1,4 @@
-"""The backend of a program that runs alone: one rank, no waiting, nothing to install."""
+"""The backend for a single process: one rank, without waiting and without further libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collectives.transport import Parts, Reducing, Transport
 
 
 class SingleTransport(Transport):
-    """One rank, which always agrees with itself."""
+    """The transport of one rank; every exchange agrees."""
 
     rank = 0
     size = 1
@@ -39,7 +39,7 @@ class SingleTransport(Transport):
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: the transport holds no resources."""
 
 
 def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:

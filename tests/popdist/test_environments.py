@@ -105,7 +105,7 @@ class TestPopRun:
         assert (instance.count, instance.local_replicas) == (1, 4)
 
     def test_without_open_mpi_it_cannot_be_one_of_several(self):
-        with pytest.raises(EnvironmentMismatchError, match="one instance of several"):
+        with pytest.raises(EnvironmentMismatchError, match="one of several instances"):
             detect_instance(replica_variables(total=4, local=2))
 
     def test_uneven_replicas_take_the_index_from_open_mpi(self):
