@@ -289,8 +289,9 @@ def run_on_threads(
         hosts: Name of each rank's host, as for `ThreadHub`.
 
     Example:
-        >>> run_on_threads(4, lambda comm: comm.all_reduce(np.ones(2)).tolist())
-        [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
+        >>> import numpy as np
+        >>> run_on_threads(2, lambda communicator: communicator.all_reduce(np.ones(2)).tolist())
+        [[2.0, 2.0], [2.0, 2.0]]
     """
     hub = ThreadHub(size, hosts=hosts)
     errors: list[BaseException] = []  # in order of time; all but the first may be consequences
