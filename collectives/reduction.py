@@ -264,6 +264,7 @@ def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray],
         count: Number of contributions. The sums of `count` quotients and of `count` remainders fit into 64 bits, apart
             from wrap-around that `join` undoes.
     """
+    divisor = sources[0].dtype.type(count)
     quotients, remainders = zip(*(np.divmod(source, divisor) for source in sources), strict=True)
     return list(quotients), list(remainders)
 
