@@ -40,6 +40,7 @@ class Call:
         into_shared: Whether the result goes into memory that the ranks allocated together.
         group: Calls of which a grouped call consists.
     """
+
     operation: str
     name: str = ""
     op: str = ""

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import final
 
+from typing_extensions import override
+
 _MOMENT_S = 0.001
 
 
@@ -42,15 +44,19 @@ class Clock(ABC):
 class RealClock(Clock):
     """The monotonic clock of the machine."""
 
+    @override
     def now_s(self) -> float:
         return time.monotonic()
 
+    @override
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    @override
     def wait(self, event: threading.Event, limit_s: float) -> bool:
         return event.wait(limit_s)
 
+    @override
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
         return changed.wait_for(is_true, limit_s)
 
@@ -79,6 +85,7 @@ class FakeClock(Clock):
         with self._lock:
             self._now_s += seconds
 
+    @override
     def now_s(self) -> float:
         with self._lock:
             self._now_s += self.tick_s
@@ -88,6 +95,7 @@ class FakeClock(Clock):
         """Sleep for a real millisecond at most; this clock does not move."""
         time.sleep(min(seconds, _MOMENT_S))
 
+    @override
     def wait(self, event: threading.Event, limit_s: float) -> bool:
         give_up = self.now_s() + limit_s
         while not event.wait(_MOMENT_S):
@@ -95,6 +103,7 @@ class FakeClock(Clock):
                 return event.is_set()
         return True
 
+    @override
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
         give_up = self.now_s() + limit_s
         while not changed.wait_for(is_true, _MOMENT_S):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.communicator import Communicator
 from collectives.factory import RankGroup, Settings, assemble
@@ -60,15 +61,18 @@ class GrpcLink(Link):
                 self._outbox(to, EXCHANGE)
         return f"{self._channel}/{EXCHANGE}"
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         outbox = self._outbox(to, lane)
         sent = Sent(data)
         outbox.put(sent)
         return sent
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         return Received(self._inbox(source, lane), into, partial(self._complain, source))
 
+    @override
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         return Fetched(self._inbox(source, lane), room.size, partial(self._complain, source))
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.agreement import agree, exchange_bytes
 from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype, aligned_empty
@@ -177,6 +178,7 @@ class HorovodTransport(Transport):
         self._watch = watch
         self._name = name
 
+    @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         nbytes = sum(array.nbytes for array in arrays)
         is_carried = nbytes <= CARRIED_BYTES
@@ -193,6 +195,7 @@ class HorovodTransport(Transport):
         received = [body[at : at + step].copy().view(dtype) for body in bodies for at in range(0, body.size, step)]
         return True, Parts(counts, received)
 
+    @override
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
         contributions, out, _, scatters, _ = reducing
         whole = np.empty_like(contributions[0]) if scatters else out
@@ -200,6 +203,7 @@ class HorovodTransport(Transport):
         if scatters:
             np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
+    @override
     def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
         sums = []
         for contributions, out, reduction, *_ in group:
@@ -211,16 +215,19 @@ class HorovodTransport(Transport):
         for one in sums:
             one.finish(parts.total)
 
+    @override
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for piece in _pieces(buffer, _PIECE_BYTES):
             self.run(partial(hvd.broadcast_async_, tensor_of(piece), root), self._watch.call.title)
 
+    @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         start = 0
         for piece in _pieces(block, _GATHERED_BYTES // self.size):
             out[:, start : start + piece.size] = self.join(piece, self._watch.call.title).reshape(self.size, -1)
             start += piece.size
 
+    @override
     def allocate(self, nbytes: int) -> np.ndarray:
         return aligned_empty(nbytes)
 
@@ -469,9 +476,7 @@ def _check_reducible(array: np.ndarray, op: str, factors: tuple[float, float]) -
         if op in ("Min", "Max"):
             raise UnsupportedBufferError(f"{op} of {array.dtype}: Horovod cannot compare it; convert it to int64")
         if factors != (1.0, 1.0):
-            raise UnsupportedBufferError(
-                f"factors for {array.dtype}: Horovod cannot multiply it; convert it to int64"
-            )
+            raise UnsupportedBufferError(f"factors for {array.dtype}: Horovod cannot multiply it; convert it to int64")
 
 
 def _check_movable(array: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
@@ -50,6 +51,7 @@ class MpiTransfer:
         self._test = request.Test
 
     def done(self) -> bool:
+        """Return whether the request is complete; raise PeerLostError if MPI reports an error."""
         try:
             return self._test()
         except MPI.Exception as error:
@@ -86,12 +88,14 @@ class MpiLink(Link):
         self.sizes = sizes
         _links.add(self)
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         try:
             return MpiTransfer(self._comm.Isend((data, MPI.BYTE), to, self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         try:
             return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, self._first_tag + lane))
@@ -102,6 +106,7 @@ class MpiLink(Link):
         """Make all pending operations fail on every rank, on both links over the communicator; ends their use."""
         self._comm.Revoke()
 
+    @override
     def close(self) -> None:
         if self in _links:
             _links.discard(self)

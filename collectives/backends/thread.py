@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
@@ -213,6 +214,7 @@ class ThreadLink(Link):
         self._hub = hub
         self._channel = channel
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         self._hub.before_send(self.rank, to)
         if why := self._hub.why_lost(self.rank):
@@ -220,6 +222,7 @@ class ThreadLink(Link):
         self._hub.queue_for(self._channel, self.rank, to, lane).put(data.copy())
         return _Sent()
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         messages = self._hub.queue_for(self._channel, source, self.rank, lane)
         return _Receive(messages, into)

@@ -36,7 +36,7 @@ class Environment(ABC):
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """A process of a launched job: its rank, the number of ranks, and its rank on its host. One rank is one instance."""
+    """A process of a launched job: its rank, the number of ranks, its rank on its host. A rank is one instance."""
 
     rank: int
     size: int

@@ -67,7 +67,8 @@ class Cluster:
         self._require_task()
         if self.rpc_layer not in (None, "grpc"):
             _refuse(
-                f"the rpc_layer is {_shown(self.rpc_layer)}, but workers speak only gRPC", 'write "grpc" or leave it out'
+                f"the rpc_layer is {_shown(self.rpc_layer)}, but workers speak only gRPC",
+                'write "grpc" or leave it out',
             )
 
     def _require_task(self) -> None:
@@ -294,9 +295,7 @@ def _require_different_places(addresses: tuple[str, ...]) -> None:
         place = _place_of(address)
         if place in taken:
             same = "" if taken[place] == address else f", once as {_shown(taken[place])}"
-            _refuse(
-                f"TF_CONFIG lists the address {_shown(address)} twice{same}", "give each task its own address"
-            )
+            _refuse(f"TF_CONFIG lists the address {_shown(address)} twice{same}", "give each task its own address")
         taken[place] = address
 
 
