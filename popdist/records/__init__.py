@@ -1,6 +1,6 @@
-"""Notes of an instance about itself for others, and what they ask of it.
+"""Records that an instance keeps for its supervisor and tools, and the requests that it reads from them.
 
-Nothing here imports numpy, MPI or JAX.
+This package imports neither NumPy nor MPI nor JAX.
 """
 
 from popdist.records.faults import FaultInjector, due_faults

@@ -240,7 +240,7 @@ def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
     [
         (["all-reduce", "--hosts", "0"], "hosts is 0"),
         (["plot", "--most-hosts", "1", "--output", "x"], "begins with 2"),
-        (["all-reduce", "--hosts", "2", "--network", "{}"], "has speed; a network has latency_s"),
+        (["all-reduce", "--hosts", "2", "--network", "{}"], "unknown keys speed; use only latency_s"),
         (["all-reduce", "--hosts", "2", "--network", "nowhere.json"], "nowhere.json"),
     ],
 )
