@@ -51,6 +51,7 @@ class Fault:
         attempt: Number of restarts of the job before the failure.
         seconds: Duration of a delay.
     """
+
     kind: str
     instance: int
     phase: str = FORWARD

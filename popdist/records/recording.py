@@ -54,6 +54,7 @@ class Recording:
         values_at: Training and step whose values are kept, or None.
         leave_at: Step in which instance 0 gets SIGTERM, or None.
     """
+
     folder: Path
     steps: int | None = None
     values_at: tuple[int, int] | None = None
@@ -108,6 +109,7 @@ class Question:
         line: Line in that file.
         where: LOSS, OPTIMIZER or ELSEWHERE.
     """
+
     what: str
     file: str
     line: int

@@ -77,6 +77,7 @@ class EventBlock:
         kind: Kind, e.g. `EVENTS`.
         content: Content.
     """
+
     kind: bytes
     content: bytes
 

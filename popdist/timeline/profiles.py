@@ -39,6 +39,7 @@ class WantedProfile:
         first: Number of steps before the profile begins.
         steps: Number of profiled steps; None: all that follow.
     """
+
     profiler: str
     first: int = USUAL_FIRST
     steps: int | None = USUAL_STEPS
@@ -175,7 +176,7 @@ class Profiling:
 
         if find_spec(wanted.profiler) is None:
             raise EnvironmentMismatchError(
-                f"a profile by {wanted.profiler} was asked for, but this instance cannot import {wanted.profiler}; "
+                f"a profile by {wanted.profiler} was asked for, but this instance cannot import it; "
                 "install it, or leave the profile out"
             )
         self._wanted = wanted
