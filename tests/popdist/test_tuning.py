@@ -47,7 +47,7 @@ def test_costs_are_read_from_the_file_that_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [(None, "No such file"), ("[]", "does not describe a network"), ('{"speed": 1}', "unknown keys speed")]
+    ("text", "why"), [(None, "No such file"), ("[]", "not describe a network"), ('{"speed": 1}', "unknown keys speed")]
 )
 def test_a_file_that_has_no_costs_is_refused(tmp_path: Path, text, why):
     path = tmp_path / "net.json"
