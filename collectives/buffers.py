@@ -1,4 +1,4 @@
-"""The checks of buffers that collectives receive, and the calls that the buffers describe."""
+"""The checks of buffers for collectives, and the description of a call by its buffer."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Call:
         shape: Shape of the tensor.
         root: Sending rank of a broadcast or receiving rank of a gather; otherwise -1.
         into_shared: Whether the result goes into memory that the ranks allocated together.
-        group: Calls of which a grouped call consists.
+        group: Member calls of a grouped call.
     """
 
     operation: str
@@ -127,7 +127,7 @@ def describe_crossing(calls: Mapping[int, str]) -> str:
     """Return the text for named collectives that wait for each other.
 
     Args:
-        calls: Calls in which each rank waits, by rank.
+        calls: Awaited calls of each rank.
     """
     facts = _of_each_call(calls, "waits in", "wait in")
     return (

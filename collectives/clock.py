@@ -68,7 +68,7 @@ class FakeClock(Clock):
     A thread that sleeps by this clock returns after a real moment and looks at its condition again.
 
     Args:
-        tick_s: Seconds by which each call of `now_s` advances the clock. A polling wait then reaches its limit after a
+        tick_s: Seconds added to the clock by each call of `now_s`. A polling wait then reaches its limit after a
             fixed number of polls, independent of the speed of the machine.
 
     Attributes:

@@ -46,7 +46,7 @@ class Communicator:
 
     **Threads.** One thread at a time makes synchronous calls. `start_...` begins a named collective, which is matched
     by its name: ranks and threads may start names in different orders. A deadlock is possible if ranks wait for one
-    name before they start the next, in different orders. All ranks in such a cycle raise `LayoutMismatchError` at once.
+    name before they start the next, in different orders. All ranks in the cycle raise `LayoutMismatchError` at once.
 
     **Time.** Every wait logs a warning after each `stall_warning_s`, and raises `CollectiveTimeoutError` after
     `timeout_s`.
@@ -278,7 +278,7 @@ class Communicator:
     def scatters_reductions(self) -> bool:
         """Whether `ordered_reduce_scatter` moves fewer bytes than `ordered_all_reduce`, and yields the same bits.
 
-        False over Horovod, where neither holds, and for a single rank, which moves nothing.
+        False over Horovod, which gives neither advantage, and for a single rank, which moves nothing.
         """
         return self.size > 1 and self._transport.scatters_reductions
 

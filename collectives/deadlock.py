@@ -21,10 +21,10 @@ class Awaited(Protocol):
 
 
 class WaitingThreads:
-    """The threads of one rank that may start named collectives, and the collectives for which they wait.
+    """The threads of one rank that may start named collectives, and their awaited collectives.
 
-    These are all threads that have started a named collective, and all other non-daemon threads: a daemon thread that
-    has started none is assumed to serve a library. Threads that Python does not list must be announced
+    These are all threads that have started a named collective, and all other non-daemon threads. Other daemon threads
+    are assumed to serve a library. Threads that Python does not list must be announced
     (`expect_others`). One thread at a time calls the methods, except for `until`.
     """
 

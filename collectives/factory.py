@@ -40,7 +40,7 @@ class Settings:
             or "auto": the window if hosts have several ranks and enough shared memory, else the ring.
         shared_memory_dir: Directory of shared memory files.
         spins: Number of polls of a wait before it offers its core to others.
-        network: Costs of messages and sums, by which plans are chosen; default: costs that suit most networks.
+        network: Costs of messages and sums, for the choice of plans; default: costs for most networks.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -88,7 +88,7 @@ def refuse_other_networks(networks: Sequence[Network | None]) -> None:
     if others:
         raise PeerRefusedError(
             f"rank 0 chooses plans by {_costs_of(networks[0])}, rank {others[0]} by {_costs_of(networks[others[0]])}; "
-            "give all of them the same costs"
+            "give all ranks the same costs"
         )
 
 

@@ -73,7 +73,7 @@ class SeesSteps(Protocol):
     """An observer of training steps."""
 
     def step_begins(self, step: int) -> None:
-        """Note that step `step`, counted from 0, begins, or work between two steps, such as an evaluation."""
+        """Note that step `step`, counted from 0, begins, or other work after it, e.g. an evaluation."""
 
 
 @runtime_checkable

@@ -58,7 +58,7 @@ class MappedMemory(ABC):
 
     @abstractmethod
     def make(self, nbytes: int) -> tuple[Region, bytes]:
-        """Allocate memory in this process; return it with the handle by which other processes open it.
+        """Allocate memory in this process; return it with its handle for other processes.
 
         Raises:
             OSError: Too little memory is available.

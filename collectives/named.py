@@ -315,7 +315,7 @@ class NamedQueue:
                 logger.warning("%s", facts)
 
     def _started_instead(self, missing: Sequence[int]) -> str:
-        """Return, for messages, what the missing ranks have started and this rank has not."""
+        """Describe the collectives that the missing ranks have started and this rank has not."""
         calls = {
             entry.announced[rank]
             for entry in self._pending.values()

@@ -23,8 +23,8 @@ def open_mpi_prepared() -> Iterator[None]:
         with _kept_to_loopback() if os.environ.get(NETWORKS_VARIABLE) == LOOPBACK else nullcontext():
             yield
         return
-    # A process without a launcher shares memory with no other one. There Open MPI 5.0.11 would leave its file in
-    # /dev/shm, which mpirun removes for the processes that it starts.
+    # A process without a launcher shares memory with no other process. Open MPI 5.0.11 would leave its file in /dev/shm
+    # behind: only mpirun removes these files.
     os.environ[TRANSPORTS_VARIABLE] = "^sm"
     try:
         yield

@@ -84,7 +84,7 @@ class Reduction:
         return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
     def dtype_of(self, node: TreeNode) -> np.dtype:
-        """Return the dtype in which a node travels; a leaf, i.e. one contribution, keeps its own dtype."""
+        """Return the dtype of a node's values in messages; a leaf, i.e. one contribution, keeps its own dtype."""
         return self.dtype if node.is_leaf else self.accumulator
 
     @cached_property

@@ -5,8 +5,8 @@ replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at
 seven is ((0+1) + (2+3)) + ((4+5) + 6). The tree depends on the number of replicas alone. A rank may add up every node
 that lies inside its block of replicas, and other ranks continue with these sums.
 
-This is pairwise summation. With n leaves the error of a floating-point sum is at most about log2(n) u (|c0| + |c1| +
-...); a chain of additions has n - 1 in place of log2(n) (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+This is pairwise summation. The error of a floating-point sum of n values is at most about log2(n) u (|c0| + ...). For a
+chain of additions it is n - 1 in place of log2(n) (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
 """
 
 from __future__ import annotations

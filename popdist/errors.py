@@ -13,7 +13,7 @@ class PopDistError(Exception):
 
 
 class EnvironmentMismatchError(PopDistError):
-    """Launcher variables that are incomplete or unreadable, or that contradict each other or the program."""
+    """Incomplete, unreadable or contradictory variables of the launcher."""
 
 
 class InstanceError(PopDistError, ValueError):

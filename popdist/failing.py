@@ -101,7 +101,7 @@ class LastThreads:
         """Begin to watch when the main thread fails, in a new thread: at its end Python starts no threads.
 
         Args:
-            status: Exit status with which this process then ends.
+            status: Exit status of this process in that case.
         """
         threading.Thread(target=self._end_in_time, args=(status,), name="popdist-last-threads", daemon=True).start()
 

@@ -40,7 +40,7 @@ def describe_hidden(package: str) -> str:
 
 
 def _origin_of(package: str) -> str | None:
-    """Return the file of a module that is loaded already, or that Python would import."""
+    """Return the file of a loaded module, or the file that Python would import."""
     if package in sys.modules:
         return getattr(sys.modules[package], "__file__", None)
     found = importlib.util.find_spec(package)

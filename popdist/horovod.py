@@ -242,9 +242,9 @@ def allreduce(
         tensor: Tensor with the same shape and dtype in all processes: 16-bit to 64-bit floats, or integers.
         op: Reduction; default: Average. An average of integers is truncated towards zero; their sum may exceed their
             dtype. Adasum is Horovod's own reduction, for floats and a power of two of processes.
-        prescale_factor: Factor by which each value is multiplied before the reduction. Integers are multiplied in
+        prescale_factor: Factor of each value before the reduction. Integers are multiplied in
             float64 and truncated towards zero, by both factors.
-        postscale_factor: Factor by which each value is multiplied after the reduction.
+        postscale_factor: Factor of each value after the reduction.
         name: Name that matches the calls. Threads may call different names in different orders in each process.
 
     Returns:

@@ -127,8 +127,8 @@ def disconnect() -> None:
 def _end_with_who_is_left() -> None:
     """Wait until all surviving instances finalise, also after losses. MPI itself is not finalized.
 
-    An instance that completes the last collective may not know of a loss for which the others abandon that collective.
-    The others then wait for all survivors to carry on, so this instance checks for losses before it leaves.
+    One instance may complete the last collective while the others abandon it because of a loss.
+    They then wait for all survivors, so each instance checks for losses before it leaves.
     """
     from collectives import BrokenError, PeerLostError
 
@@ -175,7 +175,7 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
     """Register the end of another user of MPI, which must end before MPI does; may be called before `init`.
 
     Args:
-        at_end: Function that ends it together with the other instances, if that has not happened yet.
+        at_end: Function that ends it together with the other instances, if it is still running.
         at_failure: Function that lets a failed process end without waiting for the others.
     """
     process.at_end, process.at_failure = at_end, at_failure

@@ -63,7 +63,7 @@ class Process:
 
     @property
     def calls_made(self) -> int:
-        """The number of collectives called so far."""
+        """The number of collectives that this process has called."""
         return sum(communicator.calls_made for communicator in self.every_communicator)
 
     @property

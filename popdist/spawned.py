@@ -1,4 +1,4 @@
-"""Child processes of the job's programs, which must not join the job as the instance that started them."""
+"""Child processes of an instance, which must not join the job in its place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from popdist.instance import Instance
 from popdist.records.progress import page_owner
 
 JOINED_VARIABLE = "POPDIST_JOINED"
-"""`pid:job`: the process that has joined the job, for processes that inherit its environment."""
+"""`pid:job`: the process that has joined the job; its children inherit the variable."""
 
 _OF_THE_JOB = ("POPDIST_", "POPRUN_", "OMPI_", "PMIX_", "TF_CONFIG")
 _NAMES_OF_JOBS = ("PMIX_NAMESPACE", "TF_CONFIG")

@@ -9,7 +9,7 @@ def require_switches(way_out: str = "", /, **switches: object) -> None:
         switches: Values by the names that the user knows.
 
     Raises:
-        TypeError: A value is neither True nor False. The message names the first one.
+        TypeError: A value is not True or False. The message names the first such value.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):

@@ -40,7 +40,7 @@ def set_ipu_config(config: Config, ipus_per_replica: int = 0, configure_device: 
         configure_device: Whether to set `select_ipus`.
 
     Raises:
-        TypeError: `configure_device` is neither True nor False.
+        TypeError: `configure_device` is not True or False.
         ValueError: The job was launched with another number of devices.
         EnvironmentMismatchError: The variable that names the device holds no number.
     """

@@ -1,4 +1,4 @@
-"""Settings that XLA reads before it starts, so that sums are right and bits do not depend on the machine.
+"""XLA's settings before its start, for right sums and for bits that do not depend on the machine.
 
 Since jaxlib 0.10.2 XLA passes sums, maxima and windows to YNNPACK, and several of them come out wrong; bits.md has the
 measurements. A flag of XLA keeps them in XLA itself.
@@ -192,8 +192,8 @@ def thread_pool_size(total_replicas: int) -> int:
     """Return the size of XLA's CPU thread pool in every instance of a job.
 
     XLA splits a matrix product by the size of this pool. The split decides the order of additions, hence the last bits
-    of the result. The default size is max(cores, devices), which depends on the machine and on the number of replicas
-    that the instance drives. `PJRT_NPROC`, read when JAX starts its first backend, fixes the size. For the same bits
+    of the result. The default size is max(cores, devices): it depends on the machine and on the instance's number of
+    replicas. `PJRT_NPROC`, read when JAX starts its first backend, fixes the size. For the same bits
     with any spread of replicas, it may depend only on their total number. It must be at least the number of devices of
     one process.
 

@@ -209,7 +209,7 @@ def connect_survivors(settings: Settings) -> Communicator:
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
     """Return the best message sizes if the ranks of a host share one network interface.
 
-    Messages stay below the 64 KiB from which Open MPI's tcp component asks the receiver first (rendezvous).
+    Messages stay below 64 KiB: Open MPI's tcp component asks the receiver first (rendezvous) for larger ones.
     """
     copies = ranks - of_one_host  # number of times that inline data leaves a host
     return Sizes(

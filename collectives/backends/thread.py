@@ -34,7 +34,7 @@ class ThreadHub:
     """The meeting point of the threads of one group.
 
     A rank can be lost, like a process over MPI with ULFM. Ranks that wait for the lost rank get `PeerLostError`. The
-    first rank that goes on without it revokes the hub, which ends the waits of all others. The survivors then meet in a
+    first rank to go on without it revokes the hub. That ends the waits of all others. The survivors then meet in a
     smaller hub, in the same order (`connect_survivors`).
 
     Args:
@@ -119,7 +119,7 @@ class ThreadHub:
         return "; ".join(reasons)
 
     def newest(self, rank: int) -> tuple[ThreadHub, int]:
-        """Return the smallest hub in which `rank` has met the others, and its rank there."""
+        """Return the smallest hub with `rank` as a member, and its rank there."""
         hub = self
         while hub._smaller is not None and rank in hub._smaller[1]:
             hub, left = hub._smaller

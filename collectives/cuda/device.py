@@ -115,7 +115,7 @@ class CudaDevice:
         self._call("cuStreamSynchronize", self._stream)
 
     def mark(self) -> CopyMark:
-        """Return a mark after the copies so far. A thread can wait for it while later copies run."""
+        """Return a mark after all earlier copies. A thread can wait for it while later copies run."""
         event = c_void_p()
         with self._current():
             self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)

@@ -1,4 +1,4 @@
-"""GPU memory that array libraries read in place, and page-locked host memory that a GPU copies at full speed."""
+"""GPU memory for array libraries, and page-locked host memory for copies at full speed."""
 
 from __future__ import annotations
 

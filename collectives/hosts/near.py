@@ -1,6 +1,6 @@
 """Messages between the ranks of one host through shared memory.
 
-A sender copies a message once, into its own pool, for all receivers, and announces to each receiver where it lies. A
+A sender copies a message once, into its own pool, for all receivers, and announces its place to each receiver. A
 receiver copies it to its destination. Pools are small and reused, so they stay in the cache. Every word of the shared
 memory has a single writer. Bells wake waiting ranks. The functions at the end define the memory layout.
 """
@@ -200,7 +200,7 @@ class _Outbox:
                 self._bells.ring(rank)
 
     def _announce(self, to: int, facts: tuple[int, int, bool]) -> int:
-        """Announce a fragment to a receiver; return the number of fragments announced to it so far."""
+        """Announce a fragment to a receiver; return the number of fragments announced to it."""
         channel, number = self._channels[to], self._announced[to]
         first = FRAGMENTS + number % QUEUED * FRAGMENT_WORDS
         channel[first], channel[first + 1], channel[first + 2] = facts

@@ -73,7 +73,7 @@ class Endpoint:
             name: Host name that the peer's certificate must carry.
 
         Raises:
-            OSError: Nobody answers in time. `ssl.SSLError` if a certificate is refused.
+            OSError: No answer comes in time. `ssl.SSLError` if a certificate is refused.
         """
         with self.connect(timeout_s) as connection:
             talk = _Talk(connection, tls, name)
@@ -160,7 +160,7 @@ class Address:
         """Parse `host:port`, `1.2.3.4:port`, `[::1]:port`, `unix:/path` or `unix:///path`.
 
         Raises:
-            ValueError: The text is not such an address.
+            ValueError: The text has another form.
         """
         if text.startswith(UNIX):
             path = text.removeprefix(UNIX)
@@ -190,7 +190,7 @@ class Address:
             return self
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the endpoints of this address: those of an earlier look-up, or of a look-up now.
+        """Return the endpoints of this address, from an earlier look-up or from a new one.
 
         Raises:
             OSError: The name is unknown.

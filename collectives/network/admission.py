@@ -60,7 +60,7 @@ class Admission:
         metadata = dict(context.invocation_metadata())
         text = metadata.get(wire.HELLO)
         if not isinstance(text, str):
-            raise Refusal("it says no hello, so it is none of our workers")
+            raise Refusal("it sent no hello, so it is not one of our workers")
         if not self._node.security.is_proof(metadata.get(wire.PROOF, ""), text):
             raise Refusal("its job token is not ours; set POPDIST_JOB_TOKEN to the same value everywhere")
         try:
@@ -76,11 +76,9 @@ class Admission:
 
     def _check(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
-            raise Refusal(f"it speaks version {hello.protocol} and we speak {PROTOCOL}; install the same everywhere")
+            raise Refusal(f"it speaks version {hello.protocol}, but we speak {PROTOCOL}; install the same everywhere")
         if hello.cluster != self._node.cluster:
-            raise Refusal(
-                f"its cluster is not ours, which is {self._node.description}; describe the same one everywhere"
-            )
+            raise Refusal(f"its cluster is not ours, which is {self._node.description}; give all workers the same one")
         if hello.source not in self._node.peers or hello.to != self._node.rank:
             raise Refusal(
                 f"it is rank {hello.source} and looks for rank {hello.to}, but this is rank {self._node.rank}"

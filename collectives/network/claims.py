@@ -1,4 +1,4 @@
-"""The claim to be another worker: the claiming process must also be the one that listens at the worker's address."""
+"""The claim to be a certain worker; the claiming process must also listen at that worker's address."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Claim:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the process that says hello is known to be the one that listens at the address."""
+        """Whether the process that says hello is known to listen at the address as well."""
         return bool(self.incarnation) and digest_incarnation(self.incarnation) == self.answered
 
     def is_held_by(self, incarnation: str) -> bool:
@@ -60,9 +60,9 @@ class Claim:
         if self.is_over or self.is_settled or not incarnation:
             raise taken(name, holder)
         if self.incarnation:
-            raise Refusal(f"{name} was claimed before, and has not answered at its address yet", is_final=False)
+            raise Refusal(f"{name} was claimed before, but its address has not answered yet", is_final=False)
         if self.answered and digest_incarnation(incarnation) != self.answered:
-            raise Refusal(f"{name} is the process that listens at its address, which is another one", is_final=False)
+            raise Refusal(f"{name} is another process, the one that listens at its address", is_final=False)
         self.incarnation = incarnation
 
     def answer(self, digest: str) -> bool:
@@ -74,10 +74,10 @@ class Claim:
         return is_wrong
 
     def hang_up(self) -> None:
-        """Note that the process that answered at the address is gone."""
+        """Note the end of the process at the address."""
         self.answered = ""
 
     def leave(self, incarnation: str) -> None:
-        """Note that the process that said hello with this nonce is gone."""
+        """Note the end of the process with this nonce."""
         if self.is_held_by(incarnation):
             self.incarnation = ""

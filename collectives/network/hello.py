@@ -14,7 +14,7 @@ PROTOCOL = 2
 _LARGEST = 1 << 32
 _LONGEST = 100  # maximum length of a text
 _LONGEST_LANE = 4096  # maximum length of a lane, which names all members of its group
-CONTROL = ""  # the lane of the stream that only shows that its sender lives
+CONTROL = ""  # the lane of the control stream, which only carries beats
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Hello:
         cluster: Digest of the cluster as the sender sees it.
         source: Rank of the sender.
         to: Rank that the sender wants to reach.
-        incarnation: Random nonce of the sender's process for this receiver, told to nobody else.
+        incarnation: Random nonce of the sender's process, sent only to this receiver.
         lane: Content of the stream: CONTROL or "group/channel/lane".
         heard: On a lane, the receiver's nonce for the sender, which only the process at the sender's address has heard.
         program: Program of the sender, as in `Runner`.

@@ -130,6 +130,6 @@ def _number(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _fits(name: str, host: str) -> bool:
     name, host = (each.rstrip(".").lower() for each in (name, host))
     label, _, rest = name.partition(".")
-    if label == "*":  # at least two labels must follow: nobody owns a whole top-level domain
+    if label == "*":  # at least two labels must follow, so it never covers a top-level domain
         return "." in rest and rest == host.partition(".")[2] and bool(host.partition(".")[0])
     return bool(name) and name == host

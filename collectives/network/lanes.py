@@ -14,7 +14,7 @@ SMALL_BYTES = 1 << 17  # up to this size a message is copied at once, so that th
 
 
 class Bell:
-    """A signal to the one thread that waits for events; a binary semaphore."""
+    """A signal to a single waiting thread; a binary semaphore."""
 
     def __init__(self) -> None:
         self._is_silent = threading.Lock()
@@ -96,7 +96,7 @@ class Received:
         if message is None:
             return False
         if len(message) > self._into.size:
-            self._complain(f"it sent {len(message)} bytes where {self._into.size} at most were expected")
+            self._complain(f"it sent {len(message)} bytes, but {self._into.size} at most were expected")
             return False
         self._into[: len(message)] = np.frombuffer(message, np.uint8)
         self.received = len(message)
@@ -130,7 +130,7 @@ class Fetched:
         if message is None:
             return False
         if len(message) != self._size:
-            self._complain(f"it sent {len(message)} bytes where {self._size} were expected")
+            self._complain(f"it sent {len(message)} bytes, but {self._size} were expected")
             return False
         self.message = np.frombuffer(message, np.uint8)
         return True

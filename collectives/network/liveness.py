@@ -9,7 +9,7 @@ from collectives.network.peer import Peer
 from collectives.network.worker import Worker
 
 BEAT_S = 0.5  # interval of the beats that each worker sends to all others
-LOST_AFTER_S = 6.0  # silence after which a worker is lost if nobody answers at its address
+LOST_AFTER_S = 6.0  # a worker with a longer silence is lost if its address does not answer either
 FAILURES = 3  # number of attempts that must fail, because this worker may have been stopped itself
 _ANSWER_LIMIT_S = 1.0
 

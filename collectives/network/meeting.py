@@ -119,9 +119,9 @@ class Meeting:
         welcome = _answer_of(call)
         if wire.WELCOME not in welcome:
             if call.cancelled():
-                peer.trouble = f"what listens there has not answered for {_ANSWER_LIMIT_S:g} s"
+                peer.trouble = f"the process there has not answered for {_ANSWER_LIMIT_S:g} s"
             elif wire.REFUSAL not in dict(call.trailing_metadata() or ()):
-                peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
+                peer.trouble = f"the process there does not answer as a worker: {foreign(call.details() or '')}"
             elif call.code() is wire.REFUSED:
                 self._refused(peer, foreign(call.details() or ""))
             else:
@@ -132,7 +132,7 @@ class Meeting:
         if not node.security.is_proof(proof, f"{digest} welcomes {peer.drawn}"):
             call.cancel()
             # A worker without a token sends no proof. A worker with another token would have refused our hello.
-            self._refused(peer, "what listens there does not know our job token", is_worker=not proof)
+            self._refused(peer, "the process there does not know our job token", is_worker=not proof)
             return
         node.take_answer(peer, digest, call)
         node.watch_control(peer)

@@ -28,7 +28,7 @@ from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-LEAVE_LIMIT_S = 10.0  # time for the others to receive what was sent to them
+LEAVE_LIMIT_S = 10.0  # time for the others to receive the last messages
 GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; the reason follows
 _AWAY_S = 5.0  # a leaving worker does not wait for a worker that has been silent this long
 _CLOSE_LIMIT_S = 0.5  # time for the connections to close
@@ -41,7 +41,7 @@ _CONNECTIONS_PER_PEER = 4  # the lasting one, an attempt to reach the peer, a te
 
 
 class Node(Worker):
-    """This worker with all of its parts. Call `join` first.
+    """A worker of this process with all of its parts. Call `join` first.
 
     Attributes:
         admission: Check of peers that begin streams.
@@ -237,7 +237,7 @@ class Node(Worker):
         logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
         self._ring_all()
 
-    # ---- what comes in
+    # ---- incoming streams
 
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
         """Note the welcome of the worker at the address of `peer`; send away a different process with its name."""
@@ -250,7 +250,7 @@ class Node(Worker):
             self.changed.notify_all()
         if is_wrong and cancel is not None and runner is not None:
             why = f"{runner.title} said hello as rank {peer.rank}, and another process listens at its address"
-            self.admission.log(why, f"{self.names[self.rank]} sent somebody away: {why}")
+            self.admission.log(why, f"{self.names[self.rank]} sent a process away: {why}")
             cancel()
 
     def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes], welcome: Callable[[], None]) -> None:

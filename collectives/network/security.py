@@ -55,7 +55,7 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Security:
-    """The certificates and the token by which workers recognise each other.
+    """The certificates and the token with which workers identify themselves.
 
     Attributes:
         certificates: Certificates for mutual TLS; None for plaintext.
@@ -80,8 +80,8 @@ class Security:
         """Read POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE.
 
         Raises:
-            SecurityError: Only some of the files are named, the token is empty or not UTF-8, or POPDIST_GRPC_INSECURE
-                is neither 0 nor 1.
+            SecurityError: Some of the files are not named, the token is empty or not UTF-8, or
+                POPDIST_GRPC_INSECURE is not 0 or 1.
         """
         named = [name for name in TLS_VARIABLES if environ.get(name)]
         if named and len(named) < len(TLS_VARIABLES):
@@ -95,7 +95,7 @@ class Security:
             raise SecurityError(f"{INSECURE}={insecure!r}; use 1 to allow plaintext between machines, or unset it")
         certificates = Certificates(*(Path(environ[name]) for name in TLS_VARIABLES)) if named else None
         if not environ.get(TOKEN, "unset").strip():
-            raise SecurityError(f"{TOKEN} is set and empty, which keeps nobody out; give it a secret, or unset it")
+            raise SecurityError(f"{TOKEN} is set but empty, so it protects nothing; give it a secret, or unset it")
         return cls(certificates, environ.get(TOKEN, ""), insecure == "1")
 
     def check(self, addresses: Sequence[Address]) -> list[Address]:
@@ -131,7 +131,7 @@ class Security:
         return used
 
     def prove(self, statement: str) -> str:
-        """Return an HMAC by which the writer of `statement` proves knowledge of the token; "" without a token."""
+        """Return an HMAC of `statement` with the token, which proves knowledge of the token; "" without one."""
         return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""
 
     def is_proof(self, proof: str | bytes, statement: str) -> bool:

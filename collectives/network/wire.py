@@ -35,8 +35,8 @@ _ROOM_FOR_HEADERS = 1 << 10
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
     ("grpc.max_receive_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
-    # The bandwidth probe would raise the flow-control window: up to 16 MiB more memory for unread data in an
-    # all-reduce, and no more speed. While a message is read, its size is the window anyway.
+    # The bandwidth probe would enlarge the flow-control window. An all-reduce then took up to 16 MiB more memory for
+    # unread data and was not faster. While a message is read, its size is the window anyway.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1 << 18),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # no compression, so the announced size is the memory needed

@@ -1,9 +1,9 @@
 """The comparison of calls before data moves: afterwards every rank knows the calls of all ranks.
 
-First the ranks of a host exchange their calls. Then one rank of each host exchanges the calls of whole hosts with the
-other hosts: in one round if there are few hosts, else in a logarithmic number of rounds (Bruck et al., Efficient
-algorithms for all-to-all communications in multiport message-passing systems, 1997). Finally these ranks inform the
-others of their host.
+First the ranks of a host exchange their calls. Then one rank of each host exchanges whole hosts' calls with the other
+hosts. Few hosts do that in one round, more hosts in a logarithmic number of rounds (Bruck et al., Efficient algorithms
+for all-to-all communications in multiport message-passing systems, 1997). Finally these ranks inform the others of
+their host.
 """
 
 from __future__ import annotations

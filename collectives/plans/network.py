@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Network:
-    """The costs on a network in which all ranks and hosts are alike.
+    """The costs on a network of equal ranks and equal hosts.
 
     Attributes:
         latency_s: Latency between hosts.

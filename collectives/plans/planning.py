@@ -8,8 +8,8 @@ inside hosts. With one column the first rank of each host works for all of it, a
 possible.
 
 A way to add between hosts sees one column, with one rank per host that has all of the host's values. It is a function
-of each host's nodes and of the number of replicas. It returns the host that finishes each slice of the column (-1: all
-hosts), and rounds, in which hosts stand for their ranks.
+of each host's nodes and of the number of replicas. It returns the finishing host of each slice of the column (-1: all
+hosts), and rounds with hosts in place of ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]
 
 
 def _gathering(spread: Spread, workers: tuple[int, ...], first: int, stop: int) -> Round:
-    """Return the round in which the other ranks of each host add up their column values and send them."""
+    """Return the first round: the other ranks of each host add up their column values and send them."""
     additions, messages = [], []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):
         for rank in ranks:
@@ -86,7 +86,7 @@ def _gathering(spread: Spread, workers: tuple[int, ...], first: int, stop: int) 
 
 
 def _spreading(spread: Spread, workers: tuple[int, ...], first: int, stop: int) -> Round:
-    """Return the round in which each worker sends the column's results to the other ranks of its host."""
+    """Return the last round: each worker sends the column's results to the other ranks of its host."""
     root = root_of(spread.replicas)
     messages = [
         Message(worker, rank, first, stop, root)

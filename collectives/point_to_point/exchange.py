@@ -178,7 +178,7 @@ class LinkExchange:
     def _check_header(
         self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
     ) -> None:
-        """Refuse an invalid header, so that a faulty rank can neither exhaust memory nor spoil sums.
+        """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
         If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
         """

@@ -88,7 +88,7 @@ class PieceFlow:
         return self._next == len(self._program.turns) and not (self._coming or self._parts or self._results)
 
     def has_sent(self) -> bool:
-        """Return whether all partial sums sent so far have been handed to the network."""
+        """Return whether all sent partial sums have been handed to the network."""
         return drain(self._parts)
 
     def waits_for(self) -> list[int]:

@@ -24,7 +24,7 @@ USUAL_COSTS = Network(
     local_bytes_per_s=1e9,
     memory_bytes_per_s=5e9,
 )
-"""Costs for networks that nobody has measured."""
+"""Assumed costs for networks without measured costs."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Sizes:
         smallest_chunk_bytes: Smallest message of an array in several pieces, except for the last one.
         pieces_at_least: Minimum number of pieces of arrays that are large enough; a rank has several in progress.
         opening_bytes: Limit of a plan's first messages to another host that travel with an exchange.
-        one_column_bytes: Largest array for which one rank per host sends and receives for all its ranks, if the link
-            knows which ranks are nearby.
+        one_column_bytes: Largest array for one column, i.e. one rank per host sends and receives for its host. Only for
+            links with `nearby` ranks.
     """
 
     inline_bytes: int = 1 << 16

@@ -16,7 +16,7 @@ from collectives.tree import root_of
 
 
 def opening_round(plan: Plan) -> int:
-    """Return the first round in which messages leave hosts; -1 if there is none or its messages are results."""
+    """Return the first round with messages that leave hosts; -1 if there is none or its messages are results."""
     hosts, root = plan.spread.hosts, root_of(plan.spread.replicas)
     for number, each in enumerate(plan.rounds):
         leaving = [message for message in each.messages if hosts[message.source] != hosts[message.to]]

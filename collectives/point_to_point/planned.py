@@ -23,7 +23,7 @@ _FEW = (1, 2, UNDER_WAY)  # numbers of pieces to consider; for more pieces the e
 
 @dataclass(frozen=True)
 class _Sought:
-    """The properties of a reduction by which plans are chosen and cached.
+    """The properties of a reduction that determine its plan.
 
     Attributes:
         spread: Spread of contributions over ranks and hosts.

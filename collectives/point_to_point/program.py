@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # elements
 
 
 class Area(Enum):
-    """A kind of memory in which values are kept."""
+    """A kind of memory for values."""
 
     OWN = "in the contribution with this number"
     RESULT = "in the result"
@@ -98,7 +98,7 @@ class RankRound:
         results: Results to send.
         fetched: Numbers of the partial sums to receive.
         received: Results to receive.
-        overwrites: Whether results are written to memory from which partial sums may still be being sent.
+        overwrites: Whether results overwrite memory of partial sums that may still be in transit.
     """
 
     sums: tuple[Sum, ...]
@@ -210,7 +210,7 @@ class _Compiler:
             self._held[number][node] = place.behind(self._table.starts[number] - self._table.starts[first])
 
     def _together(self, first: int, stop: int, nodes: Sequence[TreeNode]) -> Iterator[tuple[int, int]]:
-        """Yield parts of a run in which all operands are contiguous as well."""
+        """Yield parts of a run with contiguous operands."""
         begun, last = -1, -1
         for number in range(first, stop):
             if not self._table.lengths[number]:

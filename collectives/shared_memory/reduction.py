@@ -1,7 +1,7 @@
 """Reductions through shared memory: in chunks, or staged in advance if one chunk is enough.
 
 Each rank reduces one slice. The other ranks pass their partial sums of it: the largest nodes of the tree inside their
-blocks of replicas, which is one node per rank if the blocks are aligned (`collectives.tree`).
+blocks of replicas (`collectives.tree`). If the blocks are aligned, that is one node per rank.
 """
 
 from __future__ import annotations

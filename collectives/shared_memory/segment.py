@@ -1,6 +1,6 @@
-"""Memory that processes of one host share, and the words in it by which they announce their progress.
+"""Shared memory of processes on one host, with words that announce their progress.
 
-A segment is a file in /dev/shm that all processes map and that is unlinked at once.
+A segment is a file in /dev/shm. It is unlinked as soon as all processes have mapped it.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def _costs(
     """Measure latency, time per message, and bytes per second, between two ranks that both call this.
 
     Args:
-        send: Function that sends that many bytes to the other rank.
-        receive: Function that receives that many bytes.
+        send: Function that sends a number of bytes to the other rank.
+        receive: Function that receives a number of bytes.
         leads: Which of the two ranks this is.
         streams: Whether to measure bytes per second; if pairs share a link, a single pair does so.
         meet: Function that returns when all pairs have called it.

@@ -1,6 +1,6 @@
 """Detection of the instance that this process is: one file per launcher.
 
-This package imports neither NumPy nor MPI nor JAX.
+This package does not import NumPy, MPI or JAX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Records that an instance keeps for its supervisor and tools, and the requests that it reads from them.
+"""An instance's records for its supervisor and tools, and their requests to the instance.
 
-This package imports neither NumPy nor MPI nor JAX.
+This package does not import NumPy, MPI or JAX.
 """
 
 from popdist.records.faults import FaultInjector, due_faults

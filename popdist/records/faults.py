@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VARIABLE = "POPDIST_INJECT"
 """The faults of all instances, separated by semicolons."""
 ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
-"""The number of restarts of the job so far."""
+"""The number of restarts of the job before this attempt."""
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"
@@ -28,7 +28,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcas
 PHASES = (DATA, FORWARD, *COLLECTIVES, WAITING, UPDATE, CHECKPOINT)
 _EXIT_STATUS = 3
 CUT_LIMIT_S = 10.0
-"""Time for which an instance that is cut off waits for its supervisor to end it."""
+"""Limit of a cut-off instance's wait for its supervisor to end it."""
 
 
 class InjectedError(RuntimeError):
@@ -93,7 +93,7 @@ def parse_fault(text: str) -> Fault:
     """Parse a fault: `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
 
     Raises:
-        ValueError: The text is not a fault. The message says what is wrong and what is possible.
+        ValueError: The text is not a fault. The message names the mistake and the valid choices.
     """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
@@ -190,7 +190,7 @@ class FaultInjector:
             fault.strike()
             if is_to_end:  # shared memory cannot be cut, so this instance must stop by itself
                 time.sleep(CUT_LIMIT_S)
-                raise InjectedError(f"instance {fault.instance} is cut off, and nobody ended it")
+                raise InjectedError(f"instance {fault.instance} is cut off, but its supervisor has not ended it")
 
 
 def _number(given: Mapping[str, str], name: str) -> int:

@@ -34,7 +34,7 @@ LIBRARIES = {
     MLFLOW: ("mlflow", "mlflow-skinny"),
     WANDB: ("wandb", "wandb"),
 }
-"""The module that a kind needs, and the distribution that installs it."""
+"""The module for a kind, and the distribution to install for it."""
 LOCALHOST = "127.0.0.1"
 
 

@@ -39,7 +39,7 @@ def close_to_others(path: Path) -> None:
 def fault_of(folder: Path) -> str:
     """Return who else can change the content of a folder, with advice; "" if only this user and root can.
 
-    The rules are those of OpenSSH for keys: the folder and its parents belong to this user or to root, and nobody else
+    The rules are those of OpenSSH for keys. The folder and its parents belong to this user or to root. No other user
     can write to them. Exceptions for parents: a sticky bit, as /tmp has, or a group with this user as its only member.
 
     Args:

@@ -1,4 +1,4 @@
-"""The progress record: one page of shared memory in which an instance notes what it is doing.
+"""The progress record: one page of shared memory with an instance's current activity.
 
 The supervisor makes the page as a memory file (memfd), and the instance inherits it. A note is a few stores to mapped
 memory, cheap enough for every collective. The supervisor reads the page without the instance's help, also after the
@@ -186,7 +186,7 @@ class Progress(ABC):
 
     @abstractmethod
     def finished(self) -> None:
-        """Note that all instances have agreed that the work is done, so none waits for this one."""
+        """Note that all instances agree on the end of the work; no instance waits for this one."""
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:

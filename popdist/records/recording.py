@@ -1,4 +1,4 @@
-"""The recording that `poprun verify` requests from the Trainer of each instance, and the variables that request it.
+"""The recording of each instance's Trainer for `poprun verify`, and the variables that request it.
 
 An instance writes JSON lines into a file of its own in the folder POPDIST_VERIFY_RECORD. The first line has everything
 besides the program that decides its bits. Then comes one line per step, written at once, so that a killed instance
@@ -22,7 +22,7 @@ STEPS_VARIABLE = "POPDIST_VERIFY_STEPS"
 VALUES_VARIABLE = "POPDIST_VERIFY_VALUES"
 """`TRAINING:STEP`: the step whose values are kept, not only their digests."""
 LEAVE_VARIABLE = "POPDIST_VERIFY_LEAVE"
-"""The step in which instance 0 gets SIGTERM."""
+"""The step at which instance 0 receives SIGTERM."""
 
 SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"
@@ -32,7 +32,7 @@ PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT = "process", "layout", "step
 """The kinds of lines."""
 
 LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
-"""The code from which a program asks: the loss function or the optimizer while they are compiled, or other code."""
+"""The asking code: the loss function or the optimizer during compilation, or other code."""
 
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdist", "strategies"))
@@ -52,7 +52,7 @@ class Recording:
         folder: Folder of the files.
         steps: Number of steps after which the program ends; None: at its own end.
         values_at: Training and step whose values are kept, or None.
-        leave_at: Step in which instance 0 gets SIGTERM, or None.
+        leave_at: Step at which instance 0 receives SIGTERM, or None.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ _questions: dict[Question, None] = {}
 
 
 def note_question(what: str) -> None:
-    """Record that the program asks for the instance's identity; called by the functions that answer.
+    """Record a question of the program about the instance's identity; called by the queried functions.
 
     Does nothing without a recording. Questions of our own packages are ignored.
 

@@ -24,7 +24,7 @@ _BESIDE = ".parts"
 
 
 def folder_beside(trace: str) -> Path:
-    """Return the folder of the files from which `trace` is made."""
+    """Return the folder of the recordings that make up `trace`."""
     return Path(f"{trace}{_BESIDE}").absolute()
 
 

@@ -1,8 +1,8 @@
 """The difference between the clocks of two hosts, with bounds that hold for any network delay. Pure functions.
 
 Two messages, one in each direction, bound the difference from both sides, because nothing arrives before it was sent.
-The delays do not matter. (Cristian, "Probabilistic clock synchronization", 1989, and NTP, RFC 5905, likewise use the
-middle and half the round trip.) Between two exchanges the difference changes at most by the clocks' drift.
+The delays do not matter. Cristian ("Probabilistic clock synchronization", 1989) and NTP (RFC 5905) also use the middle
+and half of the round trip. Between two exchanges the difference changes at most by the clocks' drift.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Events of a few numbers each, one of which may refer to a name; and the blocks of an instance's file.
+"""Events of a few numbers, one of them a reference to a name; and the blocks of an instance's file.
 
 A block is a kind (4 bytes), the length of the content and its CRC-32 (4 bytes each), and the content. So a file that is
 cut off anywhere can be read up to there. The first block is a header in JSON. Names precede the events that use them.

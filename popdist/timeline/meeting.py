@@ -1,4 +1,4 @@
-"""The datagrams by which hosts compare their clocks throughout a run.
+"""The comparison of the hosts' clocks by datagrams throughout a run.
 
 Instance 0 answers. For every other clock, the first instance that reads it asks. Instances of one host share a clock
 and send nothing. If no answer comes, e.g. because a firewall drops datagrams, that clock remains unknown.

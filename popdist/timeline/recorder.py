@@ -1,4 +1,4 @@
-"""The instrument that records events, and the ring buffer to which it appends them."""
+"""The instrument that records events, and its ring buffer."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class RingBuffer:
     """A ring buffer of events: several threads append, one thread takes.
 
     Drawing a number, filling a slot, and copying slots are one C call each, during which no other thread runs. (NumPy's
-    indexing would release the interpreter lock.) So a slot always holds a complete record. `take` waits one call long
-    for a thread that has drawn a number but not filled its slot; an exception may have kept the thread from doing so.
+    indexing would release the interpreter lock.) So a slot always holds a complete record. If a
+    thread has drawn a number but not filled its slot, `take` waits one call long: an exception may have stopped it.
 
     Args:
         slots: Number of slots, a power of two; more records than that between two calls of `take` are lost.
@@ -136,7 +136,7 @@ def _events(slots: bytes | bytearray, count: int) -> np.ndarray:
 
 @final
 class Recorder:
-    """The instrument that appends an event to a ring for everything that it observes, in about 0.3 us each.
+    """The instrument that appends an event for each observation to a ring, in about 0.3 us.
 
     Args:
         ring: Ring buffer for the events.
