@@ -49,7 +49,7 @@ def _drop_output() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_line_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], str] = options.run
     try:
         text = run(options)
@@ -74,7 +74,8 @@ def bytes_of(text: str) -> int:
     return int(float(number) * _UNITS.get(unit, 1))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line_parser() -> argparse.ArgumentParser:
+    """Return the parser of the words after `poprun simulate`."""
     parser = argparse.ArgumentParser(
         prog="poprun simulate", description="Simulate an all-reduce on any number of hosts, and measure its costs."
     )
