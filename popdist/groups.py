@@ -67,7 +67,7 @@ def communicator_of(communicator_id: str = _DEFAULT) -> Communicator:
         return context.communicator()
     if communicator_id not in _registered:
         known = ", ".join(sorted({_DEFAULT, *_registered}))
-        raise ValueError(f"no communicator is called {communicator_id!r}; known are {known}")
+        raise ValueError(f"no communicator is called {communicator_id!r}; use one of {known}")
     communicator = _registered[communicator_id]
     if communicator is None:
         raise LifeCycleError(

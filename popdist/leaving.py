@@ -1,4 +1,4 @@
-"""Continuing without lost instances, and leaving the job: together after success, at once after a failure."""
+"""The continuation without lost instances, and the end of the job: together after success, at once after a failure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
 
     assert process.instance is not None
     is_done = process.chief is Chief.DONE or (is_leaving and process.instance.is_leader)
-    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="who has come to the end")
+    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="instances that have finished")
     leaving, done = facts.T
     if done.any():
         process.chief, process.has_chief_left = Chief.DONE, not is_leaving

@@ -31,7 +31,7 @@ def refuse_while_spawned() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LifeCycleError(
-            "this process was started by the program (to load data, say), and has run the program again when it "
+            "this process was started by the program (to load data, say) and ran the program again when it "
             "imported its main module; put the program's statements under `if __name__ == '__main__':`"
         )
 
@@ -67,7 +67,7 @@ def _refuse(pid: int, how: str, instance: Instance) -> NoReturn:
     raise LifeCycleError(
         f"process {pid} takes part in the job as instance {instance.index} of {instance.count}, and {how} "
         f"(pid {os.getpid()}), which cannot be the same instance; start this one with {ALONE_VARIABLE}=1 "
-        "in its environment to let it run by itself, or call popdist.init in one of the two only"
+        "in its environment to run it separately, or call popdist.init in only one of the two"
     )
 
 

@@ -37,7 +37,7 @@ def read_mechanism(environ: Mapping[str, str]) -> str:
     mechanism = environ.get(name, "auto")
     if mechanism not in MECHANISMS:
         raise EnvironmentMismatchError(
-            f"{name}={mechanism!r} is no mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
+            f"{name}={mechanism!r} is not a mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
         )
     return mechanism
 

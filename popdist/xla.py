@@ -79,10 +79,10 @@ def complain_of_sums(jaxlib: str, environ: Mapping[str, str]) -> str | None:
         fact, way_out = f"{FLAGS_VARIABLE} asks for it ({FUSIONS})", f"take {_SUMS} out of it"
     else:
         fact = f"JAX has started without {WITHOUT_SUMS}"
-        way_out = f"make the strategy before JAX is used, or put that into {FLAGS_VARIABLE}"
+        way_out = f"make the strategy before JAX is used, or put that flag into {FLAGS_VARIABLE}"
     return (
-        f"jaxlib {jaxlib} adds up wrongly on CPUs when it leaves sums to YNNPACK, and {fact}; "
-        f"{way_out} ({OVERRULE}=1 lets it add up wrongly)"
+        f"jaxlib {jaxlib} computes wrong sums on CPUs if it passes them to YNNPACK, and {fact}; "
+        f"{way_out} ({OVERRULE}=1 allows wrong sums)"
     )
 
 

@@ -456,7 +456,7 @@ def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _
         if not fits.all():
             raise ValueError(
                 f"the average of {flat.dtype} with the factors {before:g} and {after:g} does not fit into "
-                f"{flat.dtype}; convert it to float64 before"
+                f"{flat.dtype}; convert it to float64 first"
             )
         return mean.astype(flat.dtype)
 

@@ -87,7 +87,7 @@ def _check_text(name: str, text: str) -> None:
     if len(text) > longest:
         raise ValueError(f"{name} has {len(text)} characters, and {longest} at most are allowed")
     if any("\ud800" <= each <= "\udfff" for each in text):  # surrogates cannot be encoded
-        raise ValueError(f"{name} has half a character")
+        raise ValueError(f"{name} has an unpaired surrogate")
 
 
 @dataclass(frozen=True)

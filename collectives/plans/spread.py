@@ -79,6 +79,6 @@ class Spread:
 
 
 def host_numbers(hosts: Sequence[Hashable]) -> tuple[int, ...]:
-    """Number the hosts from 0, in order of appearance; `hosts` has one entry per rank."""
+    """Assign numbers from 0 to the hosts, in order of appearance; `hosts` has one entry per rank."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return tuple(numbers[host] for host in hosts)

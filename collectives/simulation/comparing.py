@@ -39,7 +39,7 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         for name in ("hosts", "instances_per_host", "replicas_per_instance", "nbytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
     def host_of_ranks(self) -> np.ndarray:

@@ -111,11 +111,11 @@ def fault_of_file(descriptor: int) -> str:
     """
     status, user = os.fstat(descriptor), os.geteuid()
     if status.st_uid not in (0, user):
-        return f"it belongs to user {status.st_uid}, and this is user {user}; read it, and if it is good, copy it"
+        return f"it belongs to user {status.st_uid}, and this is user {user}; check its content, then copy it"
     others_write = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
     if stat.S_ISREG(status.st_mode) and others_write:
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        return f"others can write to it (mode {mode}); read it, and if it is good, take their right by chmod go-w"
+        return f"others can write to it (mode {mode}); check its content, then remove their right by chmod go-w"
     return ""
 
 

@@ -99,7 +99,7 @@ class Timeline:
         else:
             card = Card(self._clock.name, self._host, secrets.token_bytes(16))
         packed = np.frombuffer(card.pack(), np.uint8)
-        gathered = communicator.all_gather(packed, name="whose clocks are others (POPDIST_TIMELINE)")
+        gathered = communicator.all_gather(packed, name="comparison of clocks (POPDIST_TIMELINE)")
         cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
         self._recording.add(JOINED, {"job": cards[0].token.hex(), "clocks": [each.clock for each in cards]})
         if len({each.host for each in cards}) > 1:

@@ -36,7 +36,7 @@ def test_a_mechanism_is_named(mechanism):
 
 @pytest.mark.parametrize("text", ["", "tree", "Ring"])
 def test_another_mechanism_is_refused(text):
-    with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_MECHANISM='{text}' is no mechanism; use one of auto"):
+    with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_MECHANISM='{text}' is not a mechanism; use"):
         read_mechanism({"POPDIST_MECHANISM": text})
 
 
