@@ -88,7 +88,7 @@ class LastThreads:
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandon: Callable[[], None]) -> None:
-        # concurrent.futures waits for its threads before handlers registered later run. poprun does not need it.
+        # It waits for its threads before handlers that are registered later run. Imported here: poprun starts without it.
         import concurrent.futures.thread  # noqa: F401
 
         self._has_failed = has_failed
