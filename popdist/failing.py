@@ -88,7 +88,7 @@ class LastThreads:
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandon: Callable[[], None]) -> None:
-        # It waits for its threads before handlers that are registered later run. Imported here: poprun starts without it.
+        # It waits for its threads before handlers that are registered later run. poprun must start without this import.
         import concurrent.futures.thread  # noqa: F401
 
         self._has_failed = has_failed
