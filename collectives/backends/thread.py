@@ -171,7 +171,7 @@ class ThreadHub:
             self._tell(hub, ranks)
 
     def _tell(self, hub: ThreadHub, ranks: tuple[int, ...]) -> None:
-        """Declare those of `ranks` lost in their hub that are lost here."""
+        """Pass this hub's losses and revocation on to `hub`, a hub of `ranks`."""
         for number, rank in enumerate(ranks):
             if rank in self._lost:
                 hub.lose(number, self._lost[rank])

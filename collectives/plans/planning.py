@@ -196,7 +196,7 @@ def doubling(held: Held, replicas: int) -> Column:
 
 
 def pairs_up(held: Held, replicas: int) -> bool:
-    """Return whether all hosts, except perhaps the last, own nodes of the same 2^k replicas, so pairs own nodes."""
+    """Return whether each host owns one node of 2^k replicas, the last host perhaps fewer, so pairs own nodes."""
     size = sum(node.stop - node.first for node in held[0])
     return size & (size - 1) == 0 and all(
         merged(nodes, replicas) == (TreeNode(host * size, min(replicas, (host + 1) * size)),)
