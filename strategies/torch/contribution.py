@@ -95,7 +95,7 @@ class Contribution:
     def _refuse_sparse(self, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.layout is not torch.strided:
             raise StrategyError(
-                f"the gradient of {self._plan.parameters[number].name} is sparse, but replicas average dense gradients; "
+                f"the gradient of {self._plan.parameters[number].name} is sparse, but only dense ones can be averaged; "
                 "construct its layer with sparse=False"
             )
 

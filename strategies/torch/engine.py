@@ -359,7 +359,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _received(
         self, exchange: AnyExchange, scale: float
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None]:
-        """Return the tail, the means on the parameters' device, and if gradients are checked, a flag for each bad one."""
+        """Return the tail, the means on the parameters' device, and flags for bad means (None if not checked)."""
         checks = self._training.loss_scale is not None or self._options.check_numerics
         if isinstance(exchange, DeviceExchange):
             of_device = exchange.means(scale)

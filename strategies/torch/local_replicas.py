@@ -114,7 +114,7 @@ class LocalReplicas:
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
-        waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet cannot wait for one to compile
+        waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet cannot wait for one
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
         self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled
         self._intra_op = options.intra_op_threads
@@ -130,7 +130,7 @@ class LocalReplicas:
         self.runs = []
 
     def fits(self, replicas: Replicas) -> bool:
-        """Return whether replicas, instances and trained parameters are still the ones that this object was made for."""
+        """Return whether replicas, instances and trained parameters are still those that this object was made for."""
         is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
         return is_here and bool(self.runs) and self.runs[0].is_of_these
 

@@ -160,7 +160,7 @@ class Walk:
         self._wait()
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """Enter a block, and its stage when it is that stage's turn. Called by `BlockWatcher`.
+        """Enter a block, and its stage when it is that stage's turn.
 
         Raises:
             StrategyError: If the block belongs to an earlier stage, or to one that the first step did not have.
