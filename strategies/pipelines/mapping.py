@@ -138,8 +138,7 @@ def checked_count(
     """
     if gradient_accumulation_count is None:
         raise ValueError(
-            "gradient_accumulation_count is missing; set it to the number of micro-batches that go through the "
-            "pipeline"
+            "gradient_accumulation_count is missing; set it to the number of micro-batches that go through the pipeline"
         )
     count = positive("gradient_accumulation_count", gradient_accumulation_count)
     if count > GREATEST_COUNT:
@@ -177,9 +176,7 @@ def _width(number: int, stage: Stage) -> int | None:
     if callable(stage):
         return None
     if not _is_list(stage):
-        raise TypeError(
-            f"stage {number} is {stage!r}, a {type(stage).__name__}; use a function or a list of functions"
-        )
+        raise TypeError(f"stage {number} is {stage!r}, a {type(stage).__name__}; use a function or a list of functions")
     if any(map(_is_list, stage)):
         raise ValueError(
             f"stage {number} has a list within its list of functions; concurrent stages cannot be nested: use one list"

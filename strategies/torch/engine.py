@@ -11,6 +11,7 @@ from typing import final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
@@ -327,8 +328,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
             raise StrategyError(f"in step {self._training.step} {told}")
 
+    @override
     def arrived(self, pending: TorchPending) -> Arrived:
-        """See `Engine`."""
         training, exchange, local = self._training, pending.exchange, pending.local
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
@@ -382,8 +383,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         found = buffers.agreed(tail.has_changed, slots, self._replicas)
         return found, frozenset(found)
 
+    @override
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
-        """See `Engine`."""
         training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
@@ -445,8 +446,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     # ---- without training
 
+    @override
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
-        """See `Engine`."""
         return self._rows.tell(task, state, batch)
 
     # ---- the state
@@ -457,8 +458,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         state.share(root)
         return state
 
+    @override
     def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
-        """See `Engine`."""
         return host_arrays(state.recorded())
 
     @override

@@ -10,6 +10,7 @@ from typing import ClassVar, final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
@@ -100,8 +101,8 @@ class OutputsOfRows(EvaluationTask):
                 )
         return outputs
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return jax.tree.map(lambda leaf: padded(_host_array(leaf), mask), computed)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from strategies.torch.contribution import Contribution
@@ -84,16 +85,16 @@ class HostLoopExchange(LoopExchange):
         self._exchange = GradientExchange(plan, flags, communicator, replicas, is_private=False)
         self._contribution = Contribution(plan)
 
+    @override
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """See `LoopExchange`."""
         self._contribution.take(number, gradient)
 
+    @override
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """See `LoopExchange`."""
         self._contribution.take_all(gradients)
 
+    @override
     def reduce(self, bucket: int) -> None:
-        """See `LoopExchange`."""
         self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
 
     @override

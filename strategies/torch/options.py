@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from popdist.switches import require_switches_or_none
 from strategies.argument_checks import at_least, positive
@@ -156,8 +157,8 @@ class TorchOptions(CommonOptions):
         return as_device(self.replica_device)
 
     @property
+    @override
     def own_terms(self) -> Mapping[str, object]:
-        """See `CommonOptions`."""
         return {
             "verify_steps": self.verify_steps,
             "model_state_aggregation": self.model_state_aggregation,

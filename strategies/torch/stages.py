@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 import torch
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule
@@ -181,6 +182,7 @@ class BufferUses(TorchFunctionMode):
         self._stages: dict[str, set[int]] = {slot.name: set() for slot in self._slots}
         self._before = [_identity(slot) for slot in self._slots]
 
+    @override
     def __torch_function__(
         self,
         function: Callable[..., object],
@@ -188,7 +190,6 @@ class BufferUses(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """See `TorchFunctionMode`."""
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         for slot in self._slots:
             if id(slot.tensor) in given:

@@ -9,6 +9,7 @@ from typing import final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.exchange.on_device import DevicePath
@@ -74,8 +75,8 @@ class WholeTorchUpdate(TorchUpdate):
         """None: the means are whole."""
         return None
 
+    @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `TorchUpdate`."""
         for parameter, mean in means:
             parameter.grad = mean
         self._optimizer.step()

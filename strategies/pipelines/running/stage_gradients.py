@@ -14,6 +14,7 @@ from typing import final
 import jax
 import numpy as np
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Allocate, Bucket
@@ -46,8 +47,8 @@ class PipelinePlan(ReplicaPlan):
         self.take = take
         self._closed = closed
 
+    @override
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """See `ReplicaPlan`."""
         return self.stages.buckets_in(memory)
 
     @override
@@ -70,10 +71,10 @@ class PipelinePlan(ReplicaPlan):
         """Return the computation for a micro-batch, to be compared with other instances."""
         return self._closed
 
+    @override
     def gradients_on(
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> StageGradients:
-        """See `ReplicaPlan`."""
         return StageGradients(self, grid, allocate, failed)
 
 
@@ -95,8 +96,8 @@ class StageGradients(ReplicaGradients):
         parts = [*(bucket.parts for bucket in stages.buckets), stages.state_parts]
         super().__init__(memory, plan.buckets(memory), parts, runs)
 
+    @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """See `ReplicaGradients`."""
         wait(self._begun)  # for a step that was given up
         flat = jax.tree.leaves(variables)
         begin_s = time.perf_counter()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives.tree import TreeNode, steps
 from strategies.exchange.on_device import DeviceArithmetic
@@ -33,13 +34,14 @@ class TorchArithmetic(DeviceArithmetic):
                 values.append(_added(values[left], values[right]))
             return widened(values[-1])
 
+    @override
     def mean(
         self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor], dtype: np.dtype, replicas: int
     ) -> torch.Tensor:
-        """See `DeviceArithmetic`."""
         with torch.no_grad():
             return _divided(self.total(nodes, sums), replicas).to(torch_dtype(dtype))
 
+    @override
     def means(
         self,
         nodes: Sequence[TreeNode],
@@ -47,7 +49,6 @@ class TorchArithmetic(DeviceArithmetic):
         dtypes: Sequence[np.dtype],
         replicas: int,
     ) -> list[torch.Tensor]:
-        """See `DeviceArithmetic`."""
         pairs = zip(zip(*sums, strict=True), dtypes, strict=True)
         return [self.mean(nodes, of_buffer, dtype, replicas) for of_buffer, dtype in pairs]
 

@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
@@ -64,8 +65,8 @@ class TorchCompiledPath(DevicePath):
                     found[number] = mean
             return found
 
+    @override
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """See `DevicePath`."""
         self._meet(name)
         with torch.no_grad():
             rows = own.new_empty((self.spread.size, own.numel()))
@@ -73,8 +74,8 @@ class TorchCompiledPath(DevicePath):
                 self._group.all_gather(rows.view(-1), own.contiguous().view(-1))
             return rows
 
+    @override
     def close(self) -> None:
-        """See `DevicePath`."""
         self._group.close()
 
     def _meet(self, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import NoReturn, final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from strategies.errors import StrategyError
@@ -72,14 +73,14 @@ class DeviceLoopExchange(LoopExchange):
         """Fail: there is one bucket."""
         raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
+    @override
     def finish(self, told: Told) -> Tail:
-        """See `LoopExchange`."""
         values = np.array(told.values, np.float32)
         mean = self._communicator.ordered_all_reduce([values], op="mean", name=f"{self.plan.title}/tail")
         return Tail.of(mean, len(told.flags), len(self.plan.parameters))
 
+    @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """See `LoopExchange`."""
         with torch.no_grad():
             buffers = [[one] for one in flat_buffers(self.plan, gradients, self._device)]
             dtypes = [buffer.dtype for buffer in self.plan.layouts[0].buffers]

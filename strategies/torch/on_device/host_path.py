@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from collectives.plans.spread import Spread
@@ -58,14 +59,14 @@ class TorchHostPath(DevicePath):
                 found.append(mean.to(self._device, non_blocking=True, copy=True))
             return found
 
+    @override
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """See `DevicePath`."""
         octets = np.ascontiguousarray(host_array(own)).view(np.uint8)
         gathered = torch.from_numpy(self._communicator.all_gather(octets, name=name))
         return gathered.view(own.dtype).to(self._device)
 
+    @override
     def close(self) -> None:
-        """See `DevicePath`."""
         self._memory.clear()
 
     def _rooms(self, name: str, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
