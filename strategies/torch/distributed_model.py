@@ -113,7 +113,7 @@ class DistributedModel(torch.nn.Module):
         self._options = options
         warn_of_loss(
             strategy.replicas,
-            "a DistributedModel is one replica, and the instances that are left cannot take over a second one",
+            "a DistributedModel is one replica, so no other instance can take over the replica of a lost one",
         )
         replica = strategy.replicas.local_replicas.start
         loop = LoopState(options.seed, replica, strategy.replicas.instruments.step_begins)

@@ -1,4 +1,4 @@
-"""A local replica's part of a step: forward and backward passes of its micro-batches, whose gradients leave one by one."""
+"""A local replica's part of a step: forward and backward passes, whose gradients leave one by one."""
 
 from __future__ import annotations
 

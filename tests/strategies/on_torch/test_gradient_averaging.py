@@ -167,7 +167,7 @@ class TestWhatIsTrained:
     def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         own[4] = nn.Linear(33, 5)
-        with pytest.raises(StrategyError, match=r"4\.weight is new in the module.*; call that, and not the module"):
+        with pytest.raises(StrategyError, match=r"4\.weight is new in the module.*; call the DistributedModel, not the module"):
             square(own, data()["x"]).backward()
         own.zero_grad()
         square(model, data()["x"]).backward()
@@ -227,7 +227,7 @@ class TestAutogradGrad:
             zero, one = on_instances(REPLICAS, REPLICAS, run)
         assert torch.equal(zero, one)
         said = [str(each.message) for each in caught]
-        assert sum("other tensors stand in place of the parameters" in each for each in said) == REPLICAS
+        assert sum("other tensors replace the parameters" in each for each in said) == REPLICAS
         assert sum("torch.autograd.grad has returned gradients" in each for each in said) == REPLICAS
         assert len(said) == 2 * REPLICAS
 
@@ -293,7 +293,7 @@ class TestCheckpointing:
     def test_that_is_reentrant_is_refused_around_the_model(self):
         _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         x = data()["x"].requires_grad_(True)
-        with pytest.raises(StrategyError, match=r"inside of another one, .* use_reentrant=False\)"):
+        with pytest.raises(StrategyError, match=r"inside another one: .* use_reentrant=False\)"):
             checkpoint(model, x, use_reentrant=True).mean().backward()
 
     def test_around_the_model_draws_again_what_was_drawn(self):

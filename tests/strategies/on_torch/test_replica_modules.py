@@ -344,7 +344,7 @@ class TestChangesBetweenSteps:
         trainer = new_trainer(module)
         trainer.step(rows())
         change(module)
-        with pytest.raises(StrategyError, match=rf"^{name} was replaced, added or removed since .* make another"):
+        with pytest.raises(StrategyError, match=rf"^{name} was replaced, added or removed after .* construct another"):
             trainer.step(rows())
 
     def test_another_shape_is_refused(self):

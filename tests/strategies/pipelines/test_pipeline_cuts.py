@@ -138,5 +138,5 @@ def test_a_device_with_two_stages_gets_as_much_as_one_with_one():
 
 
 def test_sizes_are_those_of_the_stages():
-    with pytest.raises(ValueError, match="sizes of 3 stages are given, and the pipeline has 2"):
+    with pytest.raises(ValueError, match="sizes of 3 stages are given, but the pipeline has 2"):
         better_cut(timetable("grouped", [0, 1]), StageTimes((1,) * 3, (1,) * 3), (1, 1, 1))

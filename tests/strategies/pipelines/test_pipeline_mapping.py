@@ -80,18 +80,18 @@ def test_by_default_too_a_replica_needs_enough_devices():
 @pytest.mark.parametrize(
     ("stages", "mapping", "error", "words"),
     [
-        ([stage, [stage, stage]], None, ValueError, "stage 1 is a list of functions, and there is no device_mapping"),
-        ([stage, [stage, stage]], [0, 1], ValueError, "stage 1 is a list of 2 functions, and mapped to 1"),
+        ([stage, [stage, stage]], None, ValueError, "stage 1 is a list of functions, but there is no device_mapping"),
+        ([stage, [stage, stage]], [0, 1], ValueError, "stage 1 is a list of 2 functions, but mapped to 1"),
         ([stage, [stage, stage]], [0, [1]], ValueError, "give it a list of 2 devices"),
         ([stage, [stage, stage]], [0, [1, -1]], ValueError, "device -1"),
         ([stage, [stage, stage]], [0, [1, [2]]], ValueError, "cannot be nested"),
         ([stage, [stage, [stage]]], [0, [1, 2]], ValueError, "cannot be nested"),
-        ([stage, []], [0, []], ValueError, "a list of no functions"),
+        ([stage, []], [0, []], ValueError, "an empty list"),
         ([stage, [stage, 3]], [0, [1, 2]], TypeError, "stage 1 has 3 among its functions"),
         ([stage, "stage"], [0, 1], TypeError, "stage 1 is 'stage'"),
         ([stage, stage], [0, [1]], ValueError, "stage 1 is one function"),
-        ([stage], None, ValueError, "Pipeline requires at least two computational stages, and has 1"),
-        ([], None, ValueError, "Pipeline requires at least two computational stages, and has 0"),
+        ([stage], None, ValueError, "Pipeline requires at least two computational stages, but has 1"),
+        ([], None, ValueError, "Pipeline requires at least two computational stages, but has 0"),
     ],
 )
 def test_lists_of_functions_and_of_devices_belong_together(stages, mapping, error, words):

@@ -109,7 +109,7 @@ def late(x):
     [
         (lambda x: stage(0, x), "stage 1 is marked nowhere in the loss function"),
         (lambda x: stage(2, stage(1, stage(0, x))), "marks stage 2, and device_mapping has 2 stages"),
-        (late, "stage 0 is marked behind stage 1"),
+        (late, "stage 0 is marked after stage 1"),
         (nested, "stage 1 is marked within stage 0"),
         (looped, "stage 0 is marked in a "),
     ],
@@ -123,7 +123,7 @@ def test_marks_that_make_no_pipeline_are_refused(function, words):
 def test_numbers_of_stages_and_devices_are_whole_and_not_negative(mark):
     with pytest.raises(TypeError, match="whole numbers"):
         mark("first")
-    with pytest.raises(ValueError, match="from 0 on"):
+    with pytest.raises(ValueError, match="from 0$"):
         mark(-1)
 
 

@@ -145,7 +145,7 @@ def test_a_model_state_is_read_where_nothing_is_learned():
     ("stage", "error", "words"),
     [
         (lambda _, x: pipelining_ops.get_model_state()["mean"], RuntimeError, "net.init\\(variables, model_state\\)"),
-        (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "hand keys over in the infeed"),
+        (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "pass keys in through the infeed"),
     ],
 )
 def test_what_a_stage_cannot_have_is_said(stage, error, words):
@@ -447,7 +447,7 @@ REFUSED = {
         NotImplementedError,
         "The pipelining",
     ),
-    "no count": (learns(count=None), ValueError, "gradient_accumulation_count is needed"),
+    "no count": (learns(count=None), ValueError, "gradient_accumulation_count is missing"),
     "a count in between": (learns(count=jnp.float32(4.5)), TypeError, "an integer of at least 1 is needed"),
     "nested": (learns(**NESTED), ValueError, "cannot be nested"),
     "a list at the end": (learns(**LIST_LAST), ValueError, "add a stage"),
