@@ -162,7 +162,7 @@ def serialized(mapping: Places, num_micro_batches: int, training: bool, iteratio
     """
     if len({device for devices in mapping for device in devices}) > 1:
         raise NotImplementedError(
-            f"batch serialization with stages on devices {list(mapping)} is not possible; map all stages to "
+            f"batch serialization needs all stages on one device, but they are on {list(mapping)}; map all stages to "
             "device 0, or leave batch_serialization_iterations at 1"
         )
     if num_micro_batches % iterations:

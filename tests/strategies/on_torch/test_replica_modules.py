@@ -351,7 +351,7 @@ class TestChangesBetweenSteps:
         module = net()
         trainer = new_trainer(module)
         module.second.bias.data = torch.ones(4)
-        with pytest.raises(StrategyError, match=r"second\.bias is of shape \[4\], and was \[5\] when"):
+        with pytest.raises(StrategyError, match=r"second\.bias is of shape \[4\], but was \[5\] when"):
             trainer.step(rows())
 
 

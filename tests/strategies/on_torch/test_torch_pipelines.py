@@ -409,13 +409,13 @@ class TestRefusals:
         call_two(Two(wrong="used"), times=2)
 
     def test_too_few_micro_batches(self):
-        with pytest.raises(StrategyError, match=r"has 2 stages, and a step 1 micro-batches, .* of 2 or more"):
+        with pytest.raises(StrategyError, match=r"has 2 stages, but a step has 1 micro-batches, .* of 2 or more"):
             call_two(Two(), count=1)
         call_two(Two(), count=1, execution=poptorch.ShardedExecution("A", "B"))
 
     def test_too_few_micro_batches_of_an_inference(self):
         few = poptorch.inferenceModel(Two(), new_options(poptorch.PipelinedExecution("A", "B"), 1, 1, 1))
-        with pytest.raises(StrategyError, match=r"a call 1 micro-batches, .* use deviceIterations of 2 or more"):
+        with pytest.raises(StrategyError, match=r"a call has 1 micro-batches, .* use deviceIterations of 2 or more"):
             few(torch.ones(2, 3))
         few.destroy()
         sharded = poptorch.inferenceModel(Two(), new_options(poptorch.ShardedExecution("A", "B"), 1, 1, 1))

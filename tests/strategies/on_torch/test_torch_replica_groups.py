@@ -101,7 +101,7 @@ def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in
 
 def test_what_a_group_cannot_have_is_refused():
     strategy = strategies.IPUStrategy(REPLICAS)
-    with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], and 4 replicas make 4 groups"):
+    with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], but 4 replicas make 4 groups"):
         trained(strategy, ReplicaGroups(), 3)
     with pytest.raises(StrategyError, match="groups of 3; use a size that divides"):
         trained(strategy, ReplicaGroups(3), 3)

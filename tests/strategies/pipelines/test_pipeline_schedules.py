@@ -152,7 +152,7 @@ def test_stages_that_take_several_micro_batches_one_after_another_keep_them():
 
 
 def test_stages_that_take_several_micro_batches_are_on_one_device():
-    with pytest.raises(NotImplementedError, match="is not possible; map all stages to device 0"):
+    with pytest.raises(NotImplementedError, match="needs all stages on one device"):
         serialized(placed([0, 1, 0]), 4, True, 4)
     with pytest.raises(ValueError, match="there are 6 micro-batches, but batch_serialization_iterations is 4; use"):
         serialized(placed([0, 0]), 6, True, 4)
