@@ -82,11 +82,11 @@ class Choice:
 def choose(
     times: StageTimes, stash: StashBytes, mapping: Places, num_micro_batches: int, memory_limit_bytes: int | None = None
 ) -> Choice:
-    """Return the schedule, with or without recomputation, whose simulated update is the shortest of those that fit.
+    """Return the fitting schedule, with or without recomputation, that has the shortest simulated update.
 
     Among equally long ones, the candidate that keeps less is chosen; then the one without recomputation; then the first
     in `PipelineSchedule`. This is a pure function: with the same arguments all instances choose the same. So callers
-    must first agree on times and bytes, those of instance 0.
+    must first agree on times and bytes, as instance 0 measured them.
 
     Args:
         times: The times of the stages, in seconds, without recomputation.
@@ -244,7 +244,7 @@ class Cut:
     def __str__(self) -> str:
         before, after = said_s(self.before_s), said_s(self.length_s)
         if self.gain < WORTH:
-            return f"no cut of these parts was found with which an update is {WORTH:.0%} shorter than {before}"
+            return f"no cut of these parts was found that makes an update {WORTH:.0%} shorter than {before}"
         return (
             f"stages of {list(self.sizes)} parts would shorten an update from {before} to {after}, by {self.gain:.0%}"
         )

@@ -294,7 +294,7 @@ def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetabl
         )
     if not is_independent and not timetable.in_turn and len(timetable.devices) > 1:
         raise ValueError(
-            "a stage of the pipeline calls a collective of the replicas, which must all call it in one order, but the "
-            "schedule runs stages at the same time; use the schedule 'Sequential', or call the collective outside of "
-            "the loss function"
+            "a stage of the pipeline calls a collective of the replicas. All replicas must call collectives in one "
+            "order, but the schedule runs stages at the same time; use the schedule 'Sequential', or call the "
+            "collective outside of the loss function"
         )

@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """For each stage, the most micro-batches of which it keeps values for the backward pass.
+        """The most micro-batches of which each stage keeps values for the backward pass.
 
         With recomputation the values are the stage's inputs, otherwise all that the backward pass needs.
         """

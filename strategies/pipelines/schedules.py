@@ -30,10 +30,10 @@ class Schedule:
     """A way to order the actions of a pipeline.
 
     Attributes:
-        name: The name by which it is found.
+        name: The name that finds it.
         order: (mapping, number of micro-batches, training) -> the actions without updates, always in the same order.
             Raises NotImplementedError if the schedule cannot run this pipeline.
-        overlap: (mapping, training) -> the number of which the original requires a multiple of micro-batches.
+        overlap: (mapping, training) -> a number; the original requires a multiple of it as the number of micro-batches.
         in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
     """
 

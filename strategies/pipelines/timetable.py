@@ -1,7 +1,7 @@
 """The actions of each device of a pipeline in their order, checked before anything runs.
 
-A schedule makes a timetable, and an engine carries it out: each device runs its own actions in their order, and each
-action begins as soon as its `dependencies` are done. A timetable does not depend on the computations of stages.
+A schedule makes a timetable, and an engine carries it out. Each device runs its own actions in their order; an action
+begins as soon as its `dependencies` are done. A timetable does not depend on the computations of stages.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Timetable:
         in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
 
     Raises:
-        ValueError: If an action is missing, twice or on a wrong device; if micro-batches overtake each other, which
-            would change the order of sums; if an update is not last; or if devices would wait for each other forever.
+        ValueError: If an action is missing, twice or on a wrong device; if an update is not last; or if devices would
+            wait for each other forever. Also if micro-batches overtake each other, which would reorder sums.
     """
 
     devices: tuple[tuple[StageAction, ...], ...]

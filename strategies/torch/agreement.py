@@ -1,8 +1,8 @@
 """Comparisons between instances: the training as lines of text, and the settings as a small number.
 
 The lines are compared before the first step. They stand for the training because PyTorch does not trace: a module
-computes whatever its Python code says. So instances compare the types and numbers of all its parts, the shapes of
-parameters and buffers, the optimizer's numbers, and the code of the loss function.
+computes whatever its Python code says. So instances compare the types and numbers of all its parts, and the shapes
+of parameters and buffers. They also compare the optimizer's numbers, and the code of the loss function.
 
 The number is compared in every step. Settings are values that a program may change between steps, on all instances
 alike.

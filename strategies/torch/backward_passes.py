@@ -21,7 +21,7 @@ _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
 class Model(Protocol):
-    """A model whose gradients are exchanged. `BackwardPasses` calls its methods, in the order in which they are here.
+    """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
 
     `backward()` raises the error of a method, and no later method is called for that backward pass.
     """
@@ -116,7 +116,7 @@ class BackwardPasses:
         """Return the backward pass that runs in this thread.
 
         Raises:
-            StrategyError: If the pass is nested in one that this object has not seen, whose end it would miss.
+            StrategyError: If an outer backward pass, unknown to this object, contains it. Its end would be missed.
         """
         task, running = torch._C._current_graph_task_id(), self._running
         if running is not None and task in running.tasks:
@@ -172,7 +172,7 @@ def passes_over(communicator: Communicator) -> BackwardPasses:
 
 
 def is_nested() -> bool:
-    """Return whether another backward pass began the one that runs in this thread.
+    """Return whether the backward pass in this thread is nested in another one.
 
     For an accelerator, autograd computes in a thread of its own, whose stack does not show the outermost call.
     """

@@ -82,8 +82,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         batch_size: Elements per replica and micro-batch.
         seed: The seed of the shuffle, the same on all instances.
         shuffle: Whether the elements are shuffled.
-        remainder: "drop" the elements that do not fill the last global batch, or "pad" it with elements from the
-            beginning of the epoch, as PyTorch's sampler does.
+        remainder: "drop" an incomplete last global batch, or "pad" it with elements from the beginning of the epoch,
+            as PyTorch's sampler does.
         gradient_accumulation_count: Micro-batches that each replica takes in one step, one after another.
 
     Attributes:

@@ -196,14 +196,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._path = path_for(self._replicas, self._training.memory_of_replicas, self._options)
         self._training.update.path = self._path
         if self._path is not None:
-            # Windows are as large as all gradients; they must not outlive a Trainer that nobody closes.
+            # Windows are as large as all gradients: free them with the Trainer, even if it is not closed.
             closing = weakref.finalize(self, self._path.close)
             closing.atexit = False
             self._close_path = closing
         return self._path
 
     def _announce_what_is_trained(self, local: LocalReplicas) -> None:
-        """Name the parameters frozen or thawed since, in a collective call, so that instances that differ raise."""
+        """Name newly frozen or thawed parameters in a collective call. If instances differ, the call raises."""
         if local.exchange is None or local.communicator is not self._replicas.communicator:
             return
         named = dict(self._training.module.named_parameters())

@@ -328,7 +328,7 @@ class GradientAveraging:
         self.loop.next_step()
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        """Make a whole exchange, of which no part has begun."""
+        """Make a whole exchange, from the first bucket on."""
         self.fill(model_pass)
         for bucket in model_pass.ready():
             self.reduce(bucket)

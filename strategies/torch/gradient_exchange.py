@@ -232,7 +232,7 @@ def refuse_gradients_of_some(
 
 
 class GradientExchange:
-    """An exchange over the communicator, in which all instances compute the means on the host.
+    """An exchange over the communicator. All instances compute the means on the host.
 
     Args:
         plan: The plan of the gradients.
@@ -296,7 +296,7 @@ class GradientExchange:
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy each mean into the gradient that it replaces; a mean whose gradient is None is not copied."""
+        """Copy each mean into its gradient, in place; None in place of a gradient leaves the mean out."""
         pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
         if pairs:
             own, means = zip(*pairs, strict=True)

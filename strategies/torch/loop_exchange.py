@@ -76,7 +76,7 @@ class LoopExchange(ABC):
 
 @final
 class HostLoopExchange(LoopExchange):
-    """An exchange over the communicator in host memory, to which gradients of a device are copied."""
+    """An exchange over the communicator, in host memory. Gradients of a device are copied there."""
 
     def __init__(
         self, plan: TorchGradientPlan, flags: tuple[str, ...], communicator: Communicator, replicas: int

@@ -12,7 +12,7 @@ from strategies.torch.randomness import drawing_by
 
 
 class _Accelerator(Protocol):
-    """A module such as `torch.cuda`, which has one generator for each device."""
+    """A module like `torch.cuda`, with one generator for each device."""
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         """Return the state of the device's generator."""
@@ -22,10 +22,10 @@ class _Accelerator(Protocol):
 
 
 class MicroBatchRandomness:
-    """The generators from which the forward passes of a micro-batch draw, one pass after another.
+    """The generators of a micro-batch. Its forward passes draw from them, one pass after another.
 
-    An accelerator has one generator per process. A forward pass begins with the state in which the pass before has left
-    it. Afterwards the state that the program had there is restored.
+    An accelerator has one generator per process. A forward pass begins with the state that the pass before has left.
+    Afterwards the program's own state is restored.
 
     Args:
         seed: The seed of the generators.

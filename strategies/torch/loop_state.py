@@ -115,8 +115,8 @@ class LoopState:
         finally:
             if is_training and self._forward_passes > 1 and not randomness.is_at(before):
                 raise StrategyError(
-                    f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel, "
-                    "but would draw other random numbers, because they continue from one pass to the next; checkpoint "
+                    f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It "
+                    "would draw other random numbers, because they continue from one pass to the next; checkpoint "
                     "inside of the module, where random numbers are repeated"
                 )
 

@@ -102,7 +102,7 @@ class ReplicaMeetings:
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
-        """Let this thread compute a replica's passes when a core is free; after them nobody waits for the replica."""
+        """Let this thread compute a replica's passes when a core is free. Afterwards no replica waits for this one."""
         is_on_host = self._generator is None
         with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
             try:  # autograd's one thread for all backward passes on a device must not wait
@@ -185,8 +185,8 @@ class ReplicaMeetings:
                 self._fail(
                     StrategyError(
                         f"replica {gone[0]} has ended its passes without {name}, where replica {min(meeting.arrays)} "
-                        "waits for it; every replica must call such a layer equally often: call the layer in every "
-                        "replica, if only with no rows"
+                        "waits for it; all replicas must call such a layer equally often: call the layer in every "
+                        "replica, even without rows"
                     )
                 )
                 return

@@ -57,7 +57,7 @@ class MicroBatches:
 
 
 def weights_behind(timetable: Timetable) -> Timetable:
-    """Return the same actions, with each part for weights placed where the micro-batch's thread comes to it.
+    """Return the same actions, with parts for weights moved behind the first parts of backward passes.
 
     The first part of a micro-batch's backward pass is one call of autograd through all stages. So its parts for weights
     come after that call, stage by stage; other actions keep their order. A device computes a part for weights when it

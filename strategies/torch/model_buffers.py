@@ -22,27 +22,26 @@ from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_b
 
 _MOST_AXES = 65  # the number of axes, and the lengths of at most 64, PyTorch's limit
 OF_EACH = " of each replica"
-"""Suffix of the name of a buffer of which each replica keeps its own."""
+"""Suffix of a buffer's name, if each replica keeps its own value."""
 
 
 class ModelBuffers:
     """The buffers and frozen parameters of a module, on which all replicas agree after each step.
 
-    Only those that a replica has changed are exchanged. The others are left alone: the mean of many equal numbers may
-    be rounded.
+    If no replica has changed a buffer, it is not exchanged, because the mean of many equal numbers may be rounded.
 
     Args:
         module: The module of the training. A step begins with its buffers.
         aggregation: The ways of agreement, `TorchOptions.model_state_aggregation`.
         count: The number of replicas.
-        shown: The replica whose buffers the module has if each replica keeps its own.
+        shown: If each replica keeps its own buffers, the replica whose buffers the module has.
 
     Attributes:
         slots: The places of the buffers and frozen parameters.
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
         words: For each slot, the way of agreement.
-        own: The slots of which each replica keeps its own, by number, with a first axis of all replicas.
+        own: Slots with a value for each replica, by number; the first axis is that of all replicas.
 
     Raises:
         ValueError: If no buffer or frozen parameter has a given name, or "mean" is given for one without a mean.

@@ -68,7 +68,7 @@ def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict
 
 
 def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether a tensor has other bits than the master with which a replica began.
+    """Return whether a tensor differs in any bit from the value at the beginning of the step, `master`.
 
     Raises:
         StrategyError: If the dtypes differ.
@@ -191,7 +191,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def kept_contexts(module: torch.nn.Module) -> dict[int, object]:
-    """Return a memo that makes `copy.deepcopy` keep the contexts of compilations, which are found by identity."""
+    """Return a memo with which `copy.deepcopy` keeps contexts of compilations, as PyTorch finds them by identity."""
     contexts = [_context_around(one) for one in module.modules()]
     return {id(context): context for context in contexts if context is not None}
 

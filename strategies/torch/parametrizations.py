@@ -35,7 +35,7 @@ def _cached() -> Iterator[None]:
 def cache_by_thread(module: torch.nn.Module) -> None:
     """Give each thread of a replica a cache of its own for the parametrized tensors of a module and of its copies.
 
-    PyTorch makes a class for each module that it parametrizes, which copies share. This replaces its properties.
+    PyTorch makes a class for each parametrized module, and copies share the class. This replaces its properties.
 
     Args:
         module: The user's module.

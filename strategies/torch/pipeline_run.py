@@ -1,9 +1,9 @@
 """A timetable carried out for one replica: one thread per micro-batch, which waits for its turn at each stage.
 
 The forward pass of a micro-batch reports each block that begins. Backward passes need not be cut into stages: autograd
-numbers the nodes that it records, and goes back from the highest number to the lowest. So the numbers at which a stage
-began and ended show which of its nodes autograd reaches first, and a hook there waits for the stage's turn. All kernels
-are those of a pass without a pipeline, and so are all bits: in each stage micro-batches keep their order.
+numbers the nodes that it records, and goes back from the highest number to the lowest. The numbers at which a stage
+began and ended show the first of its nodes that autograd reaches. A hook there waits for the stage's turn. Kernels and
+bits are the same as without a pipeline, because micro-batches keep their order in each stage.
 If a schedule splits backward passes, the thread goes through the stages a third time, for the gradients of parameters
 (`strategies.torch.split_backward`).
 """
@@ -243,7 +243,7 @@ class Walk:
         return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
 
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
-        """Return the node that autograd reaches first, for each stage; also record the parameters that stages use."""
+        """Return each stage's first node in the backward pass; also record the parameters that stages use."""
         firsts: dict[int, Node] = {}
         for node in nodes_from(node_of(loss)):
             if parameter_of(node) is not None:

@@ -166,7 +166,7 @@ def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequen
 def _mapped_gradients(
     mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """Map gradients in the order in which autograd reaches them, because the function may draw random numbers."""
+    """Map gradients in autograd's order, because the function may draw random numbers."""
     hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
     gradients = _gradients(loss, parameters)
     for hook in hooks:

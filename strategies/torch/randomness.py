@@ -1,11 +1,11 @@
 """Random numbers of replicas that run on threads of one process.
 
-PyTorch has one generator for the CPU, from which `dropout`, `torch.rand` and the like draw in every thread. Here a
-thread may have its own generator. Meanwhile each operator that takes a generator and was given none gets the thread's,
-also if C++ calls the operator (dropout between the layers of an LSTM, inside of attention), and in backward passes.
+PyTorch has one generator for the CPU. In every thread `dropout`, `torch.rand` and similar operators draw from it. Here
+a thread may have a generator of its own, and operators draw from that, unless the program passes one. This holds for
+calls from C++, too (dropout between the layers of an LSTM, inside of attention), and for backward passes.
 
-PyTorch's dispatcher first asks the keys that are switched on for a thread. This module registers kernels under a key
-that nothing else uses, for the operators that take a generator. All other operators fall through, at no cost. A thread
+PyTorch's dispatcher first asks the keys that are switched on for a thread. This module registers kernels under an
+otherwise unused key, for the operators that take a generator. All other operators fall through, at no cost. A thread
 draws the numbers that a process draws after `torch.manual_seed` with the same seed.
 """
 
@@ -28,7 +28,7 @@ from strategies.torch.threads import ThreadValue
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
-"""Operators with which compiled code draws seeds; its first call runs in a dispatch mode, below which no key acts."""
+"""Operators that draw seeds in compiled code. Its first call runs in a dispatch mode, where keys have no effect."""
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,

@@ -76,10 +76,10 @@ class ReplicaMemory:
         return as_array(values.cpu())
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context for a replica's thread, in which PyTorch's device and stream are the replicas'.
+        """Return a context for a replica's thread, with the replicas' device and stream.
 
-        The stream is the one that was current in the thread that began the step. So work of replicas cannot overtake
-        the program's own work.
+        The stream is the current stream of the thread that began the step. So replicas cannot overtake the program's
+        own work.
         """
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -94,8 +94,8 @@ class ReplicaMemory:
         """
         if name := self._parts.changed():
             raise StrategyError(
-                f"{name} was replaced, added or removed after the module was given to strategies.torch, whose replicas "
-                "and optimizer have the earlier parts; change values in place, or close the Trainer and construct "
+                f"{name} was replaced, added or removed after the module was given to strategies.torch. Replicas and "
+                "optimizer still have the earlier parts; change values in place, or close the Trainer and construct "
                 "another one, with an optimizer of the new parameters"
             )
         for (name, parameter), shape in zip(self._named, self._shapes, strict=True):
@@ -112,9 +112,9 @@ class ReplicaMemory:
         for name, parameter in self._named:
             if parameter.grad is not None:
                 raise StrategyError(
-                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a replica's "
-                    "copy: the loss function, a hook or an attribute of the module closes over that module; use the "
-                    "first argument of the loss function instead"
+                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a copy. "
+                    "The loss function, a hook or an attribute of the module refers to that module; use the first "
+                    "argument of the loss function instead"
                 )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:

@@ -175,8 +175,8 @@ class ReplicaModule:
         """Raise if the forward pass has replaced, added or removed parts of the replica's module."""
         if name := self._parts.changed():
             raise StrategyError(
-                f"the forward pass of a replica has replaced, added or removed {name}, but only in its copy of the "
-                "module; make all modules, parameters and buffers before the Trainer, and change them in place"
+                f"the forward pass of a replica has replaced, added or removed {name}, in its copy of the module only; "
+                "make all modules, parameters and buffers before the Trainer, and change them in place"
             )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
@@ -307,7 +307,7 @@ def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
 def _hooks_of(
     original: torch.nn.Module, mine: torch.nn.Module, known: Iterable[set[int]] | None = None
 ) -> Iterator[tuple[_Hooks, _Hooks, set[int]]]:
-    """Yield, for each kind of hook, the module's hooks, its copy's, and the keys of those that the copy has."""
+    """Yield the hooks of the module and of its copy, by kind, with the keys of the copy's hooks."""
     of_copy = known or [set(getattr(mine, name)) for name in _HOOKS]
     for name, keys in zip(_HOOKS, of_copy, strict=True):
         yield getattr(original, name), getattr(mine, name), keys

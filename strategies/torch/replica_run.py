@@ -183,9 +183,9 @@ class TorchReplicaRun:
 
     def _refuse_to_be_used(self) -> NoReturn:
         raise StrategyError(
-            f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
-            "function keeps tensors of a forward pass in an object that all replicas share, as a list that a hook "
-            "closes over; keep them in attributes of the module that the hook gets"
+            f"the loss of a replica depends on parameters of replica {self.replica}. The module or the loss function "
+            "keeps tensors of a forward pass in an object shared by all replicas, as a list that a hook refers to; "
+            "keep them in attributes of the hook's module argument"
         )
 
     def compute(self, batch: Batch, turn: ReplicaTurn) -> None:

@@ -107,7 +107,7 @@ class _EdgeGroup:
 
 
 class _Graph:
-    """Autograd's graph: the trunk, along which gradients flow to earlier stages, and branches that have parameters.
+    """Autograd's graph: a trunk, along which gradients flow to earlier stages, and branches with parameters.
 
     Attributes:
         trunk: The nodes from which a node of an earlier stage is reached.
@@ -156,7 +156,7 @@ class _Graph:
         return found
 
     def _leaving_trunk(self) -> Iterator[tuple[Edge, Node | None]]:
-        """Yield the edges that leave the trunk, each with the node of the trunk that it leaves."""
+        """Yield the edges that leave the trunk, each with its node in the trunk."""
         if self.root[0] not in self.trunk:
             yield self.root, None
         for node in self.trunk:

@@ -166,9 +166,9 @@ class MetStages:
 
 
 class BufferUses(TorchFunctionMode):
-    """A watcher of the buffers that PyTorch's operators get, in the thread that enters it.
+    """A watcher of the buffers passed to PyTorch's operators, in the thread that enters it.
 
-    Buffers that change and that several stages use are refused: micro-batches would change them out of order.
+    If several stages use a buffer that changes, it is refused: micro-batches would change it out of order.
 
     Args:
         module: The module with the buffers.

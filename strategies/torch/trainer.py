@@ -152,8 +152,8 @@ class Trainer:
         Raises:
             TypeError: If the loss is no floating-point scalar that depends on a parameter.
             ValueError: If the batch cannot be divided evenly among replicas and micro-batches.
-            StrategyError: If a gradient is sparse, or None on some replicas only; if metrics change their names; or if
-                a replica's results differ from plain PyTorch in a step that `verify_steps` compares.
+            StrategyError: If a gradient is sparse, or None on some replicas only; or if metrics change their names.
+                Also if results of replica 0 differ from plain PyTorch in a step that `verify_steps` compares.
             NonFiniteGradientError: If a gradient is not finite, with `check_numerics`. Nothing is changed then.
             DivergenceError: If instances have different bits, with `digest_every` or `verify_steps`.
             DisagreementError: On all instances, before the first step with batches of a shape, if they differ in the

@@ -44,7 +44,7 @@ For a parameter without a state the tree has zeros.
 """
 
 AVERAGES_GRADIENTS = "averages_gradients"
-"""The attribute that marks module classes that average gradients by themselves."""
+"""The attribute of module classes whose modules average gradients by themselves."""
 
 
 class TorchTraining:
@@ -255,8 +255,8 @@ def refuse_modules(module: object) -> None:
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or parameter.layout is not torch.strided:
             raise StrategyError(
-                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but gradients that are exchanged "
-                "are dense and real: keep a dense real parameter, and compute the other from it in the forward pass"
+                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but only dense real gradients are "
+                "exchanged; keep a dense real parameter, and compute the other from it in the forward pass"
             )
 
 

@@ -35,9 +35,9 @@ def undone(
 ) -> Iterator[None]:
     """Undo, at the end of the context, changes to a module and to objects that a function reaches.
 
-    Undone are changes to parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets;
-    tensors and arrays; generators of random numbers, also those of Python and NumPy. They are found in the module, its
-    hooks, the closure of the function, the global variables that it names, and objects of classes of the same program.
+    Undone are changes to parameters, gradients and buffers; to attributes; to elements of lists, dictionaries and sets;
+    to tensors and arrays; and to generators of random numbers, including Python's and NumPy's. The search covers the
+    module, its hooks, the closure of the function and its global variables, and objects of the program's classes.
 
     Args:
         module: The program's module.

@@ -86,8 +86,8 @@ class WholeTorchUpdate(TorchUpdate):
 class ShardedTorchUpdate(TorchUpdate):
     """An update with sharded optimizer state, like stage 1 of ZeRO (Rajbhandari et al., 2020).
 
-    Each instance keeps the fraction of the optimizer state that its replicas are of all replicas, and updates that
-    part of the parameters. Then instances gather the new parameters. The optimizer gets flat parameters, which are this
+    An instance with r of R replicas keeps r/R of the optimizer state, and updates that part of the parameters. Then
+    instances gather the new parameters. The optimizer gets flat parameters, which are this
     instance's shards, as views of the whole parameters.
 
     Args:

@@ -90,7 +90,7 @@ class Arguments:
         return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
 
     def carried(self, graph: Graph) -> tuple[dict[int, int], frozenset[int]]:
-        """Return the arguments that the next micro-batch gets from results, and the results that equal arguments."""
+        """Return the carried arguments, each with its result; and the results that only repeat an argument."""
         *_, state, (total,) = self.places
         pairs = {number: TOTAL + 1 + place for place, number in enumerate(state)} | {total: TOTAL}
         same = {number for number, result in pairs.items() if graph.results[result] is graph.arguments[number]}
@@ -120,8 +120,8 @@ class Arguments:
             if others := set(staged.readers(place)) - set(makers):
                 raise ValueError(
                     f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, but stage "
-                    f"{staged.homes[makers[0]][0]} makes the new one, after the other stage has already worked on "
-                    "the next micro-batch; use the leaf only in the stage that makes it"
+                    f"{staged.homes[makers[0]][0]} makes the new one, when the other stage has already begun the next "
+                    "micro-batch; use the leaf only in the stage that makes it"
                 )
 
     def given(

@@ -36,7 +36,7 @@ Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 
 @final
 class PipelinePlan(ReplicaPlan):
-    """The programs of a pipeline's stages, in the form in which a Trainer plans the gradients of replicas."""
+    """A pipeline as a Trainer's plan for the gradients of replicas: the programs of its stages."""
 
     def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None, take: Take | None) -> None:
         self.stages = stages
@@ -117,7 +117,7 @@ class StageGradients(ReplicaGradients):
 
 
 def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object]:
-    """Return a context that limits the devices that compute at once: one per core if memory is to be saved.
+    """Return a context that limits how many devices compute at once: one per core, if memory is to be saved.
 
     Values that a stage recomputes exist while its backward pass runs. More devices than cores would hold more of them
     at once, and be no faster. If stages call collectives, there is no limit, because devices wait for each other.

@@ -49,8 +49,8 @@ class StagePlan:
     """The programs of the stages, and those with which gradients, loss, metrics and model state leave a replica.
 
     A gradient leaves with the first segment that uses its variable, as the sum over all segments that use it; these are
-    on one device. Buckets leave in the order in which they are done: the last stage's first, and at the end one bucket
-    of all values that are no gradients.
+    on one device. Buckets leave in the order of their completion: the last stage's first. The last bucket has all
+    values that are no gradients.
 
     Attributes:
         buckets: The buckets, in the order in which they leave, without the last one.

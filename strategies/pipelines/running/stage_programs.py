@@ -1,9 +1,11 @@
 """The programs of a stage: its forward pass, and its backward passes for the inputs and for the weights.
 
 A stage and its gradient are traced as one function, which is cut into three. All schedules run these three, so no
-schedule can change a bit: a whole backward pass is both parts, one after the other, and a stage that recomputes runs
-its forward pass once more. Of a micro-batch, the values of the forward pass that backward passes read are kept. Weights
-are not kept, nor values that depend on weights alone, which are computed again.
+schedule can change a bit. A whole backward pass is both parts, one after the other. A stage that recomputes runs its
+forward pass once more.
+
+A stage keeps the forward pass's values that backward passes read. It does not keep weights, and it computes values of
+weights alone again.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class DeviceContribution:
                 tail[first + number].copy_(one)
 
     def arrays(self, bucket: int) -> list[torch.Tensor | None]:
-        """Return the buffers of the only bucket, and keep none of them.
+        """Hand over the buffers of the only bucket.
 
         If there is one replica, they are its gradients (None for a parameter without one), and the metrics.
         """

@@ -60,7 +60,7 @@ def _warn_of_workspace(value: str) -> None:
     said = f"is {value!r}" if value else "was not set when CUDA started"
     logger.warning(
         "%s %s, so products on GPUs may have other bits in each run; set it to %s before the program starts, or "
-        "accept this with Defaults(deterministic=False)",
+        "accept other bits with Defaults(deterministic=False)",
         WORKSPACE_VARIABLE,
         said,
         WORKSPACE,

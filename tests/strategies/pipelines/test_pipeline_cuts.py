@@ -99,7 +99,7 @@ def test_where_nothing_is_gained_it_says_so():
     parts = StageTimes((1e-3,) * 8, (2e-3,) * 8)
     even = better_cut(timetable("grouped", [0, 1]), parts, (4, 4))
     assert (even.sizes, even.gain) == ((4, 4), 0)
-    assert str(even) == "no cut of these parts was found with which an update is 1% shorter than 108 ms"
+    assert str(even) == "no cut of these parts was found that makes an update 1% shorter than 108 ms"
     in_turn = better_cut(timetable("sequential", [0, 1]), parts, (6, 2))
     assert in_turn.sizes == (6, 2), "stages that never run at the same time are as fast however they are cut"
 
