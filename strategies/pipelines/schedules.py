@@ -190,10 +190,10 @@ def _through_all(mapping: Places, num_micro_batches: int, iterations: int, train
 
 
 def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Order actions so that each stage runs the forward passes it must, then forward and backward passes in turn.
+    """Order actions by 1F1B: a stage runs no more forward passes ahead than it must, then backward and forward in turn.
 
     It needs as little memory as Interleaved, and works for any number of stages on a device and of micro-batches. With
-    one stage on each device its order is that of Interleaved. Source: 1F1B, PipeDream-flush, Narayanan et al.,
+    one stage on each device its order is that of Interleaved. Source: PipeDream-flush, Narayanan et al.,
     "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
     """
     backward = [ActionKind.BACKWARD] if training else []

@@ -23,7 +23,7 @@ _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 class Model(Protocol):
     """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
 
-    `backward()` raises the error of a method, and no later method is called for that backward pass.
+    `backward()` raises the first error of a method, and no further model is concluded.
     """
 
     def reduce(self, bucket: int) -> None:

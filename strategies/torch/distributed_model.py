@@ -99,7 +99,7 @@ class DistributedModel(torch.nn.Module):
         refuse_modules(module)
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
-                f"groups of replicas have rows of {grouped[0]}, but a DistributedModel is a single replica; use "
+                f"{grouped[0]} has a row for each group of replicas, but a DistributedModel is a single replica; use "
                 "strategies.torch.Trainer, whose replicas are copies of the module"
             )
         _refuse_to_add_rows_on_device(module)

@@ -78,7 +78,7 @@ class GradientPlace:
 
 @dataclass(frozen=True)
 class TorchGradientPlan:
-    """A plan of the gradients that travel together: from the last parameter to the first, as backward passes end.
+    """The plan of the buckets of gradients, from the last parameter to the first, as backward passes compute them.
 
     Attributes:
         parameters: The trained parameters, in the order of the module.

@@ -47,7 +47,7 @@ class GradientMap:
         self._nodes.append(node)
 
     def begin(self, number: int, scale: float, divisor: int) -> None:
-        """Set how a micro-batch's gradients are scaled: its loss is multiplied by `scale`, not yet divided."""
+        """Set the scale of a micro-batch's loss, and the divisor that the map applies to its gradients."""
         self._scale, self._divisor = scale, divisor
         if self._at_once == 1 or number == 0:
             self._calls.clear()

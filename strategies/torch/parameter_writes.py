@@ -165,7 +165,7 @@ def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
     if wrong := [name for name in written if name in trained]:
         raise StrategyError(
             f"{', '.join(wrong)} was written while a replica computed, as Embedding(max_norm=...) does in its forward "
-            "pass, and is trained: replicas share it, so writes of different replicas would be lost or mixed. "
+            "pass. It is trained, and replicas share it, so their writes would be lost or mixed. "
             "Write it between steps, into the module that was given to strategies.torch, or compute another tensor "
             "from it in the forward pass; parameters frozen with requires_grad_(False) may be written"
         )

@@ -53,7 +53,7 @@ class ReplicaGroups:
         return replica * count // replicas if self.consecutive else replica % count
 
     def gain(self, replicas: int) -> float:
-        """Return the factor of a gradient. The mean is over all replicas, but other groups add zeros."""
+        """Return the factor that corrects for the zeros of other groups in the mean over all replicas."""
         return 1.0 if self.sums else float(self.count(replicas))
 
 

@@ -35,7 +35,7 @@ class ReplicaMemory:
         device: The device of the replicas; the CPU if none was given.
         is_shared: Whether replicas share a device, and so compute in turn.
         originals: The parameters of the module.
-        parameters: The memory that replicas share, one tensor per parameter.
+        parameters: The tensors whose memory replicas share: the module's parameters.
         reads: The number of times that values were read from the device.
         contents: The contents of the module's attributes, to find changes.
     """

@@ -145,7 +145,7 @@ def _nobody() -> None:
 
 
 def _install() -> None:
-    """Make PyTorch's layers ask which replica computes, without compiling this question."""
+    """Replace the forward method of PyTorch's SyncBatchNorm by `_forward`, which torch.compile skips."""
     can_compile = "torch._dynamo" in sys.modules  # importing it takes a second
     setattr(torch.nn.SyncBatchNorm, _FORWARD, torch.compiler.disable(_forward) if can_compile else _forward)
 

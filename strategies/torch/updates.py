@@ -250,13 +250,13 @@ def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, opt
         return
     if options.transfer.is_quantised:
         raise StrategyError(
-            f"groups of replicas have rows of {grouped[0]}, but int8 gradients are quantised whole; use "
+            f"{grouped[0]} has a row for each group of replicas, but int8 gradients are quantised whole; use "
             "gradient_transfer_dtype='bfloat16'"
         )
     if not is_elementwise(optimizer):
         raise StrategyError(
-            f"groups of replicas have rows of {grouped[0]}, but {type(optimizer).__name__} is not known to compute "
-            f"every element by itself; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
+            f"{grouped[0]} has a row for each group of replicas, but {type(optimizer).__name__} is not known to "
+            f"compute every element by itself; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
             "is_elementwise = True if it does"
         )
 
