@@ -157,7 +157,7 @@ def settings_differ(words: float, squares: float) -> bool:
 
 
 def _number(value: object) -> object:
-    """Return a value whose hash is the same in every process; 0 for strings, None and NaN, which have none."""
+    """Return a value with the same hash in every process; 0 for strings, None and NaN, whose hashes differ."""
     if isinstance(value, bool | int | float) and value == value:
         return value
     if isinstance(value, tuple | list):

@@ -43,7 +43,7 @@ that no other generator can get its address."""
 _MOST_KEPT = 256
 _ADDRESS, _DEFAULT = "_cdata", "default_generator"  # names that PyTorch's stubs lack
 _installing = threading.Lock()
-_installed: list[object] = []  # the libraries, whose kernels would go with them
+_installed: list[object] = []  # the libraries; without references their kernels would be removed
 
 
 def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:

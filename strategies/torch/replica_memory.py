@@ -1,4 +1,4 @@
-"""The memory in which the replicas of an instance compute: the host's, or that of an accelerator that they share."""
+"""The memory in which an instance's replicas compute: the host's, or that of a shared accelerator."""
 
 from __future__ import annotations
 
