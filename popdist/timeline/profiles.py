@@ -154,7 +154,7 @@ class TorchProfiler(Profiler):
 
 @final
 class Profiling:
-    """The instrument that starts and stops a profiler. Errors of the profiler never disturb the program.
+    """The instrument that starts and stops a profiler. Errors at its start and stop do not disturb the program.
 
     A marker is a short span in the profile. The recording's clock is read before and after it, in ns. So a marker
     bounds the difference of the two clocks, as an exchange of messages does (`popdist.timeline.clocks`).
