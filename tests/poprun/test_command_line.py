@@ -131,7 +131,7 @@ def test_the_last_of_several_values_holds():
         ("-x A=1 p", "unknown option -x, did you mean --mpi-local-args"),
         (
             "--output-dir --timestamps p",
-            "needs a path, got '--timestamps'; write --output-dir=--timestamps if '--timestamps' is not the",
+            "needs a path, got '--timestamps'; write --output-dir=--timestamps if",
         ),
         ("-H --num-instances 2 p", "--host needs a list of hosts .*, got '--num-instances'"),
         ("--vipu-partition -v p", "--vipu-partition needs a word, got '-v'"),
