@@ -29,7 +29,7 @@ def describe_terminals(tag_columns: int) -> str:
 
 
 def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
-    """Open a pipe or a terminal, as `describe_terminals` says, for descriptors 1 and 2; return (reader, writer) of each."""
+    """Open a pipe or a terminal, as `describe_terminals` says, for descriptors 1 and 2; return (reader, writer)."""
     numbers, _, size = terminals.partition(":")
     wanted = set(numbers.split(","))
     return {target: _open_terminal(size) if str(target) in wanted else os.pipe() for target in (1, 2)}
