@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
         The exit status: 0 if a job can run, 1 if not.
 
     Raises:
-        UsageError: the words are wrong.
+        UsageError: The words are wrong.
     """
     if set(words) & {"-h", "--help"}:
         show(wrap(USAGE, columns_of(os.environ) or USUAL_COLUMNS))

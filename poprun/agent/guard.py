@@ -40,7 +40,7 @@ STACK_VARIABLE = "POPRUN_STACK"
 NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
 """The folder with the warnings about libraries that do not know the other instances."""
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""A variable that was meant for poprun's parent process; popdist, which defines it, takes too long to load here."""
+"""A variable meant for poprun's parent process only. popdist defines it, but takes too long to load here."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80

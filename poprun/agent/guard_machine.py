@@ -11,8 +11,8 @@ from enum import Enum
 from poprun.ipc import wire
 
 ABORT_GRACE_S = 0.15
-"""The wait after mpirun's signal to stop, in which an instance that called MPI_Abort ends by itself with its status. If
-a host is cut off, a wait of twice the length would let other daemons kill this agent before it reports the signal."""
+"""The wait after mpirun's signal to stop. In this time an instance that called MPI_Abort ends by itself, with its
+status. If a host is cut off, a wait of twice the length would let daemons kill the agent before it reports the signal."""
 LINGER_S = 0.1
 """The wait after the end of the program, in which helpers such as Python's resource tracker clean up and end."""
 SWEEP_S = 0.003
@@ -48,8 +48,8 @@ Action = tuple[Do, int]
 class GuardMachine:
     """The state of one instance, from the start of its program until no process is left and poprun dismisses it.
 
-    The caller reports every event with its time, calls `tick` after all events that came together and at `deadline_s`,
-    and carries out the returned actions in order before the next event.
+    The caller reports every event with its time. It calls `tick` after events that came together, and at `deadline_s`.
+    It carries out the returned actions in order before the next event.
 
     Attributes:
         told: The signal that told the instance to stop. 0: none.

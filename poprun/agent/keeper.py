@@ -23,8 +23,8 @@ def put_keeper_above(at_the_end: Callable[[bool], None]) -> set[int | signal.Sig
 
     Open MPI's daemon knows the keeper only, so signals, SIGKILL too, reach the agent only through the keeper. All
     processes of an instance descend from both. If the keeper is gone, the kernel tells the agent by CUT_SIGNAL, and the
-    agent ends the processes; if the agent is gone, the keeper does. Both have their own process groups, so a signal to
-    one group does not reach the other.
+    agent ends the processes. If the agent is gone, the keeper ends them. Each has a process group of its own, so that a
+    signal to one group does not reach the other.
 
     Args:
         at_the_end: Function that the keeper calls when no process of the instance is left. Its argument is whether the

@@ -151,9 +151,8 @@ LONGEST_LINE_BYTES = 8 << 20
 class LineBuffer:
     """The last, unfinished line of one stream.
 
-    A piece of a line is released after some time without new output, so that a prompt appears. If a line is redrawn
-    with carriage returns, as progress bars do, all but its newest state is released after `REDRAW_S`, even without
-    such a silence.
+    A piece of a line is released after some time without new output, so that a prompt appears. Progress bars
+    redraw a line with carriage returns. Of such a line, all but the newest state is released after `REDRAW_S`.
 
     Args:
         silence_s: Seconds without new output after which a piece is released; the function `silence_s` chooses them.
@@ -213,7 +212,7 @@ def silence_s(is_terminal: bool) -> float:
     """Return how long a piece of a line is held back.
 
     Python's unbuffered `print` writes a line and its end separately. With more processes than cores, a program may lose
-    its core for some tenths of a second in between; a piece released by then is torn if another instance writes. If
-    standard output is not a terminal, nobody waits for a prompt, so pieces are held longer.
+    its core for some tenths of a second in between. A piece released by then is torn if another instance writes. If
+    standard output is not a terminal, no user waits for a prompt, so pieces are held longer.
     """
     return LONGEST_SILENCE_S if is_terminal else UNSEEN_SILENCE_S

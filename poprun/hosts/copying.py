@@ -20,8 +20,8 @@ _FILE_IO = 11  # rsync: a file error; the host's message about it gets lost if t
 _STALLED_S = 60
 _PROBED_BYTES = 1 << 20
 
-# The first pass only looks, so that a refused host stays as it was. Making a folder is atomic, on NFS too: of the
-# machines that share a file system, exactly one makes the token (this machine, if it is among them).
+# The first pass only looks, so that a refused host stays as it was. Making a folder is atomic, on NFS too. So
+# exactly one of the machines that share a file system makes the token; if this machine shares it, this machine.
 _CLAIM = f"""\
 export LC_ALL=C
 marker={MARKER}
@@ -96,7 +96,7 @@ class Copy:
 
 
 def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) -> str:
-    """Return the shell program that makes folders ready on a host and prints which of them the host needs.
+    """Return the shell program that prepares the folders on a host and prints the needed ones.
 
     Args:
         environment: The environment to copy.
@@ -197,7 +197,7 @@ def has_lost_reason(copy: Copy, ended: CommandResult) -> bool:
 
 
 def probe_script(copy: Copy, token: str) -> str:
-    """Return the shell program that writes a test file on a host, so that its error message says why writing fails."""
+    """Return the shell program that writes a test file on a host; its error message explains why writing fails."""
     file = shlex.quote(f"{copy.tree.folders[0]}/{token}-probe")
     return f"""\
 export LC_ALL=C

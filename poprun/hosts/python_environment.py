@@ -1,4 +1,4 @@
-"""This process's Python environment on disk, and the paths outside that it refers to."""
+"""The Python environment of this process on disk, and the outside paths that it refers to."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _fault_of(host: str, ended: CommandResult, question: HostQuestion, limit_s: 
 class SurveyCache:
     """A folder with a small file for each host. It keeps good answers only; errors in the folder are ignored.
 
-    Files that other users could have written are not read, and folders that they could write to are not used.
+    If other users could have written to the folder or a file in it, it is not used.
 
     Args:
         folder: The folder, which is made for the first answer.

@@ -119,7 +119,7 @@ class Facts:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the instance will enter no more collectives, without having failed."""
+        """Whether the instance has left in order: it has not failed, and enters no further collective."""
         if self.ending is not None:
             return self.ending.is_success and not self.ending.told
         return self.record.is_leaving

@@ -68,12 +68,11 @@ def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
     """Return the parameters of TCP keepalive: seconds until the first probe, seconds between probes, number of probes.
 
     Together they take `silence_s`, rounded up to whole seconds that the kernel can represent, and at least 2. The last
-    word of a quiet host is up to `first_s` old when the host falls silent, and the host is given up earlier by as much.
+    word of a quiet host may be up to `first_s` old when the host falls silent. Then the host is given up earlier.
 
     Args:
         silence_s: Seconds of silence after which a host is given up.
         first_s: Seconds until the first probe. 0: a third of `silence_s`.
-        first_s: the time until the first probe; 0: a third of that.
     """
     first_s = first_s or min(max(1, int(silence_s / 3)), LONGEST_PAUSE_S)
     rest_s = max(1, ceil(silence_s) - first_s)

@@ -113,8 +113,8 @@ def deal_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...
     """Give one core to each of `count` instances in turn, as `mpirun --bind-to core` does.
 
     Returns:
-        One core with its threads for each instance, or one thread if the cores are too few; empty (run anywhere) if
-        the threads are too few.
+        One core with its threads for each instance; one thread if the cores are too few; empty blocks (run anywhere)
+        if the threads are too few.
     """
     return tuple(_units(cores, count)[:count]) or ((),) * count
 

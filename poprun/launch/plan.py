@@ -105,7 +105,7 @@ def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
 
 
 def available_hosts(settings: LaunchSettings, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that a job may use, which are more than it does use if a batch system has reserved more.
+    """Return the hosts that a job may use; a batch system may have reserved more than the job uses.
 
     Raises:
         UsageError: The hosts cannot be read or understood, or contradict each other.

@@ -107,7 +107,7 @@ def check_working_directory() -> None:
 
 
 def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return HOME for mpirun, which needs it, if the environment lacks it, as that of a cron job may."""
+    """Return HOME if the environment lacks it, for example in a cron job; mpirun does not run without it."""
     if environ.get("HOME"):
         return {}
     try:

@@ -111,7 +111,7 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
     """Return the variables that keep sums right in programs that use JAX without a strategy.
 
     The result is empty if the program is not of poprun's own Python environment, because XLA ends a process with
-    unknown flags, and if the user exports flags with `-x`.
+    unknown flags. It is also empty if the user exports flags with `-x`.
     """
     program = shutil.which(settings.program[0], path=environ.get("PATH"))
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent

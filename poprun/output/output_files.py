@@ -71,7 +71,7 @@ class OutputFiles:
             self._has_failed = True
             self._warn(
                 f"cannot write {self._directory / name}: {error.strerror}; "
-                f"the job continues, but no more of its output is kept in {self._directory}"
+                f"the job goes on, but no more of its output is kept in {self._directory}"
             )
 
     def _descriptor(self, name: str) -> int:
@@ -97,8 +97,8 @@ def _make(directory: Path, names: list[str]) -> None:
         earlier = sorted(path.name for path in directory.iterdir() if _is_output(path.name))
         if earlier:
             raise UsageError(
-                f"--output-dir {directory} holds the output of an earlier job ({earlier[0]}), "
-                "which is not overwritten; name another folder, or remove that output"
+                f"--output-dir {directory} holds the output of an earlier job ({earlier[0]}), and poprun "
+                "overwrites nothing; name another folder, or remove that output"
             )
         for name in names:
             os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

@@ -2,7 +2,7 @@
 
 The agent of instance 0 puts this folder in front of PYTHONPATH, so Python imports this file when it starts. The file
 then restores PYTHONPATH, `sys.path` and the `sitecustomize` that Python would have found otherwise. It runs in every
-Python of the program, of any version, so it imports nothing until such a library is imported.
+Python of the program, of any version, so it imports nothing until then.
 """
 
 from __future__ import annotations
