@@ -12,7 +12,7 @@ from poprun.ipc import wire
 
 ABORT_GRACE_S = 0.15
 """The wait after mpirun's signal to stop. In this time an instance that called MPI_Abort ends by itself, with its
-status. If a host is cut off, a wait of twice the length would let daemons kill the agent before it reports the signal."""
+status. If a host is cut off, a wait of twice the length would let daemons kill the agent before it reports this."""
 LINGER_S = 0.1
 """The wait after the end of the program, in which helpers such as Python's resource tracker clean up and end."""
 SWEEP_S = 0.003
