@@ -26,7 +26,7 @@ class OptionKind(Enum):
     Attributes:
         needs: The description of the kind in error messages.
         placeholder: The value in `--help`.
-        word: The value in the tables of poprun.md.
+        word: The value in the tables of poprun_options.md.
     """
 
     FLAG = ("nothing", "", "")

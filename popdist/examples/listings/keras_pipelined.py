@@ -1,7 +1,7 @@
 """A functional model in two stages, on two devices of each replica; with accumulated gradients.
 
-python launch_scripts/listings/keras_pipelined.py
-poprun --num-instances 2 --num-replicas 2 --ipus-per-replica 2 python launch_scripts/listings/keras_pipelined.py
+python -m popdist.examples.listings.keras_pipelined
+poprun --num-instances 2 --num-replicas 2 --ipus-per-replica 2 python -m popdist.examples.listings.keras_pipelined
 """
 
 import os

@@ -1,6 +1,6 @@
 """PopTorch's tutorial on pipelines: a network in four blocks, one on each of four simulated devices.
 
-python launch_scripts/listings/poptorch_network.py
+python -m popdist.examples.listings.poptorch_network
 """
 
 import torch

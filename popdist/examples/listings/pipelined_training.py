@@ -1,7 +1,7 @@
 """A pipeline of two functions that trains; on any number of instances.
 
-python launch_scripts/listings/pipelined_training.py
-poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python launch_scripts/listings/pipelined_training.py
+python -m popdist.examples.listings.pipelined_training
+poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python -m popdist.examples.listings.pipelined_training
 """
 
 import jax

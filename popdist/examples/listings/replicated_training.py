@@ -1,7 +1,7 @@
 """A training loop that every replica runs, with gradients added over all of them; on any number of instances.
 
-python launch_scripts/listings/replicated_training.py
-poprun --num-instances 2 --num-replicas 4 python launch_scripts/listings/replicated_training.py
+python -m popdist.examples.listings.replicated_training
+poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.listings.replicated_training
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The quick start of the original's Keras: a model that is made, trained, tested and asked in the scope of a strategy.
 
-python launch_scripts/listings/keras_quick_start.py
-poprun --num-instances 2 --num-replicas 4 python launch_scripts/listings/keras_quick_start.py
+python -m popdist.examples.listings.keras_quick_start
+poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.listings.keras_quick_start
 """
 
 import os

@@ -1,24 +1,21 @@
 """The program of PopTorch's tutorial on pipelines, on digits; under poprun on several instances.
 
-python launch_scripts/poptorch_digits.py --data folder_of_mnist
-poprun --num-instances 2 --num-replicas 4 python launch_scripts/poptorch_digits.py
+python -m popdist.examples.poptorch_digits --data folder_of_mnist
+poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.poptorch_digits
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from digits_data import load_digits
 
 import popdist
 import popdist.poptorch
 import strategies.torch.poptorch as poptorch
-
-sys.path.insert(0, str(Path(__file__).parent / "listings"))
-from poptorch_network import TrainingNetwork, accuracy_of  # noqa: E402
+from popdist.examples.digits_data import load_digits
+from popdist.examples.listings.poptorch_network import TrainingNetwork, accuracy_of
 
 SIZE = 28  # pixels, which the network needs; smaller images are stretched
 SMALL = 4000  # images: a call of the tutorial takes as many

@@ -1,19 +1,19 @@
 """Trains a module of PyTorch on handwritten digits, on any number of instances with the same bits.
 
-python launch_scripts/torch_digits.py
-poprun --num-instances 2 --num-replicas 4 python launch_scripts/torch_digits.py
-poprun verify --num-replicas 4 python launch_scripts/torch_digits.py --epochs 1
+python -m popdist.examples.torch_digits
+poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.torch_digits
+poprun verify --num-replicas 4 python -m popdist.examples.torch_digits --epochs 1
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from digits_data import load_digits
 
 import popdist
 import strategies
 import strategies.torch
+from popdist.examples.digits_data import load_digits
 
 REPLICAS = 4
 

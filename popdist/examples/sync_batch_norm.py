@@ -1,7 +1,7 @@
 """Trains a network with synchronised batch normalisation: statistics are those of a group of replicas.
 
-    python launch_scripts/sync_batch_norm.py --replicas 8
-    poprun --num-instances 4 --num-replicas 8 python launch_scripts/sync_batch_norm.py
+    python -m popdist.examples.sync_batch_norm --replicas 8
+    poprun --num-instances 4 --num-replicas 8 python -m popdist.examples.sync_batch_norm
 
 Both print the same fingerprint of the variables. The larger the group, the better the statistics of small
 micro-batches; `--group-size 1` normalises each micro-batch by itself.
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_data import load_digits
 
 import popdist
 import strategies
+from popdist.examples.digits_data import load_digits
 from strategies import cross_replica_ops
 
 EPSILON = 1e-3

@@ -1,17 +1,17 @@
 """The program that tutorial.md explains: trains on handwritten digits, validates, stops early, keeps the best.
 
-python launch_scripts/tutorial.py
-poprun --num-instances 2 --num-replicas 4 python launch_scripts/tutorial.py
+python -m popdist.examples.tutorial
+poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.tutorial
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_data import load_digits
 
 import popdist
 import strategies
+from popdist.examples.digits_data import load_digits
 
 popdist.init(4)  # replicas of all instances; poprun --num-replicas has to say the same
 strategy = strategies.PopDistStrategy()

@@ -1,9 +1,9 @@
 """Trains a small network of Keras on handwritten digits with R replicas, on any number of instances.
 
-    python launch_scripts/keras_digits.py --strategy ipu --replicas 4
-    poprun --num-instances 2 --num-replicas 4 python launch_scripts/keras_digits.py
-    mpirun -np 2 python launch_scripts/keras_digits.py --replicas 4
-    TF_CONFIG=... python launch_scripts/keras_digits.py --strategy multi-worker --replicas 4    (once per worker)
+    python -m popdist.examples.keras_digits --strategy ipu --replicas 4
+    poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.keras_digits
+    mpirun -np 2 python -m popdist.examples.keras_digits --replicas 4
+    TF_CONFIG=... python -m popdist.examples.keras_digits --strategy multi-worker --replicas 4    (once per worker)
 
 All of them print the same fingerprint of the variables.
 """
@@ -16,11 +16,11 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # before keras is imported
 
 import keras
 import numpy as np
-from digits_data import DataError, Digits, load_digits
 from keras import layers
 
 import popdist
 import strategies
+from popdist.examples.digits_data import DataError, Digits, load_digits
 
 SEED = 7
 

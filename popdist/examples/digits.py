@@ -1,10 +1,10 @@
 """Trains a small network on handwritten digits with R replicas, on any number of instances.
 
-    python launch_scripts/train_digits.py --strategy ipu --replicas 4
-    poprun --num-instances 2 --num-replicas 4 python launch_scripts/train_digits.py
-    TF_CONFIG=... python launch_scripts/train_digits.py --strategy multi-worker --replicas 4    (once per worker)
-    mpirun -np 2 python launch_scripts/train_digits.py --strategy horovod --replicas 4
-    poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python launch_scripts/train_digits.py \
+    python -m popdist.examples.digits --strategy ipu --replicas 4
+    poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.digits
+    TF_CONFIG=... python -m popdist.examples.digits --strategy multi-worker --replicas 4    (once per worker)
+    mpirun -np 2 python -m popdist.examples.digits --strategy horovod --replicas 4
+    poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python -m popdist.examples.digits \
         --pipeline-stages 2 --schedule grouped
 
 All but the last, for which Horovod adds up the gradients in an order of its own, print the same fingerprint of the
@@ -27,12 +27,12 @@ from typing import Any
 
 import jax
 import optax
-from digits_data import DataError, Digits, load_digits
-from digits_models import MODELS, Model
 
 import collectives
 import popdist
 import strategies
+from popdist.examples.digits_data import DataError, Digits, load_digits
+from popdist.examples.digits_models import MODELS, Model
 
 TEST_BATCH_SIZE = 512
 
@@ -145,12 +145,12 @@ def main() -> int:
         strategy = STRATEGIES[options.strategy](options.replicas, options.pipeline_stages or 1)
         dataset = distribute(strategy, data, options)
     except (DataError, UsageError, ValueError, popdist.PopDistError, collectives.CollectiveError) as error:
-        print(f"train_digits.py: error: {error}", file=sys.stderr)
+        print(f"digits.py: error: {error}", file=sys.stderr)
         return 2
     try:
         training = train(strategy, dataset, data, options)
     except (UsageError, strategies.CheckpointError, strategies.FailedPreconditionError) as error:
-        print(f"train_digits.py: error: {error}", file=sys.stderr)
+        print(f"digits.py: error: {error}", file=sys.stderr)
         return 2
     strategy.on_chief(lambda: report(result_of(training, strategy, dataset, options), options.json))
     return 0
