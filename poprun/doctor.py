@@ -328,7 +328,7 @@ def _judge_names(each: HostMeasurements, facts: Mapping[str, HostFacts]) -> Find
     unknown = [other.name for other in facts.values() if not set(known.get(other.name, ())) & _own_addresses(other)]
     if not unknown:
         return Finding("name service", each.host, "knows all hosts")
-    fact = f"has no or other addresses for {', '.join(unknown)}"
+    fact = f"has no address, or a different one, for {', '.join(unknown)}"
     return Finding("name service", each.host, fact, "give each name the same addresses on all hosts (/etc/hosts, DNS)")
 
 

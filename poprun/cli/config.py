@@ -179,7 +179,7 @@ def _find(key: str, path: str) -> Option:
     if key in settings:
         return settings[key]
     if any(option.name == key for option in OPTIONS):
-        raise UsageError(f"configuration {path}: {key} concerns one call of poprun; give it on the command line")
+        raise UsageError(f"configuration {path}: {key} applies to a single call of poprun; give it on the command line")
     nearest = name_nearest(key, [*settings, PROGRAM])
     raise UsageError(
         f"configuration {path} has an unknown key {_one_line(key)}{nearest or '; poprun --help-all lists all options'}"

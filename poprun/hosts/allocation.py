@@ -70,7 +70,7 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
     if slots is not None and num_instances > slots:
         fits = most_instances(num_replicas, slots)
         raise UsageError(
-            f"{count(num_instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} "
+            f"{count(num_instances, 'instance')} do not fit on the {count(slots, 'slot')} of {allocation.source} "
             f"({describe_slots(allocation.hosts)}): use {fits} (--num-instances), {_ways_out(allocation)}"
         )
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))

@@ -92,7 +92,7 @@ def fit_partition(partition: Partition | None, name: str, settings: LaunchSettin
     if partition.ipus != ipus and not settings.update_partition:
         raise UsageError(
             f"partition {partition.name} has {count(partition.ipus, 'IPU')}, but the job needs {demand}; "
-            "use as many, or --update-partition yes"
+            "choose equal numbers, or give --update-partition yes"
         )
     if partition.devices and len(partition.devices) != instances:
         raise UsageError(

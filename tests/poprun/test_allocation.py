@@ -345,7 +345,7 @@ class TestChoosingHosts:
         with pytest.raises(UsageError) as refused:
             choose_hosts(allocation_of(2, 1), 4)
         assert str(refused.value) == (
-            "4 instances on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use 3 (--num-instances), "
+            "4 instances do not fit on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use 3 (--num-instances), "
             "ask Slurm for more tasks (--ntasks), or name the hosts with --host, which counts no slots"
         )
 

@@ -85,8 +85,8 @@ def test_hosts_in_good_order_get_no_advice():
     [
         ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
         ({"clock": ClockOffset(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
-        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no or other addresses for h0"),
-        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no or other addresses for h0"),
+        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no address, or a different one, for h0"),
+        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no address, or a different one, for h0"),
     ],
 )
 def test_what_works_but_badly_gets_advice(found, check, fact):

@@ -74,7 +74,7 @@ class TestFit:
     @pytest.mark.parametrize("ipus", [8, 32])
     def test_another_size_is_refused_unless_it_may_be_changed(self, ipus):
         with pytest.raises(
-            UsageError, match=rf"has {ipus} IPUs, but the job needs 16 IPUs \(4 replicas x 4\); use as many"
+            UsageError, match=rf"has {ipus} IPUs, but the job needs 16 IPUs \(4 replicas x 4\); choose equal"
         ):
             fit_partition(Partition("p", ipus), "p", need(4, 4, 1))
         assert fit_partition(Partition("p", ipus), "p", need(4, 4, 1, update_partition=True)) == Partition("p", 16)
