@@ -20,8 +20,8 @@ _FILE_IO = 11  # rsync: a file error; the host's message about it gets lost if t
 _STALLED_S = 60
 _PROBED_BYTES = 1 << 20
 
-# The first pass only looks, so that a refused host stays as it was. Making a folder is atomic, on NFS too. So
-# exactly one of the machines that share a file system makes the token; if this machine shares it, this machine.
+# The first pass only looks, so that a refused host stays as it was. Making a folder is atomic, on NFS too, so
+# only one of the machines that share a file system makes the token. This machine does so before it asks the others.
 _CLAIM = f"""\
 export LC_ALL=C
 marker={MARKER}

@@ -224,7 +224,7 @@ def _ask_interface(asked: socket.socket, request: int, name: str) -> int:
 
 
 def reply(question: str, limit_s: int) -> None:
-    """Print the answer to a question in JSON; end after the limit, whatever hangs."""
+    """Print the answer to a question as JSON; the process ends at the limit, even if a call hangs."""
     import json
 
     signal.alarm(limit_s)

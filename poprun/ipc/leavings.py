@@ -43,7 +43,7 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
         return []
     found = [*sessions, *segments]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        # The process that made a file has it open, and later mapped, without a gap, so it is found in one of the two.
+        # A process has its file open or mapped from the creation on, so the file is in one of the two lists.
         used = _used_by(pid)
         found = [path for path in found if not any(each == path or each.startswith(f"{path}/") for each in used)]
         if not found:
