@@ -76,10 +76,10 @@ class LaunchOptions(ABC):
     )
     json: bool = generic(False, FLAG, "with --dry-run: print the same as JSON", rare=True, once=True)
     host: tuple[str, ...] = topology(
-        (), HOSTS, "hosts to run instances on, e.g. 'node[0-2,4]'; without it, this machine", "-H", see="#hosts"
+        (), HOSTS, "hosts to run instances on, e.g. 'node[0-2,4]'; without it, this machine", "-H", see="hosts.md"
     )
     hostfile: str | None = topology(
-        None, PATH, "a file with a host on each line, `name slots=N`; excludes --host", see="#hosts"
+        None, PATH, "a file with a host on each line, `name slots=N`; excludes --host", see="hosts.md"
     )
     host_subnet: str | None = topology(
         None,
@@ -94,10 +94,10 @@ class LaunchOptions(ABC):
         1, NUMBER, "number of processes on all hosts; must divide --num-replicas", *("-n", "-np", "--np"), at_most=_MOST
     )
     ipus_per_replica: int = topology(
-        1, NUMBER, "number of devices that one replica spans", at_most=_MOST, rare=True, see="#partitions"
+        1, NUMBER, "number of devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"
     )
     num_ilds: int | None = topology(
-        None, NUMBER, "number of IPU-Link domains; must divide --num-instances", rare=True, see="#partitions"
+        None, NUMBER, "number of IPU-Link domains; must divide --num-instances", rare=True, see="partitions.md"
     )
     sync_type: str | None = topology(
         None, TEXT, "synchronisation of the partition, e.g. ST_POD_NATIVE_DEFAULT", without_effect=NO_SERVER
@@ -111,7 +111,7 @@ class LaunchOptions(ABC):
         TEXT,
         "a simulated partition: a name, or the path of a device map FILE.toml",
         without_effect=OFFLINE,
-        see="#partitions",
+        see="partitions.md",
     )
     vipu_partition_attempts: int = idle_vipu(1, NUMBER, "number of attempts to bind to the partition")
     vipu_cluster: str | None = idle_vipu(
@@ -119,7 +119,7 @@ class LaunchOptions(ABC):
     )
     vipu_allocation: str | None = idle_vipu(None, TEXT, "allocation in which to create a partition")
     update_partition: bool = vipu(
-        False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="#partitions"
+        False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="partitions.md"
     )
     reset_partition: bool | None = idle_vipu(None, BOOLEAN, "reset the partition before the run")
     remove_partition: bool = idle_vipu(True, BOOLEAN, "remove a partition that poprun has created")
@@ -155,11 +155,11 @@ class LaunchOptions(ABC):
     )
     offline_mode: bool = execution(False, BOOLEAN, "compute on CPUs, without accelerators")
     synchronise_python_venv: bool = execution(
-        False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="#preparing-hosts"
+        False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="hosts.md"
     )
     synchronise_poplar_sdk: bool = execution(False, BOOLEAN, "copy a Poplar SDK to the hosts", without_effect=NO_SDK)
     distribute_ssh_key: bool = execution(
-        False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="#preparing-hosts"
+        False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="hosts.md"
     )
     skip_checks: bool = execution(False, FLAG, "do not examine the hosts before the launch", without_effect=ONE_HOST)
     start_timeout_s: float = execution(60, SECONDS, "time limit for all instances to start")
@@ -169,7 +169,7 @@ class LaunchOptions(ABC):
         TEXT,
         "if an instance fails: stop ends the job, shrink continues without it, restart starts the job again",
         choices=("stop", "shrink", "restart"),
-        see="#restarts",
+        see="surviving.md",
     )
     max_restarts: int = failure(3, NUMBER, "largest number of restarts", at_least=0, without_effect=STOPS)
     restart_backoff_s: float = failure(
@@ -190,32 +190,32 @@ class LaunchOptions(ABC):
         at_least=0,
     )
     inject: tuple[str, ...] = failure(
-        (), OptionKind.FAULT, "inject a fault, e.g. kill:instance=1,step=7; may be repeated", see="#faults-on-purpose"
+        (), OptionKind.FAULT, "inject a fault, e.g. kill:instance=1,step=7; may be repeated", see="faults.md"
     )
     only_output_from_instance: int | None = output(
-        None, NUMBER, "show the output of this instance only", at_least=None, see="#output"
+        None, NUMBER, "show the output of this instance only", at_least=None, see="output.md"
     )
     no_tags: bool = output(
         False,
         FLAG,
         "show lines without [1,N]<stdout>: in front; the default for one instance whose standard output is a pipe",
-        see="#output",
+        see="output.md",
     )
     tag_host: bool = output(False, FLAG, "also show the host in front of each line")
     timestamps: bool = output(False, FLAG, "show the time in front of each line")
     output_dir: str | None = output(
-        None, PATH, "also write each instance's output to files in this directory", see="#output"
+        None, PATH, "also write each instance's output to files in this directory", see="output.md"
     )
     metrics: tuple[str, ...] = output(
         (),
         OptionKind.METRICS,
         "write the metrics of every step to csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:[HOST:]PORT, "
         "mlflow[:URI] or wandb[:PROJECT]; may be repeated",
-        see="observability.md#metrics",
+        see="metrics.md",
     )
     metrics_run: str = ""
     timeline: str | None = output(
-        None, PATH, "record what instances do, and write a timeline for Perfetto to this file", see="observability.md"
+        None, PATH, "record what instances do, and write a timeline for Perfetto to this file", see="timelines.md"
     )
     timeline_limit: int | None = output(
         None, NUMBER, "largest recording of one instance, in MB", shown="256", at_most=_MOST, rare=True
@@ -225,21 +225,21 @@ class LaunchOptions(ABC):
         TEXT,
         "with --timeline: profiler to record five steps with, jax or torch; jax:20@100: 20 steps after step 100",
         rare=True,
-        see="observability.md",
+        see="timelines.md",
     )
     summary: str = output(
         "",
         TEXT,
         "summary at the end of the job: yes (three lines), no, or json:FILE",
         shown="yes on a terminal",
-        see="observability.md#after-a-run",
+        see="summary.md",
     )
     top_address: str | None = output(
         None,
         TEXT,
         "HOST:PORT at which poprun listens for poprun top on other hosts",
         rare=True,
-        see="observability.md#while-it-runs",
+        see="progress.md",
     )
     debug: bool = debugging(False, FLAG, "log everything: as -vv, and every option in effect", rare=True)
 
