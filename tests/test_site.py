@@ -107,6 +107,10 @@ def test_every_public_error_is_in_the_catalogue(package):
     public = [name for name in importlib.import_module(package).__all__ if name.endswith("Error")]
     assert public
     assert [name for name in public if f"| `{name}` (" not in page] == []
+    without_next_step = re.findall(
+        r"^\| `(\w+)` .*\| - \|$", page.partition(f"\n## {package}\n")[2].split("\n## ")[0], re.M
+    )
+    assert len(without_next_step) == 1, "only the base class of a tree needs no next step"
 
 
 def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own():

@@ -1,4 +1,4 @@
-"""Curves over numbers of hosts, drawn by matplotlib."""
+"""Curves over the number of hosts, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Points = Sequence[tuple[float, float]]
-"""Numbers of hosts, and milliseconds."""
+"""Pairs of a number of hosts and milliseconds."""
 
 
 def check_matplotlib() -> None:
@@ -23,15 +23,15 @@ _LEAST_DISTANCE = 0.055
 
 
 def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
-    """Write curves as SVG and as PNG, with both axes logarithmic.
+    """Write curves as SVG and PNG, with logarithmic axes.
 
-    The first curve is a lower bound: a broad grey band. Markers of the others alternate, so that curves with the same
-    values are seen. Each name stands at the right end of its curve.
+    The lower bound is a broad grey band. The markers of the other curves alternate, so that equal curves are visible.
+    Each name stands at the right end of its curve.
 
     Args:
-        title: stands above the curves.
-        curves: by their names.
-        output: the file's name; its suffix is replaced.
+        title: Title of the plot.
+        curves: Points of each curve, by its name; the first one is a lower bound.
+        output: File name; its suffix is replaced.
 
     Returns:
         The two files.
