@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 Points = Sequence[tuple[float, float]]
 """Pairs of a number of hosts and milliseconds."""
@@ -44,8 +48,8 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     for number, (name, points) in enumerate(curves.items()):
         hosts, times = zip(*points, strict=True)
         if number == 0:
-            look: dict[str, Any] = {"linewidth": 9, "color": "#9aa4ae", "solid_capstyle": "butt"}
-            [line] = axes.plot(hosts, times, label=f"{name}: lower bound", **look)
+            words = f"{name}: lower bound"
+            [line] = axes.plot(hosts, times, label=words, linewidth=9, color="#9aa4ae", solid_capstyle="butt")
         else:
             every = number % 2, 2
             marker = _MARKERS[number % len(_MARKERS)]
@@ -65,7 +69,7 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     return files
 
 
-def _name(axes: Any, lines: Sequence[Any]) -> None:
+def _name(axes: Axes, lines: Sequence[Line2D]) -> None:
     """Write the name of each curve beside its right end, or further up if another name stands there."""
     above = -1.0
     to_axes = axes.transData + axes.transAxes.inverted()
@@ -75,5 +79,5 @@ def _name(axes: Any, lines: Sequence[Any]) -> None:
         above = max(end, above + _LEAST_DISTANCE)
         hosts = line.get_xdata()[-1]
         words = line.get_label() + (f" (to {hosts:g} hosts)" if hosts < most_hosts else "")
-        place: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontweight": "bold"}
-        axes.text(1.02, above, words, color=line.get_color(), **place)
+        text = axes.text(1.02, above, words, color=line.get_color(), transform=axes.transAxes)
+        text.set(va="center", fontweight="bold")
