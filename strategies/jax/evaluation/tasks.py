@@ -9,6 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from strategies.core.evaluation import Mergeable
 from strategies.core.rows import EvaluationTask
@@ -81,8 +82,8 @@ class MetricsOfBatch(EvaluationTask):
     title: ClassVar[str] = "evaluation"
     function: MetricsFunction
 
+    @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         metrics = self.function(variables, batch, mask, key, *model_state)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
@@ -95,8 +96,8 @@ class MetricsOfBatch(EvaluationTask):
                 )
         return dict(metrics)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
 
 
@@ -113,8 +114,8 @@ class RowOutputs(EvaluationTask):
     function: Function
     is_loss: bool
 
+    @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         returned = self.function(variables, batch, key, *model_state)
         if self.is_loss or isinstance(returned, Outcome):
             returned = Outcome.of(returned).outputs
@@ -136,8 +137,8 @@ class RowOutputs(EvaluationTask):
                 )
         return jax.tree.map(jnp.asarray, returned)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return computed
 
 

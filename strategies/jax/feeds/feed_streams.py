@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 import jax
+from typing_extensions import override
 
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
@@ -73,6 +74,7 @@ class ElementStream(FeedStream):
         self.kind = type(elements).__name__
         self.is_once = isinstance(elements, Iterator)
 
+    @override
     def open(self) -> Iterator[Element]:
         return iter(self._elements)
 
@@ -95,6 +97,7 @@ class ElementStream(FeedStream):
                 )
         return first
 
+    @override
     def check(self, replication: Replication) -> None:
         if self._mode is None and len(replication.local) < replication.total:
             raise FeedError(
@@ -102,6 +105,7 @@ class ElementStream(FeedStream):
                 "of the local ones; say which, with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
             )
 
+    @override
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
         is_own = self._mode is InfeedMode.INSTANCE
         count = len(replication.local) if is_own else replication.total
@@ -124,12 +128,15 @@ class OwnElementStreams(FeedStream):
             _iterable(stream)
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
+    @override
     def open(self) -> Iterator[Sequence[Element]]:
         return zip(*self._streams, strict=False)
 
+    @override
     def element(self, first: Sequence[Element]) -> Element:
         return first[0]
 
+    @override
     def check(self, replication: Replication) -> None:
         replicas = self._streams.replicas
         if len(self._streams) != len(replication.local) or replicas not in (None, replication.local):
@@ -139,6 +146,7 @@ class OwnElementStreams(FeedStream):
                 "per_replica of the strategy that runs it"
             )
 
+    @override
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         return _numbered(opened)
 
@@ -152,12 +160,15 @@ class Batches(FeedStream):
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
+    @override
     def open(self) -> Iterator[Sequence[Element]]:
         return self._dataset.parts()
 
+    @override
     def element(self, first: Sequence[Element]) -> Element:
         return first[0]
 
+    @override
     def check(self, replication: Replication) -> None:
         if replication != self._dataset.replication:
             raise FeedError(
@@ -165,6 +176,7 @@ class Batches(FeedStream):
                 f"runs on {replication}; run it with the strategy that has distributed the data set"
             )
 
+    @override
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         return _numbered(opened)
 

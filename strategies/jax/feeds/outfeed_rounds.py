@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from strategies.errors import FeedError
 
@@ -68,6 +69,7 @@ class AllRounds(Rounds):
         self._agreed: float = math.inf  # so many rounds, from the first one on, before replicas differ
 
     @property
+    @override
     def is_waiting(self) -> bool:
         return any(self._waiting)
 
@@ -80,6 +82,7 @@ class AllRounds(Rounds):
         self._agreed -= 1
         return [values.popleft()[1] for values in self._waiting]
 
+    @override
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         number = len(self._waiting[place])
         if number >= self._agreed:
@@ -92,6 +95,7 @@ class AllRounds(Rounds):
                 raise self._difference(place, f"in {_named(iteration)}", other, f"in {_named(theirs)}")
         self._waiting[place].append((iteration, value))
 
+    @override
     def end(self) -> None:
         counts = [len(values) for values in self._waiting]
         most, least = counts.index(max(counts)), counts.index(min(counts))
@@ -120,9 +124,11 @@ class LastRound(Rounds):
         self._newest = [deque([_NONE], KEPT) for _ in replicas]
 
     @property
+    @override
     def is_waiting(self) -> bool:
         return False
 
+    @override
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
         self._newest[place].append(newest)
@@ -133,6 +139,7 @@ class LastRound(Rounds):
                 while values[0].moment != newest.moment:
                     values.popleft()
 
+    @override
     def end(self) -> None:
         newest = [values[-1] for values in self._newest]
         self._newest = [deque([_NONE], KEPT) for _ in self._replicas]

@@ -10,6 +10,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Allocate, Bucket
@@ -188,8 +189,8 @@ class GradientPrograms(ReplicaGradients):
         self._devices = devices
         self._failed = failed
 
+    @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """See `ReplicaGradients`."""
         wait(self._begun)  # of a step that was given up
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
         for position, run in enumerate(self._runs):
@@ -231,8 +232,8 @@ class _ReplicaGradientRun(ReplicaRun):
         for _ in self._carry_out():
             pass
 
+    @override
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """See `ReplicaRun`."""
         try:
             ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
         except BaseException:

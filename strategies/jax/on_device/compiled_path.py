@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from typing_extensions import override
 
 from collectives import Communicator, PeerLostError
 from collectives.arrays import accumulator_dtype
@@ -66,15 +67,15 @@ class CompiledPath(DevicePath):
         self._divisor = jax.make_array_from_single_device_arrays((), NamedSharding(self._mesh, _SAME), [divisor])
         self._programs: dict[Dtypes, jax.stages.Wrapped] = {}
 
+    @override
     def means(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]) -> Sequence[jax.Array]:
-        """See `DevicePath`."""
         full = [number for number, of_buffer in enumerate(sums) if of_buffer[0].size]
         means = self._means_of(name, [sums[number] for number in full], tuple(dtypes[number] for number in full))
         found = dict(zip(full, means, strict=True))
         return [found[number] if number in found else self._empty(0, dtype) for number, dtype in enumerate(dtypes)]
 
+    @override
     def gather(self, name: str, own: jax.Array) -> jax.Array:
-        """See `DevicePath`."""
         if not own.size:
             return self._empty((self.spread.size, 0), own.dtype)
         return self._together(name, self._gathering, [own])[0]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from typing_extensions import override
 
 from collectives.reduction import Reduction
 from strategies.jax.programs.host_calls import effects_of_calls
@@ -67,9 +68,11 @@ class Reduce(CollectiveKind):
         """Whether it is a sum or a mean."""
         return self.op in ("sum", "mean")
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         return shape
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         out = np.empty_like(values[0])
         Reduction(self.op, out.dtype).reduce([value.reshape(-1) for value in values], out.reshape(-1), len(values))
@@ -79,6 +82,7 @@ class Reduce(CollectiveKind):
         """Return the same reduction."""
         return collective(index, cotangent)
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return self, 0
 
@@ -87,9 +91,11 @@ class Reduce(CollectiveKind):
 class Gather(CollectiveKind):
     """The values of all, along a new first axis, on every replica."""
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         return (size, *shape)
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return [np.stack(values)] * len(values)
 
@@ -100,6 +106,7 @@ class Gather(CollectiveKind):
         own: jax.Array = jax.lax.dynamic_index_in_dim(total, rank, keepdims=False)
         return own
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return self, 1
 
@@ -111,12 +118,14 @@ class BlockExchange(CollectiveKind):
     split: int
     concat: int
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         found = list(shape)
         found[self.split] //= size
         found[self.concat] *= size
         return tuple(found)
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         blocks = zip(*(np.split(value, len(values), self.split) for value in values), strict=True)
         return [np.concatenate(mine, self.concat) for mine in blocks]
@@ -125,6 +134,7 @@ class BlockExchange(CollectiveKind):
         """Send the blocks back."""
         return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return BlockExchange(self.split + 1, self.concat + 1), 0
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import optax
+from typing_extensions import override
 
 from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerState, Variables
@@ -105,16 +106,17 @@ class OptaxOptimizer(StepOptimizer):
         self.needs_whole = needs_whole
         self._names: Sequence[str] | None = None  # of the extra arguments that it gets
 
+    @override
     def init(self, variables: Variables) -> OptimizerState:
-        """See `StepOptimizer`."""
         return self._transformation.init(variables)
 
+    @override
     def check(self, gradients: Gradients, variables: Variables) -> None:
-        """See `StepOptimizer`."""
         state = jax.eval_shape(self._transformation.init, variables)
         number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         self._extra(_of_fast(gradients), state, variables, Known(number, number))
 
+    @override
     def apply(
         self,
         gradients: Gradients,
@@ -123,7 +125,6 @@ class OptaxOptimizer(StepOptimizer):
         known: Known,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
-        """See `StepOptimizer`."""
         gradients = _of_fast(gradients)
         extra = self._extra(gradients, optimizer_state, variables, known)
         update = arithmetic.rounded(self._transformation.update)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.exchange.shards import ShardedArrays
@@ -67,8 +68,8 @@ class ShardedStateUpdate(VariableUpdate):
         self._divide = self.in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
 
+    @override
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
-        """See `VariableUpdate`."""
         return self._optimizer.init(self._take(variables, first))
 
     def apply(

@@ -10,6 +10,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
@@ -232,8 +233,8 @@ class WholeStateUpdate(VariableUpdate):
             self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
             self._cut = self._compiled(self._state_shards.take)
 
+    @override
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
-        """See `VariableUpdate`."""
         state = self._optimizer.init(variables)
         if self._state_shards is None:
             return state
@@ -260,10 +261,10 @@ class WholeStateUpdate(VariableUpdate):
                 leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
         return jax.tree.unflatten(structure, leaves)
 
+    @override
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
-        """See `VariableUpdate`."""
         state = optimizer_state if self._state_shards is None else self._state_shards.shapes
         return {"update": self._jitted.trace(*shapes_of((variables, state, means)), control)}
 
