@@ -102,8 +102,8 @@ class ElementStream(FeedStream):
     def check(self, replication: Replication) -> None:
         if self._mode is None and len(replication.local) < replication.total:
             raise FeedError(
-                f"the program runs on {replication}, and the infeed's iterable may have the elements of all replicas or "
-                "of the local ones; choose with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
+                f"the program runs on {replication}, and the infeed's iterable may have the elements of all replicas "
+                "or of the local ones; choose with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
             )
 
     @override

@@ -41,8 +41,8 @@ class InfeedQueue:
     keyword arguments).
 
     With several instances, the iterable of each instance may have the elements of all replicas, so that their spread
-    does not matter, or only those of its own replicas: `mode` says which. Results of `distribute_datasets_from_function`
-    have those of its own replicas; no instance asks the others whether they have more.
+    does not matter, or only those of its own replicas: `mode` says which. `distribute_datasets_from_function` returns
+    elements of the own replicas; no instance asks the others whether they have more.
 
     A `DistributedDataset` feeds its batches, epoch after epoch; each replica gets its part of a step's batch. A
     `PerReplica` of iterables feeds each replica from its own iterable.
@@ -244,7 +244,7 @@ class InfeedQueue:
 
     def _prepare(self, replication: Replication) -> Generator[Sequence[Arrays], None, None]:
         opened, self._opened = self._opened or self._stream.open(), None
-        rounds, spec = self._stream.rounds(opened, replication), self.spec  # so the thread has no reference to the queue
+        rounds, spec = self._stream.rounds(opened, replication), self.spec  # so the thread does not hold the queue
         return ([spec.flatten(number, element) for number, element in elements] for elements in rounds)
 
     def _expect(self, replication: Replication) -> None:

@@ -186,7 +186,7 @@ class OutfeedQueue:
         """Return the enqueued values.
 
         Args:
-            wait_for_completion: Accepted because the original has it; when `run` or a loop returns, programs have ended.
+            wait_for_completion: Accepted because the original has it; programs have ended when `run` or a loop returns.
 
         Returns:
             A pytree of NumPy arrays with the structure of the enqueued values. In mode ALL all values since the last
