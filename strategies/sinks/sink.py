@@ -90,7 +90,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the file or connection. Called also after an error, and without `open`; a second call does nothing."""
+        """Close the file or connection. Called also after an error, and after an `open` that failed."""
 
 
 def reading_of(values: Mapping[str, object]) -> Reading:

@@ -1,9 +1,9 @@
 """Trials whether two ways to compute the same value give the same bits.
 
 XLA fuses and contracts operations inside one program. If a model is cut elsewhere, it may round differently (seen with
-attention and dropout). Both ways are compared for the given values, and for random values unlike those at the start of
-a training, so that equal bits mean something: a last layer of zeros makes all other gradients zero, and a learning rate
-that warms up from zero changes no variable. Then programs that round differently look equal.
+attention and dropout). Both ways are compared for the given values, and for random values. At the start of a training
+equal bits would mean little: a last layer of zeros makes all other gradients zero, and a learning rate that warms up
+from zero changes no variable.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_
 value that every replica has made, equal on all. `constant`: the old value.
 """
 KEPT = (FIRST, ALIKE, PER_REPLICA)
-"""The words of leaves that a replica keeps, in the order in which it keeps them. Leaves that are `alike` do not travel."""
+"""The words of leaves that a replica keeps, in the order in which it keeps them. `alike` leaves do not travel."""
 
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that is a prefix of the model state"
 
