@@ -96,7 +96,7 @@ class CompiledPath(DevicePath):
 
     @cached_property
     def _rows(self) -> int:
-        """The number of nodes that each instance sends. With fewer nodes, an instance sends zeros, which are ignored."""
+        """The number of nodes that each instance sends. An instance with fewer nodes sends zeros, which are ignored."""
         return max(map(len, self.spread.sums))
 
     def _wire_dtype(self, dtype: np.dtype) -> np.dtype:

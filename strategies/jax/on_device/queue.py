@@ -46,7 +46,7 @@ class StepQueue:
             except jax.errors.JaxRuntimeError as error:
                 self._steps.clear()
                 raise StrategyError(
-                    f"step {number} has failed on the device, and step {last} was the last one begun: {error}; continue "
+                    f"step {number} has failed on the device, and step {last} was the last one begun: {error}; go on "
                     "from a checkpoint"
                 ) from error
 

@@ -106,7 +106,7 @@ class DevicePending:
         return self
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """Begin to compute the means. Collective. The notice travels between hosts, which checks the call everywhere."""
+        """Begin to compute the means. Collective. The notice travels through the hosts, which also compare the call."""
         step, communicator = self.step, self.step.replicas.communicator
         if communicator.size > 1:
             given = np.array([self.notice], np.float32)

@@ -107,7 +107,7 @@ class FlatUpdate:
         return tail[self._program.finite_place] == 0
 
     def _unpacked(self, buffers: Sequence[jax.Array], control: jax.Array) -> Unpacked:
-        # Behind a barrier, as if each were an argument: if XLA fused the cut into the update, it could round differently.
+        # Behind a barrier, as if each were an argument: if XLA fused the cut into the update, it could round otherwise.
         leaves, tail = jax.lax.optimization_barrier((self._layout.views(buffers), self._layout.tail_view(buffers)))
         means = jax.tree.unflatten(self._structure, leaves[: self._program.num_gradients])
         return means, tail, with_loss(jnp.asarray(control), tail)

@@ -52,7 +52,7 @@ class Known:
 class StepOptimizer(ABC):
     """An optimizer as the step uses it: traceable, and without a state of its own.
 
-    The step calls `check` and `init` once, on the shapes and the values of the variables, and `apply` in each step.
+    `VariableUpdate.init` calls `check`, on shapes, and then `init`. Each step calls `apply` once.
 
     Attributes:
         needs_whole: Whether `apply` must get whole arrays, even if the state is sharded.
@@ -64,7 +64,7 @@ class StepOptimizer(ABC):
     def init(self, variables: Variables) -> OptimizerState:
         """Return the optimizer state before the first step, a pytree of arrays."""
 
-    def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers ask for nothing more
+    def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers check nothing
         """Raise if the optimizer cannot update these variables, or if a step lacks values that it needs.
 
         Args:
@@ -162,8 +162,8 @@ class OptaxOptimizer(StepOptimizer):
             return tuple(extra)
         raise ValueError(
             f"the optimizer cannot be used: {_optax_function(failed)} failed with {type(failed).__name__}: {failed}; "
-            f"beyond gradients, state and variables an update gets only {', '.join(given)}: use an optimizer that needs "
-            "no more, and whose state belongs to these variables"
+            f"beyond gradients, state and variables an update gets only {', '.join(given)}: use an optimizer that "
+            "needs no more, and whose state belongs to these variables"
         ) from failed
 
 
@@ -200,7 +200,7 @@ def _require_shapes(changes: Gradients, variables: Variables) -> None:
         if change is not None and variable is not None and change.shape != variable.shape:
             raise ValueError(
                 f"the optimizer makes a change of shape {list(change.shape)} for a variable of {list(variable.shape)}; "
-                "use one that works on mean gradients: optimizers with differential privacy need the gradient of each row"
+                "use one that works on mean gradients: one with differential privacy needs the gradient of each row"
             )
 
 

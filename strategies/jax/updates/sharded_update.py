@@ -111,7 +111,7 @@ class ShardedStateUpdate(VariableUpdate):
     # ---- programs
 
     def _take(self, tree: Tree, first: jax.Array) -> Tree:
-        """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round differently."""
+        """Return this instance's parts, behind a barrier: if XLA fused them with the cut, it would round otherwise."""
         return jax.lax.optimization_barrier(jax.tree.map(lambda leaf: take(self._shards, leaf, first), tree))
 
     def _divided(
@@ -170,7 +170,7 @@ class ShardedStateUpdate(VariableUpdate):
         if found is None and not operations(of_whole) == operations(of_parts) == operations(of_others):
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
-            raise AcrossElementsError(f"the optimizer's update has {found}, but a replica has only a part of the elements")
+            raise AcrossElementsError(f"the optimizer's update has {found}, but a replica has a part of the elements")
 
     def _shapes_of_state(self, whole: Variables) -> tuple[Tree, Tree]:
         """Return the shapes of the whole optimizer state, and whether each follows from a variable's shape."""
