@@ -1,6 +1,5 @@
 """Checks of a `Trainer`'s arguments before JAX sees them, and the choice of trained variables."""
 
-
 from __future__ import annotations
 
 import inspect

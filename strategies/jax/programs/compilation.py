@@ -39,9 +39,9 @@ _waited_in_vain: set[Path] = set()
 def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Path | None:
     """Make JAX keep all executables in a folder, if one is named. Call it before JAX compiles anything.
 
-    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside. Anybody who
-    can write there decides what this process runs. So both folders are made for this user alone, and refused if anybody
-    but this user and root can write to them. A folder without permission to write is only read.
+    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside. Anybody
+    who can write there decides what this process runs. So both folders are made for this user alone, and refused if
+    anybody but this user and root can write to them. A folder without permission to write is only read.
 
     Args:
         environ: Environment variables; `VARIABLE` names the folder.

@@ -150,7 +150,8 @@ def _settings() -> Hashable:
 class HeldState(Protocol):
     """Variables that a function reads, such as those of Keras models; they become arguments and results of its program.
 
-    A run reads `values`, traces the function in `inside` if it is new, and calls `put` after the program has ended.
+    `strategy.run` reads `values`, traces a new function in `inside`, and calls `put` after all local replicas have run
+    their program. If that fails, `put` is not called, and the variables keep their values.
     """
 
     @property
