@@ -105,8 +105,8 @@ class StepOptions(CommonOptions):
         require_switches_or_none(offload_optimizer_state=self.offload_optimizer_state)
         if self.replicated_optimizer_state_sharding and self.offload_optimizer_state is False:
             raise ValueError(
-                "replicated_optimizer_state_sharding=True with offload_optimizer_state=False: the original shards only "
-                "an offloaded optimizer state; leave offload_optimizer_state out or make it True"
+                "replicated_optimizer_state_sharding=True with offload_optimizer_state=False: the optimizer state must "
+                "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
             )
         check_aggregation(self.model_state_aggregation)
         _ = self.precision  # raises if the dtype is not a float

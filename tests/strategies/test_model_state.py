@@ -322,7 +322,7 @@ class TestRefusals:
         def inventive(variables, batch, key):
             return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, {"mean": 0.0})
 
-        with pytest.raises(TypeError, match="returns a model state, and gets none; give it to init"):
+        with pytest.raises(TypeError, match="returns a model state, but gets none; give it to init"):
             self.step(inventive, None)
 
     @pytest.mark.parametrize("word", ["median", 3])
@@ -331,7 +331,7 @@ class TestRefusals:
             self.trainer(model_state_aggregation={"mean": word})
 
     def test_words_of_another_structure(self):
-        with pytest.raises(ValueError, match="and the model state is a PyTreeDef"):
+        with pytest.raises(ValueError, match="but the model state is a PyTreeDef"):
             self.trainer(model_state_aggregation={"other": "mean"}).init(VARIABLES, MODEL_STATE)
 
     @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ class TestRefusals:
             self.trainer(model_state_aggregation={**AGGREGATION, name: word}).init(VARIABLES, MODEL_STATE)
 
     def test_gradients_as_int8(self):
-        with pytest.raises(ValueError, match="is int8, and there is a model state"):
+        with pytest.raises(ValueError, match="is int8, but means of a model state"):
             self.trainer(gradient_transfer_dtype="int8").init(VARIABLES, MODEL_STATE)
 
     def test_what_is_no_array(self):

@@ -46,9 +46,9 @@ class TestIterations:
     @pytest.mark.parametrize("mode", MODES)
     def test_are_named_and_the_next_program_runs(self, strategy, mode):
         outfeed = OutfeedQueue(mode)
-        message = r"replica \d has enqueued in iteration [03], and replica \d in iteration [03]: what has no partner"
+        message = r"replica \d has enqueued in iteration [03], but replica \d in iteration [03], so their unmatched"
         if mode is OutfeedMode.LAST:
-            message = "replica 0 has enqueued 3 values, the last one in iteration 6, and replica 2 2 values, the last "
+            message = "replica 0 has enqueued 3 values, the last one in iteration 6, but replica 2 2 values, the last "
         with pytest.raises(FeedError, match=message):
             strategy.run(skipping(outfeed, lambda r: jnp.where(r == 2, 3, 0)))
         assert run_other_programs(strategy, outfeed)
@@ -60,9 +60,9 @@ class TestIterations:
         def program(late):
             return loops.repeat(5, lambda v: (v + 1, enqueue_if((v < 4) | (replica() == late), outfeed, v)), [0])
 
-        message = "replica 1 has enqueued in iteration 4, and replica 0 has not: what has no partner is dropped; have"
+        message = "replica 1 has enqueued in iteration 4, but replica 0 has not, so their unmatched values are dropped"
         if mode is OutfeedMode.LAST:
-            message = "replica 1 has enqueued 5 values, the last one in iteration 4, and replica 0 4 values, the last"
+            message = "replica 1 has enqueued 5 values, the last one in iteration 4, but replica 0 4 values, the last"
         with pytest.raises(FeedError, match=message):
             strategy.run(lambda: program(1))
         if mode is OutfeedMode.ALL:

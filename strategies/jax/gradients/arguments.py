@@ -118,7 +118,7 @@ def check_variables(variables: Variables, trainable: Filter = None) -> None:
         raise ValueError(f"{variables!r} has no variable; {_TREES}")
     for path, leaf in leaves:
         if not _is_array(leaf):  # before the user's filter sees the leaf
-            name = f"variable {keystr(path)}" if path else "the variables"
+            name = f"variable {keystr(path)}" if path else "the pytree of variables"
             raise TypeError(f"{name} is of type {type(leaf).__name__}, which is not an array; {_TREES}")
     flags = Trainable.of(variables, trainable).flags
     for (path, leaf), is_trained in zip(leaves, flags, strict=True):
