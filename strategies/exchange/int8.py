@@ -86,7 +86,7 @@ class Int8Layout:
         return private_memory((self.result_size,), FLOAT32)
 
     def new_residuals(self, replicas: int) -> list[np.ndarray]:
-        """Return the residuals before the first step: float32 zeros, for each gradient those of all `replicas`.
+        """Return the residuals before the first step: float32 zeros for `replicas` replicas, one array per gradient.
 
         The residuals of a gradient lie one after another along its first axis; a scalar's residuals have one axis.
         """

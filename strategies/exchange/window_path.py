@@ -1,7 +1,7 @@
 """The exchange through windows: each instance of a host adds one slice of the sums of all instances.
 
 Each instance copies its sums into its own window. When all have done that, instance j makes the mean of slice j
-straight from all windows, in the order of the tree, and copies the mean into all windows. When all have done that, each
+straight from all windows, in the order of the tree. It copies the mean into all windows. When all have done that, each
 instance takes the means out of its own window. For S bytes of gradients an instance copies 2 S and reads S, and the
 ranks meet twice, however many they are.
 """

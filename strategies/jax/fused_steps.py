@@ -3,8 +3,8 @@
 With several replicas, the means of gradients are made between two programs, and no program knows the other replicas. A
 single replica has nothing to wait for: its gradients stay inside of XLA, and so do several steps in a row.
 
-XLA may round differently there: it compiles the body of a loop in another way than a program of its own, and some
-gradients of convolutions then differ in their last bits (seen on CPU). So a program is compared before it is used.
+XLA may round differently there, because it compiles the body of a loop in another way than a program of its own. Then
+some gradients of convolutions differ in their last bits (seen on CPU). So a program is compared before it is used.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class PipelinePlanner(Protocol):
 @final
 @dataclass(frozen=True)
 class StepOptions(CommonOptions):
-    """The options of a training step on JAX; `CommonOptions` describes those that PyTorch has too.
+    """The options of a training step on JAX; `CommonOptions` describes the options shared with PyTorch.
 
     Attributes:
         gradient_accumulation_dtype: Dtype of the accumulators, and of the gradients that the optimizer gets: None for
@@ -74,15 +74,15 @@ class StepOptions(CommonOptions):
         recompute: Values of the forward pass that the backward pass computes again (Chen et al., 2016): "none",
             "blocks" (the values between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
         model_state_aggregation: Rule by which replicas agree on the model state after each step: one word for all of
-            it, or a pytree of words that is a prefix of the model state. "mean": the mean over all replicas in order.
+            it, or a pytree of words that is a prefix of it. "mean": the mean over all replicas in order.
             "first": replica 0's value. "per_replica": each replica keeps its own, which is lost with an instance.
             "sum": replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every
             replica computes the same value, so nothing travels. "constant": the value stays. None: the mean of
             floating-point leaves, and replica 0's value of others. Not with gradients as int8.
-        trainable: Variables that are trained: a function `(name, variable) -> bool` of names such as
-            `['dense']['kernel']`, or a pytree of bools that is a prefix of the variables; None for all. Other
-            variables keep their bits, may have any dtype, and have no gradients. The optimizer state is that of a tree
-            with None in their places.
+        trainable: Choice of the trained variables; None for all. It is a function `(name, variable) -> bool` of names
+            such as `['dense']['kernel']`, or a pytree of bools that is a prefix of the variables. Other variables keep
+            their bits, may have any dtype, and have no gradients. The optimizer state is made for a tree with None in
+            their places.
         pipeline: Cut of a replica into stages that run on several devices, or None. Not with `recompute`, because a
             pipeline recomputes by itself, and not with gradients as int8.
 

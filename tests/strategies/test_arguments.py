@@ -72,7 +72,7 @@ class TestAStateThatWasUsedUp:
 
     def test_its_variables_are_refused_too(self, used_up):
         trainer, before, _ = used_up
-        with pytest.raises(ValueError, match="these variables were used up by a step; give init a copy"):
+        with pytest.raises(ValueError, match="a step has used up these variables; give init a copy"):
             trainer.init(before.variables)
 
     def test_what_is_no_state_is_refused(self, strategy):
@@ -89,10 +89,10 @@ class TestMetrics:
         [
             (
                 jnp.ones(3),
-                r"'m' is of shape \[3\]; metrics are scalars, .*: take jnp.mean of it, and send whole",
+                r"'m' is of shape \[3\], but metrics are scalars, .*; take jnp.mean of it, and send whole",
             ),
             ({"a": 1.0}, "metric 'm' is a dict, but metrics are scalars; give each of its values a name of its own"),
-            ([1.0, 2.0], "metric 'm' is a list; metrics are scalars"),
+            ([1.0, 2.0], "metric 'm' is a list, but metrics are scalars"),
             ("good", r"the loss function returns .*'good'.*; it must return the loss, or the loss and a dictionary"),
         ],
     )
@@ -118,14 +118,22 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("variables", "error", "words"),
         [
-            (Module(jnp.ones(3), jax.nn.relu), TypeError, r"variable \.activation is of type custom_jvp and no array"),
-            (Module(jnp.ones(3), "relu"), TypeError, r"variable \.activation is of type str and no array"),
+            (
+                Module(jnp.ones(3), jax.nn.relu),
+                TypeError,
+                r"variable \.activation is of type custom_jvp, which is not an array",
+            ),
+            (Module(jnp.ones(3), "relu"), TypeError, r"variable \.activation is of type str, which is not an array"),
             (Module(jnp.ones(3), "float32"), TypeError, "of type str"),  # the name of a dtype
             (Module(jnp.ones(3), np.float32), TypeError, "of type type"),
             (object(), TypeError, "the pytree of variables is of type object, which is not an array"),
             ({"w": [1.0, object()]}, TypeError, r"variable \['w'\]\[1\] is of type object"),
-            (Module(jnp.ones(3), 3), TypeError, r"variable \.activation is of dtype int32; only floating-point"),
-            (Module(jnp.ones(3), jax.random.key(0)), TypeError, r"\.activation is of dtype key<fry>; only floating"),
+            (Module(jnp.ones(3), 3), TypeError, r"variable \.activation is of dtype int32, but only floating-point"),
+            (
+                Module(jnp.ones(3), jax.random.key(0)),
+                TypeError,
+                r"\.activation is of dtype key<fry>, but only floating",
+            ),
             (None, ValueError, "None has no variable"),
             ({}, ValueError, r"{} has no variable"),
         ],
@@ -155,7 +163,7 @@ class TestTheLossFunction:
                 r"takes \(v, b\), but is called with \(variables, batch, key\); let it take these",
             ),
             (lambda v, b, key, own, more: 0.0, r"takes \(v, b, key, own, more\), but is called with"),
-            (lambda v, b, *, key: 0.0, r"takes \(v, b, \*, key\), and is called"),
+            (lambda v, b, *, key: 0.0, r"takes \(v, b, \*, key\), but is called"),
             (3, "the loss function is a int; use a function of"),
         ],
     )

@@ -239,7 +239,9 @@ def test_what_needs_the_host_is_refused_where_the_environment_forces_a_device(mo
     trainer = strategies.Trainer(
         strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), gradient_transfer_dtype="int8"
     )
-    with pytest.raises(ValueError, match="the exchange is 'compiled', on the device, and gradients travel as int8"):
+    with pytest.raises(
+        ValueError, match="the exchange 'compiled' keeps gradients on the device, but gradients travel as int8"
+    ):
         trainer.step(trainer.init(jnp.ones(300)), {"x": np.ones((2, 300), np.float32)})
 
 

@@ -173,7 +173,10 @@ class TestMetricNames:
     @pytest.mark.parametrize(
         ("metrics", "words"),
         [
-            ({"each": jnp.zeros(2)}, r"metric 'each' is of shape \[2\]; metrics are scalars, .*: take jnp.mean of it"),
+            (
+                {"each": jnp.zeros(2)},
+                r"metric 'each' is of shape \[2\], but metrics are scalars, .*; take jnp.mean of it",
+            ),
             ({"loss": jnp.zeros(())}, "a metric is called 'loss', which is the name of the loss itself; use"),
         ],
     )

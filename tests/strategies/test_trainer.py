@@ -232,7 +232,7 @@ class TestMetrics:
             trained(strategy)[1]["accuracy"]
 
     @pytest.mark.parametrize(
-        ("metric", "text"), [(jnp.zeros(3), r"metric 'bad' is of shape \[3\]; metrics are scalars")]
+        ("metric", "text"), [(jnp.zeros(3), r"metric 'bad' is of shape \[3\], but metrics are scalars")]
     )
     def test_are_scalars(self, strategy, metric, text):
         with pytest.raises(TypeError, match=text):

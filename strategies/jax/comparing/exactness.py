@@ -2,7 +2,7 @@
 
 XLA fuses and contracts operations inside one program. If a model is cut elsewhere, it may round differently (seen with
 attention and dropout). Both ways are compared for the given values, and for random values. At the start of a training
-equal bits would mean little: a last layer of zeros makes all other gradients zero, and a learning rate that warms up
+equal bits would mean little. A last layer of zeros makes all other gradients zero, and a learning rate that warms up
 from zero changes no variable.
 """
 

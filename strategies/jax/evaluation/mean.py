@@ -18,6 +18,11 @@ from strategies.typing import Numbers
 class Mean(ReadAsValue):
     """A mean that is merged exactly, because it is kept as a sum and a count.
 
+    Example:
+        >>> from strategies import Mean
+        >>> Mean(6.0, 3).merge(Mean(4.0, 1)).value
+        2.5
+
     Attributes:
         total: Sum of the numbers, of any shape; float64 once it has left the replica.
         count: Number of the numbers, or sum of their weights: a scalar, or of the shape of `total`; float64 once it has

@@ -40,28 +40,36 @@ class InfeedQueue:
     An element is an array, a tuple of arrays or dictionaries (the arguments of a loop's body), or a dictionary (its
     keyword arguments).
 
-    With several instances, the iterable of each instance may have the elements of all replicas, so that their spread
-    does not matter, or only those of its own replicas: `mode` says which. `distribute_datasets_from_function` returns
+    With several instances, `mode` says what the iterable of each instance has. It has the elements of all replicas, so
+    that their spread does not matter, or only those of its own replicas. `distribute_datasets_from_function` returns
     elements of the own replicas; no instance asks the others whether they have more.
 
     A `DistributedDataset` feeds its batches, epoch after epoch; each replica gets its part of a step's batch. A
     `PerReplica` of iterables feeds each replica from its own iterable.
 
-    The data are read once, as far as programs ask for them: the next program goes on where the last one stopped. A
-    program that asks for more raises `EndOfDataError`, and an error of the data set is raised by the program that asks
-    for that element. Both are raised after the replicas have finished their program without further data.
+    The data are read once, as far as programs ask for them: the next program continues behind the previous one. A
+    program that asks for more raises `EndOfDataError`. If the data set raises an error, the program that asks for that
+    element raises it. Both are raised after the replicas have finished their program without further data.
 
     The queue starts with `start`, or with the first program that dequeues it. `delete`, or the end of a `with`, deletes
-    it; then `start` begins again with the first element, unless the data set is an iterator, which can be read only
+    it. Then `start` begins again with the first element, unless the data set is an iterator, which can be read only
     once. The thread of the queue also ends when the queue is garbage-collected.
 
     Semantics: the original's `IPUInfeedQueue`; `start` and `delete` are its `initializer` and `deleter`.
 
+    Example:
+        >>> import numpy as np
+        >>> from strategies import InfeedQueue, IPUStrategy, loops
+        >>> infeed = InfeedQueue([np.float32(0), np.float32(1), np.float32(2)])
+        >>> add = lambda total, element: total + element
+        >>> IPUStrategy(1).run(lambda: loops.repeat(3, add, np.float32(0), infeed))
+        PerReplica(values=(array(3., dtype=float32),))
+
     Args:
         dataset: Iterable of elements: NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
             the same structure, shapes and dtypes. Or a `DistributedDataset`, or a `PerReplica` of iterables.
-        prefetch_depth: Number of rounds to prepare ahead, 1 to 255. None: three; or one if the defaults of the
-            strategy in whose scope the queue is made, or the configuration in force (`strategies.config`), say so.
+        prefetch_depth: Number of rounds to prepare ahead, 1 to 255. None: the default of the strategy in whose scope
+            the queue is made, or of the configuration in force (`strategies.config`), which is three or one.
         mode: Replicas whose elements an iterable has, see `InfeedMode`. Without effect if there is one instance.
 
     Attributes:
@@ -72,8 +80,8 @@ class InfeedQueue:
     Raises:
         TypeError: `dataset` is not iterable or its elements are not each for one replica; "Unsupported datatype"; or
             `mode` is not an `InfeedMode`.
-        ValueError: The depth is out of range, "Output shape", a dimension has size 0, the data set is empty, or `mode`
-            is given although elements are each replica's own.
+        ValueError: The depth is out of range, "Output shape", a dimension has size 0, or the data set is empty. Also if
+            `mode` is given although elements are each replica's own.
         StrategyError: Taking an element is a collective call, which the thread must not make.
     """
 

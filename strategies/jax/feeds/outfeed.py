@@ -55,6 +55,17 @@ class OutfeedQueue:
 
     Semantics: the original's `IPUOutfeedQueue`; a `with` statement acts like its `ScopedIPUOutfeedQueue`.
 
+    Example:
+        >>> import numpy as np
+        >>> from strategies import IPUStrategy, OutfeedQueue, loops
+        >>> outfeed = OutfeedQueue()
+        >>> def body(number):
+        ...     outfeed.enqueue(number * number)
+        ...     return number + 1
+        >>> _ = IPUStrategy(1).run(lambda: loops.repeat(3, body, np.int32(0)))
+        >>> outfeed.dequeue()
+        array([0, 1, 4], dtype=int32)
+
     Args:
         mode: Whether `dequeue` returns all values since its last call, or only the last value.
         buffer_depth: Accepted because the original has it; here only memory limits the queue.

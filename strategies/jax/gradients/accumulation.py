@@ -84,7 +84,7 @@ def accumulate(
     def add(before: Tree, turn: Tree) -> tuple[Tree, None]:
         total, sums, model_state, token = before
         number, part = turn
-        with program.inside(token):  # orders the feeds of a micro-batch behind those of the previous one
+        with program.inside(token):  # puts the feeds of a micro-batch behind those of the previous micro-batch
             own, new, model_state = gradients(part, jax.random.fold_in(key, number), model_state)
             token = program.token
         sums = [

@@ -128,7 +128,7 @@ def check_variables(variables: Variables, trainable: Filter = None) -> None:
                 f"be trained; keep others outside, or leave them untrained with Trainer(trainable=...): {_TREES}"
             )
     if are_used_up(variables):
-        raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
+        raise ValueError("a step has used up these variables; give init a copy, or the variables after the step")
 
 
 def check_state(state: object) -> None:

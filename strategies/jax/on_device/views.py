@@ -19,7 +19,7 @@ class JaxViews:
     """The `DeviceViews` of JAX.
 
     Args:
-        device: Device for copies of the mapped memory. Host memory counts as that of the first simulated device.
+        device: Device for copies of the mapped memory. Host memory belongs to the first simulated device.
     """
 
     def __init__(self, device: jax.Device) -> None:

@@ -1,8 +1,8 @@
 """The values that a function reads from outside while it is traced, and checks that they are unchanged.
 
-A traced function becomes a program, and a value that it read in Python is a constant there: numbers, arrays,
-attributes, globals, the next element of an iterator, the time. So the code of the function, and of the user's functions
-that it calls, is searched for such reads. Code of libraries is not searched.
+A traced function becomes a program, and a value that it read in Python is a constant there. Such values are numbers,
+arrays, attributes, globals, the next element of an iterator, and the time. So the code of the function, and of the
+user's functions that it calls, is searched for such reads. Code of libraries is not searched.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Reads:
         for one in functions:
             walk.follow(one, "")
         if walk.is_stale:  # JAX caches traces of loop bodies, branches and jitted functions
-            logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
+            logger.info("%s reads values that have changed; JAX's caches are cleared", self._name)
             jax.clear_caches()
         self._reads = walk.reads
         self.of_keras: Sequence[object] = walk.of_keras

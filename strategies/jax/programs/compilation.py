@@ -93,7 +93,7 @@ def _private_folder(named: str, said_by: str) -> Path:
         fault = fault_of(folder.parent) or fault_of(folder) or fault_of_entries(folder)
     except OSError as error:
         raise ValueError(
-            f"{said_by} is {named}, where no folder can be made: {error.strerror}; "
+            f"{said_by} is {named}, but no folder can be made there: {error.strerror}; "
             "name another folder (poprun --executable-cache-path)"
         ) from None
     if fault:

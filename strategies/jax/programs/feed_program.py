@@ -46,14 +46,14 @@ class FeedProgram:
     """A program while it is traced.
 
     A token puts its calls into Python in order: each call takes and returns it, and loops carry it. JAX alone does not
-    do that: it drops or hoists calls on which nothing depends when it differentiates a loop, and after a failure of one
-    ordered call it fails all later ones.
+    keep the order. If it differentiates a loop, it drops or hoists calls on which nothing depends. And after a failure
+    of one ordered call, it fails all later ones.
 
     Attributes:
         replica: Global index of the replica that runs it, an int32 scalar.
         replication: All replicas that run it.
-        report: Callback for the error of a feed, at run time. It notes the error, which is raised when the program has
-            ended: a replica that stopped by itself would keep others waiting. Or it raises at once.
+        report: Callback for the error of a feed, at run time. It raises the error, or notes it until the program has
+            ended, because a replica that stopped by itself would keep others waiting.
         token: int32 scalar, negative after a failure.
         is_ordered: Whether JAX has to order the calls too, because tokens do not connect all of the program.
         infeeds: Identities of the infeeds that it dequeues, with the number of places.

@@ -49,6 +49,17 @@ class GradientCaptureContext:
     """A context that differentiates functions, and holds the gradients of arrays marked in them.
 
     In `gradient_capture_context` of an `OptimizerFunctionOutput` it holds the gradients of the pipeline's last update.
+
+    Example:
+        >>> from strategies import GradientCaptureContext, capture_upstream_gradients
+        >>> context = GradientCaptureContext()
+        >>> def loss(weight):
+        ...     hidden = capture_upstream_gradients(3 * weight, "hidden")
+        ...     return hidden**2
+        >>> float(context.grad(loss)(2.0))
+        36.0
+        >>> float(context.captured_gradients["hidden"])
+        12.0
     """
 
     def __init__(self) -> None:

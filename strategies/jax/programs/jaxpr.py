@@ -55,7 +55,7 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 
 
 def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJaxpr | None:
-    """Return the program that an equation evaluates once, with its own operands; None if it is not such a call.
+    """Return the program that an equation evaluates once, with its own operands; None for other equations.
 
     Args:
         equation: Equation of a traced program.

@@ -2,9 +2,9 @@
 
 How XLA compiles a program decides the last bits of its results. It compiles a program for several devices differently
 from one for a single device (it merges common expressions earlier). On CPUs it divides a program among the cores that
-the process may use at compilation. So no program of a replica, and no update, is compiled for more than one device, and
-all are compiled as if there were one core. Inside of large operations, XLA's thread pool decides by its size only,
-which is fixed (see `popdist.xla`).
+the process may use at compilation. So programs of replicas and updates are never compiled for more than one device, and
+always as if there were one core. Inside of large operations, XLA's thread pool decides by its size only, which is fixed
+(see `popdist.xla`).
 
 The module also has the interface of variables that a function holds (`HeldState`).
 """

@@ -100,7 +100,7 @@ def refuse_clocks(
     """Refuse calls of clocks, and of the random number generators that all of Python shares.
 
     Raises:
-        RuntimeError: The function has such a call.
+        RuntimeError: The function calls one of them.
     """
     value, name = None, ""
     for one in instructions:

@@ -208,11 +208,11 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 # ---- products that are contracted with sums
 #
 # XLA's CPU backend lets LLVM contract a product and a sum to one operation with a single rounding (a fused
-# multiply-add). If two products are added, only one of them can be contracted, and the loop around them decides which
-# one: its length, its vectorisation, and the operations fused into it. So an update of a part of an array could differ
-# in the last bit from the update of the whole array; seen with AdamW behind a clip, Adan, schedule-free and
-# `optax.MultiSteps`. Without contraction sums, products, quotients and square roots are those of IEEE 754, which leaves
-# no choice.
+# multiply-add). If two products are added, only one of them can be contracted. The loop around them decides which one:
+# its length, its vectorisation, and the operations fused into it. So an update of a part of an array could differ in
+# the last bit from the update of the whole array. That was seen with AdamW behind a clip, Adan, schedule-free and
+# `optax.MultiSteps`. Without contraction sums, products, quotients and square roots follow IEEE 754, which leaves no
+# choice.
 
 
 def with_rounded_products(function: Function) -> Function:

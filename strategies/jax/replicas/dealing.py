@@ -57,7 +57,7 @@ def replication_of(leaf: Leaf) -> Replication | None:
 def unchanging(batch: Tree) -> Tree:
     """Return a batch for a step that the host does not wait for, with copies of arrays that the program may change.
 
-    Arrays of JAX do not change, nor do those of data sets, see `DataSource`.
+    Arrays of JAX and of data sets do not change, see `DataSource`.
     """
     return jax.tree.map(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) and replication_of(leaf) is None else leaf, batch

@@ -22,7 +22,7 @@ class Membership(ABC):
 
     Args:
         ipus_per_replica: Number of devices that a replica spans; None: the launcher's number.
-        defaults: Defaults of the strategy; None: those of `IPUConfig`, whenever something is made for the strategy.
+        defaults: Defaults of the strategy; None: the defaults of `IPUConfig`, read when something is made for it.
 
     Attributes:
         instance: Identity of this process and its replicas, by the present numbers of the instances.

@@ -32,10 +32,10 @@ def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class PartOfArray:
-    """This instance's part of an array that is cut into shards.
+    """The part of a sharded array that this instance holds.
 
     Attributes:
-        local: Part of this instance.
+        local: The part.
         whole: Shape and dtype of the array.
         shards: Division of the array.
         replicas: Replicas of the job, which connect the instances.

@@ -71,7 +71,7 @@ class MirroredVariable:
 class SyncOnReadVariable:
     """A pytree with a value of its own on each replica, such as batch statistics; it is reduced when it is read.
 
-    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ): it lives with the replicas, even with
+    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ). It lives with the replicas, even with
     `variables_on_host`. **All instances read at the same time**, so they also write checkpoints at the same time.
 
     Attributes:

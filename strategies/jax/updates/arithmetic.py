@@ -66,6 +66,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     It is `optax.clip_by_global_norm` as the first of a chain, with the same bits whether or not optimizer state is
     sharded: `Trainer` gives it the norm of all mean gradients, of which a replica may have only a part.
 
+    Example::
+
+        optimizer = optax.chain(strategies.clip_by_global_norm(1.0), optax.adam(1e-3))
+
     Args:
         max_norm: Largest norm, above 0.
 

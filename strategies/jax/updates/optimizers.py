@@ -180,7 +180,7 @@ def _refuse(name: str) -> Function:
 
 
 def _taken(function: Function, names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the names that a function takes as keywords."""
+    """Return the names that a function takes as keywords, out of `names`."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return tuple(name for name in names if takes_any or name in parameters)

@@ -349,7 +349,7 @@ def test_a_trainer_refuses_what_a_schedule_reads_and_has_changed(alone):
     state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
     state, _ = trainer.step(state, batch)
     one.grow()
-    with pytest.raises(RuntimeError, match="reads one.scale, which has changed .* the state of the optimizer"):
+    with pytest.raises(RuntimeError, match="reads one.scale, which .* has changed .* the state of the optimizer"):
         trainer.step(state, batch)
 
 
