@@ -28,7 +28,7 @@ EXCHANGES = (AUTO, COMPILED, WINDOW, HOST)
 class DeviceArithmetic(Protocol):
     """The arithmetic of a framework on its devices, with the same bits as `collectives.reduction.Reduction`.
 
-    A path calls it. No method waits for the device.
+    A path calls it. No method waits for the device. After an error the sums may be used up.
     """
 
     def mean(
@@ -92,8 +92,9 @@ class DeviceViews(Protocol):
 class DevicePath(ABC):
     """A path on which sums that lie on devices become means over all replicas of all instances.
 
-    The step loop calls `means` and `gather` in the same order on all instances, and `close` once at the end. If a call
-    raises, the other instances may wait in a barrier until the communicator's time limit; only `close` may follow.
+    A step calls `means` and `gather` in the same order on all instances. If a call fails, other instances may still wait
+    in it, up to the communicator's time limit, and the sums may be used up. Then only `close` may follow; after a loss
+    the survivors make a new path.
 
     Args:
         spread: Spread of the replicas over the instances; `spread.sums` has the nodes that each instance adds itself.

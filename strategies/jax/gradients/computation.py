@@ -160,7 +160,8 @@ class Kept:
 class ReplicaPlan(ABC):
     """The programs of a replica's gradients, independent of the number of local replicas, without memory for gradients.
 
-    A step is prepared by one plan; `gradients_on` is called again, on the same plan, if the local replicas change.
+    The preparation of a step compares `equations` between instances, and calls `gradients_on`. If the local replicas
+    change, it calls `gradients_on` again. A plan holds no state of steps, so errors in steps leave it usable.
 
     Attributes:
         leaving: Layout of the values that leave a replica to be averaged.
