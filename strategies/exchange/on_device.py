@@ -92,9 +92,9 @@ class DeviceViews(Protocol):
 class DevicePath(ABC):
     """A path on which sums that lie on devices become means over all replicas of all instances.
 
-    A step calls `means` and `gather` in the same order on all instances. If a call fails, other instances may still wait
-    in it, up to the communicator's time limit, and the sums may be used up. Then only `close` may follow; after a loss
-    the survivors make a new path.
+    A step calls `means` and `gather` in the same order on all instances. If a call fails, the sums may be used up, and
+    other instances may still wait in it, up to the communicator's time limit. Then only `close` may follow; after a
+    loss the survivors make a new path.
 
     Args:
         spread: Spread of the replicas over the instances; `spread.sums` has the nodes that each instance adds itself.
