@@ -99,7 +99,7 @@ class TestSrun:
         done = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, "-c", WHO)
         assert done.returncode == 1
         assert "srun started 2 tasks (SLURM_PROCID=" in done.stderr
-        assert "each of them would be alone; start them with `srun --mpi=pmix`" in done.stderr
+        assert "each task would run alone; start them with `srun --mpi=pmix`" in done.stderr
 
     @pytest.mark.parametrize(
         ("fails", "blamed"),
@@ -241,7 +241,9 @@ class TestPopRun:
             "salloc", "--quiet", "-N2", "-n3", *POPRUN, *("--num-instances", "4", "--num-replicas", "4"), "true"
         )
         assert done.returncode == 2
-        assert re.search(r"4 instances on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr)
+        assert re.search(
+            r"4 instances do not fit on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr
+        )
 
     def test_it_is_not_started_by_every_task(self, slurm):
         done = slurm.run("srun", "-N2", "-n2", *POPRUN, "true")
@@ -271,7 +273,7 @@ def installed(slurm):
 @pytest.mark.cores(2)
 def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
     """launch_scripts/slurm.sbatch, submitted as its users do, and the same by srun alone."""
-    program, words = str(ROOT / "launch_scripts" / "train_digits.py"), ["--epochs", "1"]
+    program, words = str(ROOT / "popdist" / "examples" / "digits.py"), ["--epochs", "1"]
     alone = slurm.bed.on("h0", sys.executable, program, "--strategy", "ipu", "--replicas", "4", *words, limit_s=120)
     wanted = re.search(r"variables [0-9a-f]{64}", alone.stdout)
     assert wanted is not None, alone.stderr

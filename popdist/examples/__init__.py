@@ -1,0 +1,1 @@
+"""Example programs; start with `python -m popdist.examples.digits`."""

@@ -1,0 +1,1 @@
+"""Programs of the original documentation in the form that runs here."""
