@@ -200,7 +200,7 @@ class TestOthersBatches:
 
     def test_of_another_strategy_are_refused(self, strategy):
         theirs = first_batch(strategies.IPUStrategy(2))
-        message = "the batch is dealt out among 2 replicas, but is used on 4 replicas; use the batches"
+        message = "the batch is dealt out among 2 replicas, but is used on 4 replicas; use batches"
         for use in (
             lambda: strategy.run(lambda b: b["x"], args=(theirs,)),
             lambda: strategy.reduce("sum", theirs),

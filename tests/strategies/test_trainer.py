@@ -297,7 +297,7 @@ class TestBatches:
 
     def test_are_cut_along_their_first_axis(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
-        with pytest.raises(ValueError, match=r"a batch of shape \[\] for 4 local replicas"):
+        with pytest.raises(ValueError, match=r"a batch has the shape \[\] for 4 local replicas"):
             trainer.step(trainer.init(start()), {"x": np.float32(0), "y": TARGETS})
 
     def test_have_rows(self, strategy):
