@@ -3,7 +3,7 @@
 import gc
 from types import ModuleType
 
-try:  # JAX and optax make 100,000 objects that all stay: looking for garbage meanwhile takes a fifth of this import
+try:  # JAX and optax make 100,000 permanent objects; garbage collection would take a fifth of this import
     _collects_garbage = gc.isenabled()
     gc.disable()
     import jax  # noqa: F401
@@ -66,7 +66,7 @@ from strategies.trainer import Trainer
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Return `strategies.keras`, which is imported, with Keras, when a program asks for it."""
+    """Return `strategies.keras`; the first access imports it and Keras."""
     if name == "keras":
         import strategies.keras as room
 
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def _keras_room() -> KerasRoom:
-    """Import the room for Keras, and Keras."""
+    """Import the part of `strategies.keras` that strategies call, and Keras."""
     from strategies.keras import hook
 
     return hook

@@ -65,8 +65,8 @@ with strategies.IPUStrategy().scope():
 def test_the_first_import_of_keras_inside_of_a_scope_is_refused(in_new_process):
     """In all threads: models would be trained by each instance alone. After the scope Keras is imported as ever."""
     refused, known = in_new_process(LATE, KERAS_BACKEND="jax").splitlines()
-    assert "keras is imported for the first time while strategy.scope() is open" in refused
-    assert refused.count("import keras before the scope") == 1
+    assert "keras is imported for the first time inside strategy.scope()" in refused
+    assert refused.count("import keras before you enter the scope") == 1
     assert known == "True False"
 
 
