@@ -115,8 +115,8 @@ class Strategy(ABC):
     def defaults(self) -> Defaults:
         """The default options of trainers, pipelines, data sets and feeds made for this strategy.
 
-        These are the defaults that the strategy was given. Without them, the configuration in force
-        (`strategies.config`) at the time when such an object is made decides.
+        They are the defaults that the strategy was given. A strategy without its own defaults uses those of the
+        configuration that is in force when the object is made (`strategies.config`).
         """
         return self.replicas.defaults
 
@@ -313,8 +313,8 @@ class Strategy(ABC):
 
         Raises:
             TypeError: If an axis is not an integer.
-            ValueError: If `op` is unknown, the replicas' pytrees differ, the value cannot be split as in `run`, or a
-                replica's value has no such axis or nothing along it.
+            ValueError: If `op` is unknown, or the replicas' pytrees differ, or the value cannot be split as in `run`.
+                If a replica's value lacks the axis, or is empty along it.
         """
         refuse_in_replica("strategy.reduce")
         return self.replicas.reduce(op, values_of(value), axis)
@@ -350,11 +350,11 @@ class Strategy(ABC):
             function: JAX-traceable function. In it, `get_replica_context` gives the replica's index and collectives
                 over all replicas. It is compiled once per function object and argument shapes, and again if an outside
                 value that it reads has changed. It may read and assign models of Keras.
-            args: Pytrees. A replica gets its own value of a `PerReplica` or an "on_read" variable at any depth, its
-                rows of a batch of `distribute_dataset`, and everything else as a whole. With several local replicas, a
-                new array as long as such a batch is refused: mark it with `dealt` or `shared`. From an iterator (of a
-                data set, an infeed or Python) the function takes elements with `next` while it runs; from then on the
-                iterator belongs to programs.
+            args: Pytrees. Of a `PerReplica` or an "on_read" variable, at any depth, a replica gets its own value. Of a
+                batch of `distribute_dataset` it gets its rows, and of everything else the whole. With several local
+                replicas, another array with the length of a batch is refused: mark it with `dealt` or `shared`. From an
+                iterator (of a data set, an infeed or Python) the function takes elements with `next` while it runs.
+                From then on the iterator belongs to programs.
             kwargs: Pytrees by name, treated as `args` are.
 
         Returns:
@@ -366,9 +366,9 @@ class Strategy(ABC):
             TypeError: If `args` is not a tuple or list, or `kwargs` not a dictionary; "Unsupported data type" for
                 float64 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: If a `PerReplica` has a masked array.
-            ValueError: If a `PerReplica` does not have one value per local replica, or values of different shapes;
-                integers do not fit into 32 bits, unless JAX has 64 bits enabled; a batch or a `PerReplica` belongs to
-                other replicas; or an array may or may not be a batch.
+            ValueError: If a `PerReplica` does not have one value per local replica, or has values of different shapes.
+                If integers do not fit into 32 bits, unless JAX has 64 bits enabled. If a batch or a `PerReplica`
+                belongs to other replicas. If an array may or may not be a batch.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}

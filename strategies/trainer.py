@@ -284,9 +284,9 @@ class Trainer:
 
         Raises:
             TypeError: If the loss is not a floating-point scalar, or a leaf of the batch is not an array.
-            ValueError: If the local replicas do not divide the batch evenly; the batch has no rows, lacks a key that
-                the loss function reads, has NumPy integers beyond JAX's range, or is for other replicas; or a step used
-                the state up.
+            ValueError: If the local replicas do not divide the batch evenly, or a step has used the state up. If the
+                batch has no rows, belongs to other replicas, lacks a key that the loss function reads, or has NumPy
+                integers beyond JAX's range.
             NonFiniteGradientError: With `check_numerics`; the state is unchanged and still usable.
             DivergenceError: With `digest_every`, if instances have different bits.
             DisagreementError: On all instances, at the first step with a new shape of batches, if they differ in
@@ -329,9 +329,9 @@ class Trainer:
 
         Raises:
             TypeError: If a loss or metric is not a scalar, or a result of `metrics_fn` cannot be merged.
-            ValueError: If there is no row; the data set leaves rows out or accumulates; batches differ in more than the
-                number of rows; the function has feeds, or collectives although it gets single rows; or a step used the
-                state up.
+            ValueError: If there is no row, or the data set leaves rows out or accumulates. If batches differ in more
+                than the number of rows. If the function has feeds, or has collectives although it gets single rows. If
+                a step has used the state up.
             DisagreementError: On all instances, if they would not compute the same.
         """
         check_state(state)

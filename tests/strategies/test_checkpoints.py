@@ -443,7 +443,7 @@ class TestAnotherTraining:
         [
             (8, {}, CheckpointError, "saved with 4 replicas, and this training has 8; .*: use 4 replicas"),
             (4, {"trainer_seed": 5}, CheckpointError, "the trainer's seed 3, and this training has 5"),
-            (4, {"dataset_seed": 5}, ValueError, "saved with seed 4 and this data set has seed 5"),
+            (4, {"dataset_seed": 5}, ValueError, "saved with seed 4, but this data set has seed 5"),
             (
                 4,
                 {"units": 5},

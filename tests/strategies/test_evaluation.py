@@ -530,7 +530,7 @@ class TestDataSetsThatAreRefused:
         ("options", "message"),
         [
             ({"remainder": "drop"}, "drops 3 rows that do not fill a batch of 12, .*remainder='pad'"),
-            ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which only training accumulates"),
+            ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which are for training only"),
         ],
     )
     def test_because_rows_would_be_missing(self, strategy, options, message):
@@ -546,12 +546,14 @@ class TestDataSetsThatAreRefused:
     @pytest.mark.parametrize("data", [rows_of(5), rows_of(5)["x"], (rows_of(5)["x"],), "rows"])
     def test_because_they_are_no_batches(self, strategy, data):
         trainer, state = trainer_of(strategy)
-        with pytest.raises(TypeError, match=r"which has no batches; give what strategy.distribute_dataset"):
+        with pytest.raises(
+            TypeError, match=r"which does not consist of batches; give the result of strategy.distribute_dataset"
+        ):
             trainer.evaluate(state, data)
 
     def test_because_they_are_nothing(self, strategy):
         trainer, state = trainer_of(strategy)
-        with pytest.raises(TypeError, match="is a int and no iterable of batches"):
+        with pytest.raises(TypeError, match="is a int, not an iterable of batches"):
             trainer.evaluate(state, 3)
         with pytest.raises(ValueError, match="there is no row to evaluate"):
             trainer.evaluate(state, [])
@@ -559,7 +561,10 @@ class TestDataSetsThatAreRefused:
     @pytest.mark.parametrize(
         ("batches", "message"),
         [
-            ([rows_of(8), rows_of(12)], "batch 1 has 3 rows for each replica and the first one 2; .*begin with the"),
+            (
+                [rows_of(8), rows_of(12)],
+                "batch 1 has 3 rows for each replica, but the first batch has 2; .*begin with the",
+            ),
             ([rows_of(8), {"x": rows_of(8)["x"]}], "batch 1 has rows of other structure"),
             ([rows_of(8), rows_of(8) | {"y": np.ones((8, 2), np.float32)}], "batch 1 has rows of other structure"),
             ([{**rows_of(8), "scale": np.float32(2)}], r"in batch 0 .*batch\['scale'\] is of shape \[\]"),
