@@ -569,7 +569,7 @@ class TestDataSetsThatAreRefused:
             ([rows_of(8), rows_of(8) | {"y": np.ones((8, 2), np.float32)}], "batch 1 has rows of other structure"),
             ([{**rows_of(8), "scale": np.float32(2)}], r"in batch 0 .*batch\['scale'\] is of shape \[\]"),
             ([{**rows_of(8), "table": np.ones(3)}], r"in batch 0 .*batch\['table'\] is of shape \[3\]"),
-            ([cut(rows_of(8), 0, 0)], "no row in the first batch of instances \\[0\\]"),
+            ([cut(rows_of(8), 0, 0)], "first batch of instances \\[0\\] has no row"),
             ([{}], "batch 0 has no arrays"),
         ],
     )
@@ -586,7 +586,7 @@ class TestDataSetsThatAreRefused:
     def test_because_one_instance_has_nothing(self, on_instances):
         def program(strategy):
             trainer, state = trainer_of(strategy)
-            with pytest.raises(ValueError, match=r"no row in the first batch of instances \[1\]"):
+            with pytest.raises(ValueError, match=r"first batch of instances \[1\] has no row"):
                 trainer.evaluate(state, [rows_of(4)] if strategy.is_chief else [])
 
         on_instances(2, 2, program)
