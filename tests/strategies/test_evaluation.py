@@ -604,7 +604,7 @@ class TestInstances:
     def test_agree_on_what_is_evaluated(self, on_instances):
         def program(strategy):
             own = 1.0 + strategy.instance_index
-            with pytest.raises(DisagreementError, match="computes the evaluation otherwise than instance 0"):
+            with pytest.raises(DisagreementError, match="computes the evaluation differently from instance 0"):
                 evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: batch["y"].sum() * own)
 
         on_instances(2, REPLICAS, program)

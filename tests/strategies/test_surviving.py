@@ -307,7 +307,7 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
 
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
-    assert "the queues of feeds belong to the replicas that an instance has had from the beginning: if" in caplog.text
+    assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
 
 
 # ---- what the chief does
