@@ -50,8 +50,8 @@ DIFFERENT = {
     "learning rate": (
         {"optimizer": optax.sgd(0.1)},
         {"optimizer": optax.sgd(0.2)},
-        r"instance 1 computes the update differently from instance 0: line \d+ of its program is '.* -0.2 .*', and there "
-        r"it is '.* -0.1 .*'; start all with the same program and arguments",
+        r"instance 1 computes the update differently from instance 0: line \d+ of its program is '.* -0.2 .*', and "
+        r"there it is '.* -0.1 .*'; start all with the same program and arguments",
     ),
     "schedule": (
         {"optimizer": optax.sgd(optax.cosine_decay_schedule(0.1, 10))},
@@ -280,8 +280,8 @@ class TestWords:
     def test_a_program_that_ends_earlier_differs_in_nothing(self):
         told = {0: [{"p": ["x", "y"]}], 1: [{"p": ["x", "y"]}], 2: [{"p": ["x"]}]}
         assert describe(told) == (
-            "instance 2 computes p differently from instance 0: line 2 of its program is 'nothing', and there it is 'y'; "
-            "start all with the same program and arguments"
+            "instance 2 computes p differently from instance 0: line 2 of its program is 'nothing', and there it is "
+            "'y'; start all with the same program and arguments"
         )
 
 
