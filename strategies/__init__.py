@@ -1,4 +1,18 @@
-"""Distributed training: replicas, steps, data and reductions."""
+"""Data-parallel training on R replicas, with the same bits however the replicas are spread over instances.
+
+A strategy says where the replicas run, a data set gives each replica its rows, and a trainer makes the steps. Models
+are functions of JAX, or of Keras (`strategies.keras`); for modules of PyTorch there is `strategies.torch`.
+
+Example::
+
+    strategy = strategies.PopDistStrategy()
+    dataset = strategy.distribute_dataset({"image": x, "label": y}, batch_size=32)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
+    state = trainer.init(variables)
+    for batch in dataset.epoch(0):
+        state, metrics = trainer.step(state, batch)
+    strategies.fingerprint(state.variables)  # the same on all instances, and for every number of instances
+"""
 
 import gc
 from types import ModuleType

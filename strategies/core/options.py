@@ -173,7 +173,7 @@ class CommonOptions(ABC):
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """The options in the form in which all instances must have the same."""
+        """The options as values to compare; all instances must have the same."""
         return {
             "seed": self.seed,
             "check_numerics": self.check_numerics,
@@ -191,7 +191,7 @@ class CommonOptions(ABC):
     @property
     @abstractmethod
     def own_terms(self) -> Mapping[str, object]:
-        """The options of this engine alone, in the form in which all instances must have the same."""
+        """The options of this engine alone as values to compare; all instances must have the same."""
 
 
 Options = TypeVar("Options", bound=CommonOptions)

@@ -140,7 +140,7 @@ class OwnTrainFunction:
         return Outcome(0 * variables["nothing"], told, new)
 
     def _looked_at(self, parts: Parts, batch: Batch) -> dict[str, list[str]]:
-        """Return the ways in which replicas agree on each part of the state."""
+        """Return, for each variable of each part of the state, how replicas agree on its value."""
         old, structure = jax.tree.flatten(parts)
         split = partial(jax.tree.unflatten, structure)
 

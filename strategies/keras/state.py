@@ -95,7 +95,7 @@ class Seeds:
 
 
 def words_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
-    """Return the ways in which replicas agree on variables that are not trained.
+    """Return, for each untrained variable, how replicas agree on its value, such as by MEAN or FIRST.
 
     Args:
         variables: Variables that are not trained.
@@ -116,7 +116,7 @@ def _word(variable: keras.Variable) -> str:
 def words_of_metrics(
     variables: Sequence[keras.Variable], is_changed: Sequence[bool], adds: Sequence[bool]
 ) -> list[str]:
-    """Return the ways in which replicas agree on variables of metrics: exact sums, unless Keras says otherwise.
+    """Return, for each variable of metrics, how replicas agree on it: by an exact SUM, unless Keras asks otherwise.
 
     Args:
         variables: Variables of metrics.
