@@ -384,7 +384,7 @@ class Checkpoints:
             except (CheckpointError, OSError) as error:
                 fault = str(error)
         known = json.dumps([fault, found and found[0].to_json()])
-        text = broadcast_text(self._strategy.communicator, known, 0, "what is known of the checkpoint")
+        text = broadcast_text(self._strategy.communicator, known, 0, "facts of the checkpoint")
         fault, training = json.loads(text)
         if fault:
             raise CheckpointError(fault)

@@ -47,7 +47,7 @@ def insist_on_agreement(
     digests = communicator.all_gather(mine, name=name)
     if (digests == digests[0]).all():
         return
-    what = "what an instance was started with"
+    what = "arguments of an instance"
     told = [json.loads(broadcast_text(communicator, text, root, what)) for root in range(communicator.size)]
     numbers = communicator.all_gather(np.array(members.first_index, np.int64), name="numbers of instances")
     raise DisagreementError(describe(dict(zip(numbers.tolist(), told, strict=True)), way_out))

@@ -162,7 +162,7 @@ def meet(members: Members) -> SurvivorMeeting:
     """
     progress = members.done_so_far
     own = np.array([progress.done, progress.passes, progress.batches])
-    done, passes, batches = members.communicator.all_gather(own, name="how far instances have come").T
+    done, passes, batches = members.communicator.all_gather(own, name="progress of instances").T
     newest, is_late = int(done.argmax()), bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)

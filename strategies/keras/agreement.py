@@ -187,9 +187,7 @@ def _is_same(one: Array, other: Array) -> bool:
 
 
 def _arrays(state: State) -> list[Array]:
-    return [
-        array for part in state[:-1] for array in part
-    ]  # without metrics, which are last and begin anew in each epoch
+    return [array for part in state[:-1] for array in part]  # without metrics: these begin anew in each epoch
 
 
 def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], arguments: Mapping[str, object]) -> Terms:
@@ -212,9 +210,9 @@ def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], argum
 def terms_of_model(model: ModelLike, hook: str) -> Terms:
     """Return the terms that must be equal on all instances after a hook of callbacks: flags and all variables."""
     scalars = [variable for variable in _variables_of_optimizer(model) if not variable.shape]
-    rates = {f"{variable.name} behind {hook},": _value(variable.value) for variable in scalars}
+    rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
-    values = {f"{variable.name} ({number}) behind {hook},": _value(variable.value) for number, variable in pairs}
+    values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
     return [_flags(model), rates, values]  # in this order: other variables follow from rates
 
 

@@ -143,7 +143,7 @@ class Running:
             return
         digest = self.watch.taken(with_flags="epoch" in hook)
         replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
-        self.model.stop_training, is_same = compared(replicas, stops, digest, f"what callbacks have done {hook}")
+        self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
         if not is_same:
             self.model.jax_state_sync()
             insist(replicas, terms_of_model(self.model, hook), "variables of the model")

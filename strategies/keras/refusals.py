@@ -123,7 +123,7 @@ def refuse_compiled(model: ModelLike, hook: str) -> None:
     """Raise StrategyError if a callback of `fit` has compiled the model: its loop still has the old function."""
     if model.train_function is None:
         raise StrategyError(
-            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen behind {hook}), but "
+            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen after {hook}), but "
             "fit goes on with what was compiled before; do that between two calls of fit"
         )
 

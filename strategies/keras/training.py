@@ -71,9 +71,7 @@ class TrainFunction:
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(partial(results_of, model))
-        self._names: tuple[
-            str, ...
-        ] = ()  # of logs that do not come from metrics, such as those of an own `compute_metrics`
+        self._names: tuple[str, ...] = ()  # of logs without a metric, as of an own `compute_metrics`
         self._is_adopted = False
         self._skipped: Number = 0
         self._then: tuple[Values, TrainState] | None = None  # a restored state within the epoch that begins
@@ -122,9 +120,7 @@ class TrainFunction:
             begun, metrics = self.trainer.step(begun, each)
             if self.saved is not None:
                 self.saved.after_step(begun)
-        return self._ended(
-            own, begun, {name: metrics[name] for name in self._names}
-        )  # the device may still compute others
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others may be unfinished
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
         """Continue from the newest checkpoint, and give its state to Keras. Collective.
