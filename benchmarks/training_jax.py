@@ -18,11 +18,8 @@ import jax
 import numpy as np
 import optax
 import training_task
-from timing import ROOT
 
-sys.path.append(str(ROOT / "launch_scripts"))
-
-from digits_models import MODELS  # noqa: E402
+from popdist.examples.digits_models import MODELS
 
 if TYPE_CHECKING:
     import strategies

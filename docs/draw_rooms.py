@@ -21,6 +21,9 @@ COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
 """Started by `python -m`; nobody imports them."""
 
+EXAMPLES = "popdist/examples"
+"""Programs that use all packages; no room of one."""
+
 DOORS = {"strategies/config.py", "strategies/torch/poptorch/__init__.py"}
 """The names under which programs import what lies in `strategies/compat`."""
 
@@ -91,7 +94,11 @@ def name_of(path: Path) -> str:
 def imported_by(package: str) -> dict[Path, set[Path]]:
     """For each file of a package, but for what it shows the world, those of its own that it imports from."""
     besides = {f"{package}/__init__.py", *COMMANDS, *DOORS}
-    files = [path for path in sorted((ROOT / package).rglob("*.py")) if str(path.relative_to(ROOT)) not in besides]
+    files = [
+        path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if str(path.relative_to(ROOT)) not in besides and ROOT / EXAMPLES not in path.parents
+    ]
     names = {name_of(path): path for path in files}
     return {path: {names[name] for name in imports_of(path) if name in names} for path in files}
 

@@ -100,15 +100,6 @@ quoted() {
     done
 }
 
-# The program as a user in the present folder would name it.
-program() {
-    if [ "$(pwd -P)" = "$root" ]; then
-        printf '%s\n' "launch_scripts/$1"
-    else
-        printf '%s\n' "$root/launch_scripts/$1"
-    fi
-}
-
 is_root() {
     [ "$(id -u)" -eq 0 ]
 }

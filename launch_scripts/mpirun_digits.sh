@@ -1,7 +1,7 @@
 #!/bin/sh
 # The same as demo.sh under plain mpirun: 4 replicas, 2 in each of 2 processes.
 #
-#   sh launch_scripts/mpirun_digits.sh [arguments of train_digits.py, such as --strategy horovod]
+#   sh launch_scripts/mpirun_digits.sh [arguments of popdist.examples.digits, such as --strategy horovod]
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
@@ -10,7 +10,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 
 say "mpirun_digits.sh: trains on handwritten digits with 4 replicas, 2 in each of 2 processes of mpirun."
 prepare examples
-set -- python "$(program train_digits.py)" --strategy popdist --replicas 4 "$@"
+set -- python -m popdist.examples.digits --strategy popdist --replicas 4 "$@"
 if is_root; then
     set -- --allow-run-as-root "$@"
 fi

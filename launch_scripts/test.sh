@@ -2,19 +2,26 @@
 # Runs the linters, then the tests.
 #
 #   sh launch_scripts/test.sh [arguments of pytest]              the default tier: minutes
-#   sh launch_scripts/test.sh --complete [arguments of pytest]   everything: half an hour (docs/project/testing.md)
+#   sh launch_scripts/test.sh --complete [arguments of pytest]   everything: 40 minutes (docs/project/testing.md)
+#   sh launch_scripts/test.sh --parts hosts,jobs                 the default tier, and these parts of the complete one
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 # shellcheck source=environment.sh
 . "$here/environment.sh"
 
-tier=default
-if [ "${1:-}" = --complete ]; then
-    tier=complete
+parts= # of the complete tier
+case ${1:-} in
+--complete)
+    parts=all
     shift
-fi
-say "test.sh: runs the linters, then the tests ($tier tier)."
+    ;;
+--parts)
+    parts=$2
+    shift 2
+    ;;
+esac
+say "test.sh: runs the linters, then the tests (default tier${parts:+; of the complete one: $parts})."
 prepare dev
 cd -- "${root:?}"
 unset PYTHONDONTWRITEBYTECODE # hundreds of programs that the tests start would compile the project anew
@@ -41,16 +48,27 @@ if [ $# -eq 0 ]; then # keeps what each worker of pytest would compile for itsel
 fi
 wait
 check mypy
+
+has_part() {
+    case ,$parts, in
+    ,all, | *,"$1",*) ;;
+    *) return 1 ;;
+    esac
+}
+
 if [ $# -gt 0 ]; then
-    [ "$tier" = default ] || set -- --complete "$@"
+    [ -z "$parts" ] || set -- --parts "$parts" "$@"
     check python -m pytest "$@"
-elif [ "$tier" = default ]; then
+elif [ -z "$parts" ]; then
     test_all
 else
-    test_all --complete
-    check python tests/mutations --jobs "$(nproc)"
-    check python benchmarks/soak.py --seed 4092 --count 8 # every kind of failure and phase, 2 to 4 instances
-    check sh tests/versions.sh
+    state=$(python tests/complete_tier.py state)
+    test_all --parts "$parts"
+    ! has_part faults || check python tests/mutations --jobs "$(nproc)"
+    # Every kind of failure and phase, 2 to 4 instances.
+    ! has_part soak || check python benchmarks/soak.py --seed 4092 --count 8
+    ! has_part versions || check sh tests/versions.sh
+    [ -n "$failed" ] || python tests/complete_tier.py passed "$parts" "$state"
 fi
 
 [ -z "$failed" ] || fail "failed:$failed"

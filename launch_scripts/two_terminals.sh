@@ -2,7 +2,7 @@
 # Trains a small network on handwritten digits with two workers that only a network connects. Made for two terminals,
 # one line in each; this types both lines into one and says which worker wrote what.
 #
-#   sh launch_scripts/two_terminals.sh [arguments of train_digits.py]
+#   sh launch_scripts/two_terminals.sh [arguments of popdist.examples.digits]
 #
 #   WORKERS=3     so many workers; 2 by default
 #   PORT=4000     they listen on localhost at 4000, 4001, ...; from 3737 on by default
@@ -166,7 +166,7 @@ prepare examples
 POPDIST_JOB_TOKEN=${POPDIST_JOB_TOKEN:-$(make_token)}
 [ -n "$POPDIST_JOB_TOKEN" ] || fail "no secret could be read from /dev/urandom; set one: POPDIST_JOB_TOKEN=..."
 export POPDIST_JOB_TOKEN
-set -- python "$(program train_digits.py)" --strategy multi-worker "$@"
+set -- python -m popdist.examples.digits --strategy multi-worker "$@"
 folder=$(mktemp -d)
 trap 'end_workers; end_sleeper; rm -rf "$folder"' EXIT
 trap 'leave 129' HUP

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from complete_tier import is_complete
 from kept_programs import kept_programs, remove_unused
 from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
@@ -30,7 +31,10 @@ LOOKOUT = pytest.StashKey[Lookout]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the tests take from the command line."""
-    parser.addoption("--complete", action="store_true", help="run the tests marked `complete` too")
+    parser.addoption(
+        "--parts", default="", help="run the tests marked `complete` of these parts too, as hosts,jobs; or all"
+    )
+    parser.addoption("--complete", dest="parts", action="store_const", const="all", help="the same as --parts all")
     parser.addoption("--seed", type=int, default=SEED, help=f"what random tests draw from (default: {SEED})")
 
 
@@ -42,11 +46,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the complete tier runs, unless a test is named on the command line."""
-    if not config.getoption("--complete") and not any("::" in argument for argument in config.args):
-        left_out = [item for item in items if item.get_closest_marker("complete")]
+    if not any("::" in argument for argument in config.args):
+        kept: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
+        for item in items:
+            is_run = not item.get_closest_marker("complete") or is_complete(config, item.path)
+            (kept if is_run else left_out).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("complete")]
+            items[:] = kept
     if hasattr(config, "workerinput"):  # pytest-xdist hands files out in this order
         items[:] = mixed(items)
 

@@ -14,7 +14,7 @@ import draw_rooms
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = {"collectives", "popdist", "poprun", "strategies", "launch_scripts"}
+OURS = {"collectives", "popdist", "poprun", "strategies"}
 
 NUMERIC = {"numpy", "ml_dtypes"}
 MACHINE_LEARNING = {"jax", "jaxlib", "optax", "sklearn", "tqdm", *NUMERIC}
@@ -24,7 +24,7 @@ ALLOWED = {
     "popdist": {"collectives", "mpi4py", "numpy", "typing_extensions"},
     "poprun": {"ClusterShell", "popdist", "tomli_w", "typing_extensions"},
     "strategies": {"collectives", "popdist", "typing_extensions", *MACHINE_LEARNING},
-    "launch_scripts": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
+    "popdist/examples": {"popdist", "strategies", "collectives", *MACHINE_LEARNING},
 }
 TRANSPORTS = {
     "collectives/backends/horovod.py": {"horovod", "mpi4py", "torch"},
@@ -37,12 +37,12 @@ TRANSPORTS = {
     "collectives/network/wire.py": {"grpc"},
     "collectives/network/worker.py": {"grpc"},
     "collectives/simulation/plotting.py": {"matplotlib"},
-    "launch_scripts/keras_digits.py": {"keras"},
-    "launch_scripts/listings/keras_pipelined.py": {"keras"},
-    "launch_scripts/listings/keras_quick_start.py": {"keras"},
-    "launch_scripts/listings/poptorch_network.py": {"torch"},
-    "launch_scripts/poptorch_digits.py": {"torch"},
-    "launch_scripts/torch_digits.py": {"torch"},
+    "popdist/examples/keras_digits.py": {"keras"},
+    "popdist/examples/listings/keras_pipelined.py": {"keras"},
+    "popdist/examples/listings/keras_quick_start.py": {"keras"},
+    "popdist/examples/listings/poptorch_network.py": {"torch"},
+    "popdist/examples/poptorch_digits.py": {"torch"},
+    "popdist/examples/torch_digits.py": {"torch"},
     "popdist/timeline/profiles.py": {"jax", "torch"},
     "poprun/__main__.py": {"collectives"},
     "poprun/monitor/rich_screen.py": {"rich"},
@@ -72,8 +72,14 @@ DOORS = {
 PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
 
 
+EXAMPLES = "popdist/examples"
+"""A package inside of another one, but above all of them: programs."""
+
+
 def modules_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """Return the modules of a package, those of the examples only if they are asked for."""
+    modules = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in modules if package == EXAMPLES or ROOT / EXAMPLES not in path.parents]
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -103,8 +109,7 @@ def test_modules_of_ours_are_imported_by_name_in_no_file_but_a_door() -> None:
 def test_no_package_imports_a_door() -> None:
     """So that no circle goes through one."""
     doors = {path.removesuffix(".py").replace("/", ".") for path in DOORS if not path.endswith("__init__.py")}
-    packages = OURS - {"launch_scripts"}
-    assert [path for package in packages for path in modules_of(package) if doors & set(imports_of(path))] == []
+    assert [path for package in OURS for path in modules_of(package) if doors & set(imports_of(path))] == []
 
 
 def allowed_in(path: Path) -> set[str]:
@@ -121,7 +126,7 @@ def is_foreign(name: str, siblings: set[str]) -> bool:
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_a_package_imports_only_the_layers_below(package: str) -> None:
     assert modules_of(package)
-    siblings = {package} | ({path.stem for path in modules_of(package)} if package == "launch_scripts" else set())
+    siblings = {package}
     forbidden = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules_of(package)
@@ -143,12 +148,12 @@ def test_poprun_knows_only_what_describes_an_instance() -> None:
     assert forbidden == []
 
 
-def test_launch_scripts_use_only_the_public_interface() -> None:
+def test_examples_use_only_the_public_interface() -> None:
     forbidden = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in modules_of("launch_scripts")
+        for path in modules_of(EXAMPLES)
         for name in imports_of(path)
-        if name.partition(".")[0] in OURS and name not in PUBLIC and not (ROOT / "launch_scripts" / name).exists()
+        if name.partition(".")[0] in OURS and name not in PUBLIC and not name.startswith("popdist.examples")
     ]
     assert forbidden == []
 

@@ -72,10 +72,14 @@ PAGES = (
     "evaluation.md",
     "feeds.md",
     "migrate.md",
+    "low_precision.md",
+    "memory.md",
+    "metrics.md",
     "pipelines.md",
     "recomputation.md",
     "training.md",
     "popdist.md",
+    "tf_config.md",
 )
 NUMBER = re.compile(r"[\d.]+(?:e[+-]\d+)?")
 ONE_AFTER_THE_OTHER = """

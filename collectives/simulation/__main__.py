@@ -46,7 +46,7 @@ def _drop_output() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = command_line_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], str] = options.run
     try:
         text = run(options)
@@ -71,7 +71,8 @@ def bytes_of(text: str) -> int:
     return int(float(number) * _UNITS.get(unit, 1))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line_parser() -> argparse.ArgumentParser:
+    """Return the parser of the words after `poprun simulate`."""
     parser = argparse.ArgumentParser(
         prog="poprun simulate", description="What an all-reduce costs on hosts that are not there."
     )

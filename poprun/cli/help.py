@@ -1,4 +1,4 @@
-"""The texts of `--help`, `--help-all` and `--version`, and the tables of options in poprun.md."""
+"""The texts of `--help`, `--help-all` and `--version`, and the tables of options in poprun_options.md."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def describe_section(section: str, options: Sequence[Option] = OPTIONS, columns:
     return "\n".join([f"{section} options:", *(_describe(left, right, columns) for left, right in rows)])
 
 
-def options_table(section: str) -> str:
-    """Return the options of a section as a table in Markdown, as poprun.md has it."""
-    rows = [_table_row(option) for option in OPTIONS if option.section == section]
+def options_table(section: str, options: Sequence[Option] = OPTIONS) -> str:
+    """Return the options of a section as a table in Markdown, as poprun_options.md has it."""
+    rows = [_table_row(option) for option in options if option.section == section]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 
 

@@ -26,7 +26,7 @@ class OptionKind(Enum):
     Attributes:
         needs: the kind in the words of an error message.
         placeholder: the value in `--help`.
-        word: the value in the tables of poprun.md.
+        word: the value in the tables of poprun_options.md.
     """
 
     FLAG = ("nothing", "", "")

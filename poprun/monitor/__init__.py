@@ -1,1 +1,1 @@
-"""`poprun top`: what a running job does, seen from another terminal or another host."""
+"""The view of a running job in `poprun top`, from another terminal or another host, and the summary of a job."""

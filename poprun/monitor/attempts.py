@@ -9,7 +9,7 @@ from popdist.records.progress import Made
 from poprun.ipc.facts import Facts, JobEnd
 
 LEAST_DIFFERENCE = 0.03
-"""The least share of time by which the slowest instance waits less than the others: less is chance."""
+"""The least difference between the waiting shares of the slowest instance and the others; less may be chance."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Slowest:
     """The instance for which the others waited.
 
     Attributes:
-        instance: which.
-        host: its machine.
-        waiting_share: how much of the time of its steps it waited for others.
-        others_waiting_share: the same of the others, in the median of them.
+        instance: The index of the instance.
+        host: Its host.
+        waiting_share: The share of its steps' time in which it waited for others.
+        others_waiting_share: The median share of the other instances.
     """
 
     instance: int
@@ -31,13 +31,13 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A job from a start to its end.
+    """One attempt at a job, from its start to its end.
 
     Attributes:
-        facts: what was known about each instance at last.
-        duration_s: how long it took.
-        ended: how it ended.
-        losses: a line about each instance without which the others went on.
+        facts: The last facts of each instance.
+        duration_s: The duration of the attempt.
+        ended: The end of the attempt.
+        losses: A line about each lost instance without which the others went on.
     """
 
     facts: tuple[Facts, ...]
@@ -47,17 +47,17 @@ class Attempt:
 
     @property
     def longest(self) -> Made:
-        """The counts of the instance that has made most steps: all make the same, until they are lost."""
+        """The counts of the instance with most steps; all instances make the same steps until they are lost."""
         return max((each.record.made for each in self.facts), key=lambda made: made.steps, default=Made())
 
     @property
     def failure(self) -> str:
-        """Why it failed; "": it did not."""
+        """The reason for its failure; "" if it did not fail."""
         return self.ended.verdict.lines[0] if self.ended.verdict is not None else ""
 
     @property
     def slowest(self) -> Slowest | None:
-        """The instance for which the others waited; None where nobody stands out."""
+        """The instance for which the others waited; None if no instance stands out."""
         most = self.longest.timed_steps
         measured = [each for each in self.facts if 2 * each.record.made.timed_steps >= most > 0]
         shares = {each.index: share for each in measured if (share := waiting_share(each.record.made)) is not None}
@@ -71,7 +71,7 @@ class Attempt:
 
 
 def waiting_share(made: Made) -> float | None:
-    """Return the share of its steps' time that an instance waited for others; None before two steps."""
+    """Return the share of its steps' time in which an instance waited for others; None before two steps."""
     return _per(made.waited_s, made.timed_s)
 
 
@@ -80,14 +80,14 @@ class Totals:
     """The totals of all attempts at a job.
 
     Attributes:
-        steps: how many were made, those twice that were made in two attempts.
-        samples: the rows of data of all instances in them.
-        steps_per_s: of the steps that are timed; None: none is.
-        samples_per_s: the same of rows.
-        waiting_share: how much of the time of their steps instances waited for others, all together.
-        slowest: the instance for which the others waited in the attempt that made most steps, the last of several.
-        peak_memory_bytes: what the instance has had that had most; 0: nothing is known.
-        survived: the attempt, what followed, and a line about each fault that did not end the job.
+        steps: The number of steps; a step that was made in two attempts counts twice.
+        samples: The number of samples of all instances in these steps.
+        steps_per_s: The rate of the timed steps; None without one.
+        samples_per_s: The rate of samples in the timed steps; None without one.
+        waiting_share: The share of steps' time in which instances waited for others, over all instances.
+        slowest: The instance for which the others waited, in the attempt with most steps (the last of several).
+        peak_memory_bytes: The largest peak memory of an instance; 0 if unknown.
+        survived: For each fault that did not end the job: the attempt, the reaction, and a line about the fault.
     """
 
     steps: int
@@ -101,7 +101,7 @@ class Totals:
 
 
 def add_up(attempts: Sequence[Attempt]) -> Totals:
-    """Add up some attempts; each but the last was followed by another one."""
+    """Return the totals of some attempts; each attempt except the last was followed by a restart."""
     facts = [each for attempt in attempts for each in attempt.facts]
     made = [each.record.made for each in facts]
     longest = [each.longest for each in attempts]
@@ -128,7 +128,7 @@ def _survived(attempts: Sequence[Attempt]) -> list[tuple[int, str, str]]:
 
 
 def _median(numbers: Sequence[float]) -> float:
-    """Return the median. `statistics` takes too long to load."""
+    """Return the median; the module `statistics` takes too long to load."""
     ordered, middle = sorted(numbers), len(numbers) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 

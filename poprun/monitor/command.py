@@ -1,4 +1,4 @@
-"""`poprun top`: shows what a running job does."""
+"""The command `poprun top`, which shows the state of a running job."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from poprun.monitor.snapshot import Snapshot
 SECTION = "Top"
 OPTIONS = (
     Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
-    Option("job", OptionKind.NUMBER, "the process of the poprun that runs the job, where there are several", SECTION),
-    Option("address", OptionKind.TEXT, "look at a job on another host, that was started with --top-address", SECTION),
+    Option("job", OptionKind.NUMBER, "the pid of the poprun that runs the job, if several jobs run", SECTION),
+    Option("address", OptionKind.TEXT, "look at a job on another host that was started with --top-address", SECTION),
     Option("plain", OptionKind.FLAG, "print one table after another", SECTION),
     Option("once", OptionKind.FLAG, "print one table and leave", SECTION),
-    Option("json", OptionKind.FLAG, "print JSON, a line each time", SECTION),
+    Option("json", OptionKind.FLAG, "print JSON, one line for each snapshot", SECTION),
 )
 _USAGE = "usage: poprun top [--job PID | --address HOST:PORT] [--plain | --json] [--once]"
 _WORDS = (
-    "Shows what the instances of a running job do, every second, until it ends or Ctrl-C. On the machine of poprun it "
-    "finds the jobs of the same user by itself. From another host it needs --address, and the token of the job in "
-    "POPDIST_JOB_TOKEN. Where standard output is no terminal it prints plain text."
+    "Shows once a second what the instances of a running job do, until the job ends or you press Ctrl-C. On the "
+    "machine of poprun it finds the jobs of the same user by itself. For a job on another host, give --address, "
+    "and the token of the job in POPDIST_JOB_TOKEN. If standard output is no terminal, it prints plain text."
 )
-UNAVAILABLE = "tables follow each other; to have one drawn in place, pip install rich"
+UNAVAILABLE = "printing one table after another; for a table that is drawn in place, pip install rich"
 
 FIRST_LIMIT_S = 5.0
-"""The time in which poprun has to send a first snapshot."""
+"""The time limit for poprun to send a first snapshot."""
 LIST_LIMIT_S = 2.0
-"""The same if several jobs are listed."""
+"""The same limit if several jobs are listed."""
 LOOK_S = 1.5
-"""The wait for a snapshot, after which the page is drawn again without one."""
+"""The wait for a snapshot before the page is drawn again without a new one."""
 _MOST_PROGRAM = 60
 
 
@@ -62,11 +62,11 @@ class TopRequest:
     """The user's request.
 
     Attributes:
-        job: the pid of a poprun; None: the only one.
-        address: of one on another host, host and port; None: it is on this one.
-        plain: whether tables are to follow each other.
-        once: whether one is enough.
-        json: whether it is to be JSON.
+        job: The pid of a poprun; None for the only one.
+        address: The host and port of a job on another host; None for a job on this machine.
+        plain: Whether to print one table after another.
+        once: Whether to print one table only.
+        json: Whether to print JSON.
     """
 
     job: int | None = None
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
         The exit status: 0 at the end of the job, and after Ctrl-C.
 
     Raises:
-        PopRunError: the words are wrong, or there is no job to be seen.
+        PopRunError: If the words are wrong, or if there is no job to show.
     """
     wanted = read_words(words)
     if wanted is None:
@@ -105,10 +105,10 @@ def describe(columns: int = USUAL_COLUMNS) -> str:
 
 
 def read_words(words: Sequence[str]) -> TopRequest | None:
-    """Read the user's request; None for help.
+    """Read the user's request; return None if the user asks for help.
 
     Raises:
-        UsageError: nothing that can be.
+        UsageError: If the words are no valid request.
     """
     line = read_command_line(words, OPTIONS)
     if line.values.get("help"):
@@ -123,7 +123,7 @@ def read_words(words: Sequence[str]) -> TopRequest | None:
     return TopRequest(None if job is None else int(str(job)), place, **flags)
 
 
-# Which job.
+# The choice of the job.
 
 
 def _find(wanted: TopRequest, environ: Mapping[str, str]) -> SnapshotSource:
@@ -150,7 +150,7 @@ def _ask_which(jobs: Sequence[tuple[int, str]]) -> tuple[int, str]:
     for each in jobs:
         if answer == str(each[0]):
             return each
-    raise UsageError(f"{answer!r} is none of these jobs; name one of the first column")
+    raise UsageError(f"{answer!r} is not one of these jobs; type a number of the first column")
 
 
 def _describe(pid: int, name: str) -> tuple[str, str, str, str]:
@@ -168,7 +168,7 @@ def _describe(pid: int, name: str) -> tuple[str, str, str, str]:
     return str(pid), duration_text(snapshot.age_s), str(len(snapshot.instances)), program
 
 
-# What it does.
+# The display.
 
 
 def _watch(source: SnapshotSource, wanted: TopRequest) -> None:
@@ -188,7 +188,7 @@ def _watch(source: SnapshotSource, wanted: TopRequest) -> None:
 
 
 def _follow(source: SnapshotSource, snapshot: Snapshot, screen: Screen) -> Snapshot:
-    """Show what comes until the job ends; the last that came."""
+    """Show all snapshots until the job ends; return the last one."""
     came_s, silent_s = time.monotonic(), 0.0
     try:
         while True:

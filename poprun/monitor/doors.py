@@ -1,8 +1,8 @@
-"""Doors through which others look at a job, the greeting there, and the viewer's end of the connection.
+"""The sockets at which viewers connect to a job, the greeting there, and the viewer's end of the connection.
 
-The greeting proves to both sides that the other one knows the job's token. poprun sends a CHALLENGE; the viewer answers
-with random bytes of its own and a proof that it knows the token; poprun proves that it knows it too (WELCOME), and from
-then on sends a SEEN each second. On one machine the kernel says who calls: there is nothing but SEEN.
+The greeting is a mutual challenge and response: it proves to both sides that the other one knows the job's token.
+poprun sends a CHALLENGE. The viewer answers with random bytes of its own and a proof (ANSWER). poprun sends a proof too
+(WELCOME), and then a SEEN each second. On one machine, the kernel identifies the caller, and only SEEN is sent.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<p
 _ENTRY = re.compile(r" @(poprun-top-(\d+)-(\d+)-[0-9a-f]{12})$", re.MULTILINE)
 
 TOKEN_VARIABLE = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
-"""The variable with the token, also for workers of TF_CONFIG; forwarded to other hosts by name."""
+"""The variable with the token, also for workers of TF_CONFIG; poprun forwards it to other hosts by name."""
 
 CHALLENGE = 96
-"""poprun: random bytes; only over a network."""
+"""From poprun: random bytes; only over a network."""
 ANSWER = 97
-"""viewer: as many random bytes, and a proof; all that a viewer ever sends."""
+"""From the viewer, as its only message: random bytes of the same number, and a proof."""
 WELCOME = 98
-"""poprun: a proof."""
+"""From poprun: a proof."""
 SEEN = 99
-"""poprun: a snapshot."""
+"""From poprun: a snapshot."""
 FULL = 100
-"""poprun: it has as many viewers as it takes; the last message."""
+"""From poprun, as the last message: there are too many viewers."""
 
 RANDOM_BYTES = 16
 _VIEWER, _POPRUN = b"viewer", b"poprun"
 
 CONNECT_LIMIT_S = 5.0
-"""The time in which poprun has to answer and to prove that it is the one."""
+"""The time limit for poprun to answer and to prove knowledge of the token."""
 _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Door:
-    """A socket at which viewers call.
+    """A socket at which viewers connect.
 
     Attributes:
-        socket: listens.
-        token: what they have to know; "": they have to be of the same user, as the kernel says.
+        socket: The listening socket.
+        token: The token that viewers must know; "" if they must be of the same user instead, as the kernel tells.
     """
 
     socket: socket.socket
@@ -66,7 +66,7 @@ def open_doors(address: str | None, environ: Mapping[str, str], log: Log) -> lis
     """Open the doors of a job: one for this user on this machine, and one at `HOST:PORT`, if given.
 
     Raises:
-        PopRunError: there is no token, or nobody can listen at the address.
+        PopRunError: If there is no token, or if poprun cannot listen at the address.
     """
     doors = [] if address is None else [_open_remote(address, environ, log)]
     try:
@@ -83,7 +83,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
     """Return the host and the port in `HOST:PORT`, `1.2.3.4:PORT` or `[::1]:PORT`.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: If the text has another form.
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
@@ -95,19 +95,19 @@ def token_from(environ: Mapping[str, str], option: str) -> str:
     """Return the token of the job.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If the token is not set.
     """
     token = environ.get(TOKEN_VARIABLE, "").strip()
     if not token:
         raise UsageError(
-            f"{option} lets only those look who know the job's token, and {TOKEN_VARIABLE} is not set; set it for "
-            f"poprun and for poprun top alike: export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
+            f"{option} needs the job's token, and {TOKEN_VARIABLE} is not set; set it to the same value for poprun and "
+            f"for poprun top: export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
         )
     return token
 
 
 def doors_in(listed: str, user: int) -> list[tuple[int, str]]:
-    """Return a user's jobs in the text of /proc/net/unix: the pid of each poprun, and the name of its door."""
+    """Return the pid and the socket's name of each poprun of a user, from the text of /proc/net/unix."""
     found = {(int(pid), name) for name, owner, pid in _ENTRY.findall(listed) if int(owner) == user}
     return sorted(found)
 
@@ -120,11 +120,11 @@ def _open_remote(address: str, environ: Mapping[str, str], log: Log) -> Door:
         listening = _listen(host, port)
     except OSError as error:
         raise PopRunError(
-            f"{option} {address}: nobody can listen there: {error.strerror}; name an address of this machine, and a "
-            "port that is free"
+            f"{option} {address}: poprun cannot listen there: {error.strerror}; name an address of this machine and "
+            "a free port"
         ) from None
     shown = f"[{host}]" if ":" in host else host
-    log.info(f"poprun top --address {shown}:{listening.getsockname()[1]} shows this job, to those who have its token")
+    log.info(f"poprun top --address {shown}:{listening.getsockname()[1]} shows this job to everyone who has its token")
     return Door(listening, token)
 
 
@@ -165,7 +165,7 @@ def _prove(token: str, who: bytes, random: bytes) -> bytes:
 
 
 class SnapshotSource:
-    """The snapshots of a job as they come; `where` names the job in messages."""
+    """The snapshots of a job as they come; `where` is the name of the job in messages."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection = connection
@@ -174,11 +174,11 @@ class SnapshotSource:
         self._came: list[tuple[int, bytes]] = []
 
     def next(self, limit_s: float) -> Snapshot | None:
-        """Return the next snapshot; None once the job is over.
+        """Return the next snapshot; None after the end of the job.
 
         Raises:
-            TimeoutError: none has come in time.
-            PopRunError: what comes cannot be understood.
+            TimeoutError: If no snapshot has come within `limit_s`.
+            PopRunError: If a message cannot be understood, or if the job has too many viewers.
         """
         try:
             message = self.next_message(limit_s)
@@ -194,8 +194,8 @@ class SnapshotSource:
         """Return the next message of any kind; None at the end of the connection.
 
         Raises:
-            TimeoutError: none has come in time.
-            ValueError: one is too long.
+            TimeoutError: If no message has come within `limit_s`.
+            ValueError: If a message is too long.
         """
         until_s = time.monotonic() + limit_s
         while not self._came:
@@ -212,7 +212,7 @@ class SnapshotSource:
         return self._came.pop(0)
 
     def send(self, message: bytes) -> None:
-        """Send an answer."""
+        """Send a message."""
         self._connection.sendall(message)
 
     def close(self) -> None:
@@ -221,22 +221,22 @@ class SnapshotSource:
 
 
 def call_local(name: str, where: str) -> SnapshotSource:
-    """Connect to the door `name` of a job on this machine.
+    """Connect to the socket `name` of a job on this machine.
 
     Raises:
-        PopRunError: it is over, or another user's.
+        PopRunError: If the job is over, or belongs to another user.
     """
     try:
         return SnapshotSource(connect(name), where)
     except OSError:
-        raise PopRunError(f"{where} has ended, or is another user's; poprun top lists those that run") from None
+        raise PopRunError(f"{where} has ended, or is another user's; poprun top lists the running jobs") from None
 
 
 def call_remote(host: str, port: int, token: str) -> SnapshotSource:
-    """Connect to a job on another host whose poprun proves that it knows the token.
+    """Connect to a job on another host; its poprun must prove knowledge of the token.
 
     Raises:
-        PopRunError: nobody answers there, or somebody who has another token.
+        PopRunError: If no poprun answers there, or if it has another token.
     """
     where = f"{host}:{port}"
     try:
@@ -244,7 +244,8 @@ def call_remote(host: str, port: int, token: str) -> SnapshotSource:
     except OSError as error:
         fact = error.strerror or str(error)
         raise PopRunError(
-            f"{where} cannot be reached: {fact}; is the job running, with --top-address, and no firewall between?"
+            f"{where} cannot be reached: {fact}; start the job with --top-address, and open its port in "
+            "the firewalls between the hosts"
         ) from None
     try:
         _greet(source, token, where)

@@ -1,4 +1,4 @@
-"""The page of poprun top: texts and a table that fit it, and the screens that show it."""
+"""The page of `poprun top`: its texts and its table, cut to a size, and the screens for it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from poprun.cli.wording import (
 from poprun.monitor.snapshot import ENDED, LOST, STOPPED, WAITING, Seen, Snapshot
 
 AWAITED = "awaited"
-"""The mark of an instance that others wait for; the others are marked by their condition."""
+"""The mark of an instance for which others wait; the mark of any other instance is its condition."""
 
 HEADINGS = ("instance", "host", "step", "steps/s", "samples/s", "does", "for", "waited", "waits for", "memory", "loss")
 _LEFT_OUT_FIRST = ("samples/s", "steps/s", "loss", "memory", "host", "for", "waited", "waits for")
-"""The line above the table has rates too; who waits for whom, and how much of its time, is what the table is for."""
+"""The columns to leave out if space is short, in this order. The waits are the purpose of the table, so they go last;
+rates are also in the line above the table.
+"""
 _DOES = HEADINGS.index("does")
 _USUAL_DOES, _LEAST_DOES = 18, 10
 _GAP = 2
@@ -34,11 +36,11 @@ _LEAST_ROWS = 3
 
 @dataclass(frozen=True)
 class PictureRow:
-    """An instance.
+    """A row of the table: one instance.
 
     Attributes:
-        cells: a text for each heading.
-        mark: its condition, or `AWAITED`.
+        cells: A text for each heading.
+        mark: The condition of the instance, or `AWAITED`.
     """
 
     cells: tuple[str, ...]
@@ -50,10 +52,10 @@ class Picture:
     """The contents of a page.
 
     Attributes:
-        head: lines above the table.
-        headings: of its columns.
-        rows: one for each instance that fits.
-        foot: lines below it.
+        head: The lines above the table.
+        headings: The headings of the columns.
+        rows: One row for each instance that fits.
+        foot: The lines below the table.
     """
 
     head: tuple[str, ...]
@@ -73,10 +75,10 @@ def picture_of(
     """Lay out the page of a job.
 
     Args:
-        snapshot: what poprun has said last.
-        columns: of the page; None: as many as it takes.
-        lines: of the page; None: as many as it takes.
-        silent_s: how long that is ago.
+        snapshot: The last snapshot from poprun.
+        columns: The width of the page; None for no limit.
+        lines: The height of the page; None for no limit.
+        silent_s: The age of the snapshot.
     """
     awaited = {instance for each in snapshot.instances for instance in each.waiting_for}
     head = _head(snapshot, awaited, silent_s)
@@ -117,7 +119,7 @@ def _named(instances: Sequence[int] | set[int]) -> str:
 
 
 def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> list[Seen]:
-    """Return the instances that fit, in their order; if not all fit, those with trouble."""
+    """Return the instances that fit, in their order; if not all fit, prefer awaited and failed ones."""
     if most is None or len(instances) <= most:
         return list(instances)
     most = max(most, _LEAST_ROWS)
@@ -150,7 +152,7 @@ def _cells(each: Seen) -> tuple[str, ...]:
 
 
 def _narrowed(rows: list[PictureRow], columns: int | None, same_host: bool) -> tuple[tuple[str, ...], list[PictureRow]]:
-    """Headings and rows without the columns for which there is no room; what an instance does is cut short."""
+    """Leave out the columns that do not fit, and cut the texts about activities; return headings and rows."""
     kept = list(range(len(HEADINGS)))
     if columns is None:
         return HEADINGS, rows
@@ -176,24 +178,24 @@ def _cut(text: str, room: int | None) -> str:
 
 
 class Screen(ABC):
-    """A place that shows snapshots of a job as they come."""
+    """A display of the snapshots of a job."""
 
     @abstractmethod
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
-        """Show the last snapshot, which came `silent_s` ago; called every second."""
+        """Show the last snapshot, which came `silent_s` ago; called for each snapshot, and again while none comes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the terminal as it was; may be called at any time."""
+        """Restore the terminal; may be called at any time."""
 
 
 class Pages(Screen):
     """A printer of one page for each snapshot, as plain text or as a line of JSON.
 
     Args:
-        is_json: whether it is JSON.
-        is_one: whether there is only one page, and no line is needed between two.
-        columns: of a page; None: as many as it takes.
+        is_json: Whether to print JSON.
+        is_one: Whether only one page is printed, so that no empty line follows it.
+        columns: The width of a page; None for no limit.
     """
 
     def __init__(self, is_json: bool, is_one: bool, columns: int | None) -> None:
@@ -202,7 +204,7 @@ class Pages(Screen):
         self._columns = columns
 
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
-        """Print it, unless it has been."""
+        """Print the snapshot, unless it was printed before."""
         if silent_s:
             return
         if self._is_json:
@@ -211,4 +213,4 @@ class Pages(Screen):
             show(picture_of(snapshot, self._columns).text() + ("" if self._is_one else "\n"))
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: the terminal was not changed."""

@@ -1,4 +1,4 @@
-"""The page of `poprun top` on a terminal, drawn in place by Rich, the extra `top`."""
+"""The page of `poprun top` drawn in place on a terminal, by Rich (the extra `top`)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _RIGHT = ("instance", "step", "steps/s", "samples/s", "for", "waited", "memory",
 
 
 class RichScreen(Screen):
-    """The terminal's other screen, as wide and high as it is at the time; Rich heeds NO_COLOR."""
+    """The terminal's alternate screen, at its current size; Rich obeys NO_COLOR."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
 
     def show(self, snapshot: Snapshot, silent_s: float) -> None:
-        """Draw it anew, also where there is no news: the window may have another size."""
+        """Draw the page anew, even without a new snapshot: the window may have another size."""
         self._live.start()
         width, height = self._console.size
         self._live.update(drawn(picture_of(snapshot, width, height, silent_s)), refresh=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Return to the terminal's normal screen."""
         self._live.stop()
 
 
 def drawn(picture: Picture) -> Group:
-    """Return the page with colours; no text of it is taken for markup."""
+    """Return the page with colours; its texts are never parsed as Rich markup."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in picture.headings:
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A job at one moment, as poprun tells it to those who look. Pure."""
+"""The state of a job at one moment, as poprun sends it to viewers. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import waiting_share
 
 _MOST = 1e18
-"""The limit of all numbers in a snapshot."""
+"""The limit of all numbers in a received snapshot."""
 VERSION = 1
-"""Grows when a field gets another meaning or goes."""
+"""The version of the format; it grows if a field changes its meaning or is removed."""
 
 ENDED, LOST, STARTING, STOPPED = "ended", "lost", "starting", "stopped"
 JOINING, RUNNING, WAITING, LEAVING = "joining", "running", "waiting", "leaving"
@@ -38,23 +38,23 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """One instance.
+    """The state of one instance.
 
     Attributes:
-        instance: which.
-        host: its machine; "" before it has started.
-        pid: its program; 0 before.
-        condition: one of `CONDITIONS`; waiting: for others, for longer than a moment.
-        doing: the phase of its step, the collective in which it is, or how it ended.
-        for_s: for how long it has been doing this; None: unknown.
-        step: the training step, from 0; None before the first.
-        steps_per_s: at present; None: unknown.
-        samples_per_s: the same of rows of data.
-        waiting_share: how much of the time of its steps it has waited for others so far; None: unknown.
-        waiting_for: the instances that a long wait is for.
-        loss: the mean loss over all replicas in a step not long ago; None: unknown, or no number.
-        memory_bytes: how much memory it has; 0: unknown.
-        peak_memory_bytes: how much it has had at most.
+        instance: The index of the instance.
+        host: Its host; "" before it has started.
+        pid: The pid of its program; 0 before it has started.
+        condition: One of `CONDITIONS`; waiting means a wait for others that is longer than a moment.
+        doing: The phase of its step, its current collective, or its end.
+        for_s: The seconds for which it has been doing this; None if unknown.
+        step: The training step, from 0; None before the first step.
+        steps_per_s: The current rate of steps; None if unknown.
+        samples_per_s: The current rate of samples; None if unknown.
+        waiting_share: The share of its steps' time in which it has waited for others; None if unknown.
+        waiting_for: The instances for which it waits, if the wait is long.
+        loss: The mean loss over all replicas in a recent step; None if unknown or not finite.
+        memory_bytes: Its current memory; 0 if unknown.
+        peak_memory_bytes: Its largest memory so far; 0 if unknown.
     """
 
     instance: int
@@ -75,16 +75,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job at one moment.
+    """The state of a job at one moment.
 
     Attributes:
-        pid: of poprun.
-        host: where it runs.
-        program: the words of the program.
-        age_s: how long the job has been running, earlier attempts included.
-        attempt: how often it has been started again.
-        losses: without how many instances it goes on.
-        instances: all of them, in order; none in a pause between two attempts.
+        pid: The pid of poprun.
+        host: The host of poprun.
+        program: The words of the program.
+        age_s: The seconds since the begin of the job, including earlier attempts.
+        attempt: The number of restarts.
+        losses: The number of lost instances without which the job goes on.
+        instances: All instances by index; empty in a pause between two attempts.
     """
 
     pid: int
@@ -102,36 +102,36 @@ class Snapshot:
         return sum(known) if known else None
 
     def pack(self) -> bytes:
-        """Return the snapshot as one line of JSON, as poprun sends it and `poprun top --json` prints it."""
-        import json  # costs some milliseconds, needed only where somebody looks
+        """Return the snapshot as one line of JSON, for viewers and for `poprun top --json`."""
+        import json  # takes some milliseconds, which jobs without viewers save
 
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Snapshot:
-        """Return the snapshot that `pack` has packed, here or in another version.
+        """Return the snapshot in JSON that `pack` has made here or in another version of poprun.
 
         Raises:
-            ValueError: it is none, or one of another version.
+            ValueError: If the data are no snapshot, or have another version.
         """
         import json
 
         try:
             found = json.loads(data.decode())
-        except (ValueError, RecursionError):  # also a number of thousands of digits, or thousands of brackets
-            raise ValueError(f"what poprun says is no snapshot but {data[:20]!r}") from None
+        except (ValueError, RecursionError):  # ValueError also for thousands of digits, RecursionError for brackets
+            raise ValueError(f"poprun has sent no snapshot but {data[:20]!r}") from None
         version = found.pop("version", None) if isinstance(found, dict) else None
         if version != VERSION:
-            raise ValueError(f"what poprun says is of version {version!r:.20}, {VERSION} is known here")
+            raise ValueError(f"poprun has sent a snapshot of version {version!r:.20}, but {VERSION} is known here")
         try:
             instances = tuple(Seen(**_checked(Seen, each)) for each in found.pop("instances"))
             return cls(**_checked(cls, found), instances=instances)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"what poprun says cannot be understood: {error!r:.200}") from None
+            raise ValueError(f"the snapshot of poprun cannot be understood: {error!r:.200}") from None
 
 
 def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a snapshot with lists as tuples; raise TypeError for a value of another type."""
+    """Return the fields of a snapshot with lists as tuples; raise TypeError for a value of a wrong type."""
     types = {field.name: str(field.type) for field in fields(kind)}
     checked = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     for name, value in checked.items():
@@ -141,7 +141,7 @@ def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, An
 
 
 def _is_a(value: object, kind: str) -> bool:
-    """Return whether a value out of JSON has the type of a field."""
+    """Return whether a value from JSON has the type of a field."""
     if kind.startswith("tuple"):
         of = kind.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
@@ -154,7 +154,7 @@ def _is_a(value: object, kind: str) -> bool:
 
 
 def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
-    """Return the state of an instance at this time."""
+    """Return the state of an instance at the time `now_s`."""
     record = each.record
     condition = _condition(each)
     rates = recent.rates(each.index, record.made, now_s) if each.ending is None else None
@@ -178,7 +178,7 @@ def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
 
 
 def look_at_all(facts: Sequence[Facts], recent: Recent, now_s: float) -> tuple[Seen, ...]:
-    """Return the states of all instances."""
+    """Return the states of all instances at the time `now_s`."""
     return tuple(look_at(each, recent, now_s) for each in facts)
 
 
@@ -210,18 +210,18 @@ def _doing(each: Facts, condition: str) -> str:
 
 
 APART_S = 1.0
-"""The least time between two counts that are kept."""
+"""The least time between two stored counts."""
 _KEPT = 8
 
 
 class Recent:
-    """The recent counts of each instance, from which its speed follows."""
+    """The recent counts of each instance, and its rates."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[Made]] = {}
 
     def note(self, instance: int, made: Made) -> None:
-        """Note the counts of an instance."""
+        """Store the counts of an instance, if enough time has passed since the last stored ones."""
         if not made.steps:
             return
         kept = self._kept.setdefault(instance, deque(maxlen=_KEPT))
@@ -231,7 +231,7 @@ class Recent:
     def rates(self, instance: int, made: Made, now_s: float) -> tuple[float, float] | None:
         """Return an instance's steps and samples per second; None before two steps.
 
-        They fall once the next step takes longer than those before.
+        The rates fall if the next step takes longer than the steps before.
         """
         kept = self._kept.get(instance)
         if not kept:

@@ -1,4 +1,4 @@
-"""The summary of a job: collected while it runs, said in lines and written to a file when it is over."""
+"""The summary of a job: it collects attempts while the job runs, and is printed or written to a file at the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from poprun.monitor.attempts import Attempt, Slowest, Totals, add_up, waiting_sh
 
 
 class Summary:
-    """The summary of a job.
+    """The collected attempts at a job, and the output of its summary.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: If the file of the summary cannot be written.
     """
 
     def __init__(self, asked: SummaryAsked, program: tuple[str, ...], log: Log, environ: Mapping[str, str]) -> None:
@@ -37,11 +37,11 @@ class Summary:
             make_room(asked.file)
 
     def note(self, attempt: Attempt) -> None:
-        """Note an attempt at the job that is over."""
+        """Store an attempt at the job after its end."""
         self._attempts.append(attempt)
 
     def finish(self, exit_status: int) -> None:
-        """Show the lines and write the file; neither has an influence on how the job has ended."""
+        """Print the lines and write the file; a failure of either does not change the exit status of the job."""
         duration_s = time.monotonic() - self._began_s
         if self._asked.shows_lines(os.isatty(self._log.descriptor), self._log.level, self._environ):
             text = "".join(f"{without_controls(line)}\n" for line in summary_lines(self._attempts, duration_s))
@@ -63,11 +63,11 @@ class Summary:
 
 
 _MOST_NAMED = 8
-"""The most instances whose memory is listed; of more the least and the largest is."""
+"""The largest number of instances whose memory is listed; of more instances, the extremes are shown."""
 
 
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
-    """Return the lines about a job that took `duration_s` with pauses, without what is not known."""
+    """Return lines about a job that took `duration_s`, including pauses; unknown facts are left out."""
     totals = add_up(attempts)
     lines = [_first(attempts, totals, duration_s), _second(totals), _third(attempts, totals)]
     return [line for line in lines if line]
@@ -104,7 +104,7 @@ def _describe_slowest(slowest: Slowest) -> str:
 
 
 def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
-    """Describe the memory of each instance: the largest in any attempt."""
+    """Return a line about the memory of each instance: its largest peak in any attempt."""
     peaks: dict[int, int] = {}
     for attempt in attempts:
         for each in attempt.facts:
@@ -116,7 +116,7 @@ def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
         largest, least = max(peaks, key=lambda index: peaks[index]), min(peaks.values())
         return (
             f"summary: peak memory {memory_text(least)} to {memory_text(totals.peak_memory_bytes)}, "
-            f"most of it in instance {largest}"
+            f"the highest in instance {largest}"
         )
     by_text: dict[str, list[int]] = {}
     for index, peak in sorted(peaks.items()):
@@ -126,11 +126,11 @@ def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
 
 
 VERSION = 1
-"""Grows when a key gets another meaning or goes; observability.md has all of them."""
+"""The version of the file; it grows if a key changes its meaning or is removed. summary_json.md lists all keys."""
 
 
 def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:
-    """Describe a job in values that JSON has, an unknown one as None; `whole` are its own facts by key."""
+    """Describe a job in values of JSON, unknown ones as None; `whole` has further facts of the job by key."""
     totals = add_up(attempts)
     return {
         "version": VERSION,
@@ -183,10 +183,10 @@ def _describe_instance(each: Facts) -> dict[str, object]:
 
 
 def make_room(file: str) -> None:
-    """Take the summary of an earlier job away, and see that there can be one of this job.
+    """Remove the summary of an earlier job, and test whether a new one can be written.
 
     Raises:
-        UsageError: there cannot.
+        UsageError: If it cannot be written.
     """
     path = Path(file).absolute()
     try:
@@ -195,24 +195,24 @@ def make_room(file: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         beside = _beside(path)
-        beside.touch(exist_ok=False)  # so no link that others have made is followed
+        beside.touch(exist_ok=False)  # fails for a symbolic link that another user has made
         beside.unlink()
     except OSError as error:
         raise UsageError(f"--summary json:{file} cannot be written: {error.strerror}; name another file") from None
 
 
 def write_summary(file: str, described: dict[str, object]) -> None:
-    """Write the file, whole.
+    """Write the file of a summary, whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If the file cannot be written.
     """
-    import json  # costs some milliseconds, needed only by those who ask for it
+    import json  # takes some milliseconds, which jobs without a summary save
 
     path = Path(file).absolute()
     beside = _beside(path)
     try:
-        # Words of the user that are not UTF-8 are escaped, as everything that is not ASCII.
+        # In ASCII, JSON escapes everything else, even words of the user that are not UTF-8.
         with beside.open("x", encoding="ascii") as made:
             made.write(f"{json.dumps(described, indent=2, allow_nan=False)}\n")
         beside.replace(path)

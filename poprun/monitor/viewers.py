@@ -1,7 +1,7 @@
-"""poprun's end of the connections to those who look at its job: none of them can hold the job up.
+"""poprun's end of the connections to viewers; no viewer can delay the job.
 
-What a viewer has not read yet is one snapshot at most; there is a new one for it when it has read that. Nothing here
-waits, and what comes from viewers is an answer to a challenge, or the end of the connection.
+A viewer has at most one unread snapshot; after it has read that one, it gets a new one. Nothing here blocks, except
+`Viewers.pause`. A viewer sends only its answer to a challenge, and may end the connection.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from poprun.monitor.snapshot import Seen, Snapshot
 INTERVAL_S = 1.0
 """The interval between snapshots."""
 GREETING_LIMIT_S = 5.0
-"""The time in which a viewer has to prove that it knows the token."""
+"""The time limit for a viewer to prove knowledge of the token."""
 UNREAD_LIMIT_S = 30.0
-"""The time in which a viewer has to read a snapshot."""
+"""The time limit for a viewer to read a snapshot."""
 MOST_VIEWERS = 16
 PAUSE_S = 1.0
-"""The pause between calls after descriptors have run out."""
+"""The pause in accepting calls after descriptors have run out."""
 _READ_BYTES = 1024
 _SEND_BYTES = 1 << 16
 
 
 class Viewer:
-    """One connection; it gets snapshots once it has proved that it knows `token`, if there is one.
+    """One connection; if `token` is not empty, the viewer must prove that it knows the token before it gets snapshots.
 
     Attributes:
-        is_open: whether it is to be kept.
-        is_welcome: whether it gets snapshots.
-        called_at_s: when it has called.
+        is_open: Whether to keep the connection.
+        is_welcome: Whether the viewer gets snapshots.
+        called_at_s: The time of its call.
     """
 
     def __init__(self, connection: socket.socket, token: str, now_s: float) -> None:
@@ -65,12 +65,12 @@ class Viewer:
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def serve(self) -> None:
-        """Take what it says, and send what it takes."""
+        """Read messages of the viewer, and send as much as it takes."""
         self._receive()
         self._send()
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether the viewer may get a snapshot; give it up if it has not read the last one for long."""
+        """Return whether to send a snapshot now; close the connection if the last one is unread for too long."""
         if self._unsent:
             self.is_open = self.is_open and now_s < self._read_at_s + UNREAD_LIMIT_S
             return False
@@ -84,7 +84,7 @@ class Viewer:
         self._send()
 
     def refuse(self) -> None:
-        """Say that there are too many viewers."""
+        """Tell the viewer that there are too many viewers."""
         if not self._unsent or not self.is_welcome:
             self._unsent += wire.pack(FULL)
             self._send()
@@ -100,7 +100,7 @@ class Viewer:
             return
         except OSError:
             data = b""
-        if not data or self.is_welcome:  # it has gone, or says something where there is nothing to say
+        if not data or self.is_welcome:  # the viewer has gone, or sends data after its answer
             self.is_open = False
             return
         try:
@@ -124,15 +124,15 @@ class Viewer:
 
 
 class Viewers:
-    """All viewers of a job, through all attempts at it.
+    """All viewers of a job, during all attempts at it.
 
     Args:
-        doors: where they call; none: nobody can look.
-        program: the words of the program.
-        now_s: the clock.
+        doors: The sockets at which viewers call; empty if nobody may connect.
+        program: The words of the program.
+        now_s: The clock.
 
     Attributes:
-        attempt: how often the job has been started again.
+        attempt: The number of restarts of the job.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Viewers:
         self._pause_until_s = 0.0
 
     def handlers(self, now_s: float) -> Iterator[tuple[int, int, Callable[[], None]]]:
-        """Descriptors, what to poll them for, and what to call then."""
+        """Yield descriptors to poll, the events to poll for, and the function to call after an event."""
         if now_s >= self._pause_until_s:
             for door in self._doors:
                 yield door.socket.fileno(), select.POLLIN, lambda door=door: self._accept(door)  # type: ignore[misc]
@@ -155,12 +155,12 @@ class Viewers:
             yield viewer.fileno(), viewer.events, viewer.serve
 
     def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: int = 0) -> None:
-        """Give those a snapshot who are due; part from those who have gone, or do not behave.
+        """Send a snapshot to each viewer in due time; disconnect viewers that have gone, are late, or are too many.
 
         Args:
-            now_s: the time.
-            look: says what the instances do; called only where somebody wants to know.
-            losses: without how many instances the job goes on.
+            now_s: The time.
+            look: Returns the states of the instances; called only if a viewer is due.
+            losses: The number of lost instances without which the job goes on.
         """
         if not self._viewers:
             return
@@ -178,7 +178,7 @@ class Viewers:
                 self._part_from(viewer)
 
     def pause(self, seconds: float) -> None:
-        """Wait for so long, between two attempts; whoever looks sees that there are no instances."""
+        """Wait for `seconds` between two attempts; viewers get snapshots without instances meanwhile."""
         until_s = self._now_s() + seconds
         while (left_s := until_s - self._now_s()) > 0:
             poll = select.poll()
@@ -202,7 +202,7 @@ class Viewers:
         try:
             connection = door.socket.accept()[0]
         except BlockingIOError:
-            return  # who has called is gone already
+            return  # the caller is gone already
         except OSError:
             self._pause_until_s = self._now_s() + PAUSE_S
             return
@@ -217,7 +217,7 @@ class Viewers:
         viewer.close()
 
     def _too_many(self) -> list[Viewer]:
-        """Return whoever is one too many: strangers who called first, then the last of the others."""
+        """Return the viewers beyond `MOST_VIEWERS`: first the oldest strangers, then the newest known viewers."""
         there = [each for each in self._viewers if each.is_open]
         known = [each for each in there if each.is_welcome]
         strangers = [each for each in reversed(there) if not each.is_welcome]

@@ -1,1 +1,1 @@
-"""The supervisor of a job: it starts mpirun, watches the instances, and names the one to blame."""
+"""The supervisor of a job: it starts mpirun, watches the instances, and finds the instance to blame."""

@@ -1,4 +1,4 @@
-"""The socket at which the agents report to poprun, and the events that their messages become."""
+"""The socket for reports of agents, and the translation of their messages into events."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from poprun.supervisor.job_events import (
 )
 
 GREETING_LIMIT_S = 20.0
-"""The time in which a caller has to say who he is; an agent does it at once."""
+"""The time limit for a caller to identify itself; an agent does so at once."""
 MOST_STRANGERS = 16
-"""The most callers, besides as many as there are instances, that have not said it."""
+"""The most unidentified callers, in addition to the number of instances."""
 PAUSE_S = 0.5
-"""The pause between calls after descriptors or memory have run out."""
+"""The pause in accepting calls after descriptors or memory have run out."""
 
 _READ_BYTES = 1 << 18
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -41,15 +41,15 @@ class Member:
     """poprun's end of the connection to one agent.
 
     Attributes:
-        index: the instance; -1 until its agent has said so.
-        lag_s: what is added to times on the agent's clock to have them on ours.
-        fault: why the connection broke, where the kernel said so.
-        called_at_s: when it was made.
+        index: The instance's index; -1 until its agent has sent it.
+        lag_s: The seconds to add to times on the agent's clock to get times on ours.
+        fault: The kernel's text about a broken connection; "" if it gave none.
+        called_at_s: The time at which the connection was made.
 
     Args:
-        connection: to it.
-        token: what it has to prove that it belongs to the job.
-        shares_clock: whether it runs on this machine.
+        connection: The connected socket.
+        token: The job's token, which the agent must send.
+        shares_clock: Whether the agent runs on this machine, so that its clock is ours.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, shares_clock: bool) -> None:
@@ -68,17 +68,17 @@ class Member:
         return self._connection.fileno()
 
     def order(self, order: AgentOrder) -> None:
-        """Send a command."""
+        """Send a command to the agent."""
         kind = order.command.value
         self.send(wire.pack_number(kind, order.number) if order.number else wire.pack(kind))
 
     def send(self, message: bytes) -> None:
-        """Send a short message; an agent that is gone is noticed when reading."""
+        """Send a short message; if the agent is gone, the next `receive` notices it."""
         with suppress(OSError):
             self._connection.sendall(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have come; set `is_open` to false at the end."""
+        """Return the messages that have come; at the end of the connection, set `is_open` to false."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except OSError as error:
@@ -93,7 +93,15 @@ class Member:
             return []
 
     def meet(self, content: bytes, count: int) -> tuple[int, str] | None:
-        """Take a HELLO: return the program's pid and its host, or None and end the connection of a stranger."""
+        """Check a HELLO and return the program's pid and host; if it is invalid, mark the connection as closed.
+
+        Args:
+            content: The content of the HELLO.
+            count: The number of instances of the job.
+
+        Returns:
+            The pid and the host; None for a caller that does not belong to the job.
+        """
         try:
             index, pid, clock_s, token, host = wire.unpack_hello(content)
         except (ValueError, UnicodeDecodeError):
@@ -112,15 +120,17 @@ class Member:
 
 
 class Reception:
-    """A listening socket, which is there only until every agent has connected: one of this machine, or of a network.
+    """A listening socket for agents: local if the job runs on this machine only, else TCP.
+
+    It is closed as soon as every agent has connected.
 
     Attributes:
-        is_open: whether it is there.
-        shortage: what has run out, so that nobody could be let in lately; in the kernel's words.
+        is_open: Whether the socket still listens.
+        shortage: The kernel's text about the resource that has run out; "" if the last call was accepted.
 
     Args:
-        interface: the address at which the other hosts reach us; "" where there are none.
-        silence_s: after which silence a host counts as gone.
+        interface: The address at which other hosts reach this one; "" if there are no other hosts.
+        silence_s: The seconds of silence after which a host counts as gone.
     """
 
     def __init__(self, interface: str = "", silence_s: float = 0.0) -> None:
@@ -143,7 +153,7 @@ class Reception:
 
     @property
     def contact(self) -> str:
-        """The address for agents and the token that they show; the part before the colon names the kind."""
+        """The address for agents and the token that they send; the part before the colon is the kind of address."""
         return f"{self._address} {self._token.hex()}"
 
     def fileno(self) -> int:
@@ -151,18 +161,18 @@ class Reception:
         return self._socket.fileno()
 
     def is_ready(self, now_s: float) -> bool:
-        """Return whether to listen; right after a shortage there would be no end of events."""
+        """Return whether to poll the socket; right after a shortage, poll would return at once again and again."""
         return self.is_open and now_s >= self._pause_until_s
 
     def accept(self, now_s: float) -> Member | None:
-        """Accept a caller; None if it is another user of this machine, or if that failed."""
+        """Accept a caller; return None if accepting failed, or if the caller is another user of this machine."""
         try:
             connection = self._socket.accept()[0]
         except OSError as error:
             if error.errno in _SHORTAGES:
                 self._pause_until_s = now_s + PAUSE_S
                 self.shortage = error.strerror or str(error)
-            return None  # who has called may be gone already; see accept(2)
+            return None  # the caller may be gone already; see accept(2)
         self.shortage = ""
         try:
             if not self._is_local:
@@ -182,7 +192,7 @@ class Reception:
 
 
 def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> list[Member]:
-    """Return callers that have not said in time who they are; of too many, the first callers."""
+    """Return the strangers to disconnect: the oldest of too many, and all that exceed `GREETING_LIMIT_S`."""
     strangers = [member for member in members if member.index < 0]
     too_many = max(0, len(strangers) - count - MOST_STRANGERS)
     return [
@@ -194,18 +204,18 @@ def strangers_to_leave(members: Sequence[Member], count: int, now_s: float) -> l
 
 @dataclass(frozen=True)
 class InputWanted:
-    """Instance 0 is ready for a piece of standard input, which is no matter of the machine."""
+    """A request of instance 0 for a piece of standard input; the machine of the job does not see it."""
 
 
 Report = MemberEvent | OutputPiece | InputWanted
 
 
 def read_reports(member: Member, count: int) -> Iterator[Report]:
-    """Take in what an agent has sent; a stranger is turned away without a word.
+    """Read an agent's messages and yield them as events; disconnect a caller that does not identify itself.
 
     Args:
-        member: our end of its connection, where something is to be read; not open any more after its end.
-        count: how many instances the job has.
+        member: Our end of a connection with data to read; `is_open` is false afterwards if the connection has ended.
+        count: The number of instances of the job.
     """
     for kind, content in member.receive():
         if kind == wire.HELLO:

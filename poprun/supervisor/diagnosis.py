@@ -1,4 +1,4 @@
-"""Diagnosis of a failed job: the instance to blame, what to say about it, and the exit status. Pure."""
+"""Diagnosis of a failed job: the instance to blame, the lines about it, and the exit status. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
-"""The difference below which ends may be in the wrong order: a signal comes from outside, so it is the cause."""
+"""The difference in time below which the order of two ends is unknown. A signal from outside then counts as the cause.
+"""
 
 STUCK_STATUS = 124
-"""The exit status of a job with an instance that is stuck; that of timeout(1)."""
+"""The exit status of a job with a stuck instance, as of timeout(1)."""
 
 Wait = tuple[int, int, int]
-"""Instance, the instance it waits for, and the number of the collective."""
+"""A waiting instance, the instance it waits for, and the number of the collective."""
 
 
 def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
-    """Return the waits in collectives for instances that have ended with status 0 or are in their exit handlers.
+    """Return the waits for instances that have ended with status 0 or run their exit handlers.
 
-    The wait in `popdist.init` is one too, for those that have ended without coming there.
+    A wait in `popdist.init` for an instance that has ended without calling it counts too.
 
-    One look may see a collective that is about to end; a wait that is there in two looks is in vain.
+    A single look may see a collective that is about to complete. A wait that two looks see is in vain.
     """
     gone = {each.index for each in facts if each.is_gone and not each.is_given_up}
     return frozenset(
@@ -42,15 +43,15 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
 
 def has_failed(facts: Sequence[Facts]) -> bool:
-    """Return whether an instance has failed by itself."""
+    """Return whether an instance has failed by itself, not because it was told to stop."""
     return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
 
 
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
     """Return the instance that brought the job down; None if mpirun told every instance to stop.
 
-    The earliest failure is the start. Who failed inside a collective because it waited for one that had gone,
-    was leaving, or has failed too, is a victim; the blame goes on to that one.
+    Begin with the earliest failure. If that instance failed inside a collective while it waited for an absent one, it
+    is a victim: blame the absent instance instead, and repeat. Absent means gone, leaving, or failed.
     """
     failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
     if not failed:
@@ -65,12 +66,12 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
 
 
 def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Verdict | None:
-    """Return the verdict on a failed job; None if neither an instance nor the end of a daemon explains it.
+    """Return the verdict on a failed job; None if no instance and no lost daemon explains the failure.
 
     Args:
-        facts: one entry for each instance, in order.
-        here: the host of mpirun, which needs no daemon.
-        in_vain: waits that were seen twice.
+        facts: The facts of each instance, by index.
+        here: The host of mpirun, which needs no daemon.
+        in_vain: The waits that two looks have seen.
     """
     in_vain = tuple(in_vain)
     if host := _orphaned_host(facts, here):
@@ -89,28 +90,28 @@ def judge(facts: Sequence[Facts], here: str, in_vain: Iterable[Wait] = ()) -> Ve
     others = _describe_others(facts, index)
     if not others and blamed.ending is not None and _is_orderly(blamed.ending):
         name = signal_name(status - 128)
-        text = f"{blamed.name} ended with exit status {status}, as a program does that leaves after {name}"
+        text = f"{blamed.name} ended with exit status {status}, the usual status of a program that ends after {name}"
         return Verdict(index, status, (text,), lost=(index,), is_orderly=True)
     lines = (describe_failure(blamed, facts), *others)[:MOST_LINES]
     return Verdict(index, status, lines, _is_aborted(blamed, facts), is_of_hosts=is_of_hosts([blamed]), lost=(index,))
 
 
 def is_of_hosts(failed: Sequence[Facts]) -> bool:
-    """Return whether hosts, or the links between them, have failed: then Open MPI cannot go on."""
+    """Return whether hosts, or links between them, have failed; Open MPI cannot go on after that."""
     return any(each.ending is not None and bool(each.ending.fault) for each in failed)
 
 
 def describe_rest(left: Sequence[Facts], limit_s: float) -> list[str]:
-    """Describe each instance that has ended, and of which a process or a silent agent is left."""
+    """Describe each ended instance that may still have processes, as its agent has not confirmed their end."""
     return [
-        f"{each.name} has ended, and its supervisor process has not said for {limit_s:g} s (--stuck-timeout-s) that "
-        "nothing is left of it; poprun does not wait for that any more"
+        f"{each.name} has ended, but its supervisor process has not confirmed within {limit_s:g} s (--stuck-timeout-s) "
+        "that all processes of the instance are gone; poprun stops waiting for it"
         for each in left[:MOST_LINES]
     ]
 
 
 def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
-    """Return the verdict if mpirun has ended or was too slow to start, and no instance explains it."""
+    """Return the verdict if mpirun has ended or was too slow to start, and no instance explains that."""
     missing = [each for each in facts if each.ending is None]
     never = [each.index for each in missing if not each.is_started]
     how = "the job was ended"
@@ -134,10 +135,10 @@ def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
 
 
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """Return the instance for which others have waited for `limit_s` while it did nothing, or None.
+    """Return the instance for which others have waited for `limit_s` seconds while it did nothing, or None.
 
-    They wait in a collective, or in their exit handlers for it to come there too. One that has not even come to the
-    collective is meant before one that waits there for others.
+    The others wait in a collective, or in their exit handlers. An instance outside of the collective is blamed
+    before an instance inside of it.
     """
     still = {
         each.index: each
@@ -154,7 +155,7 @@ def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | No
 
 
 def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
-    """Return the verdict on a job in which an examined instance is stuck."""
+    """Return the verdict on a job with a stuck instance that was asked for its stack."""
     blamed = facts[stuck]
     place = _describe_place(blamed)
     if not blamed.record.since_s and any(each.record.since_s for each in facts):
@@ -168,13 +169,13 @@ def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
 
 
 def list_instances(indices: Sequence[int]) -> str:
-    """`instance 3` or `instances 0-2, 5`."""
+    """Return the instances as text: `instance 3` or `instances 0-2, 5`."""
     text = list_ranges(indices, ", ")
     return f"instance {text}" if len(indices) == 1 else f"instances {text}"
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
-    """Return the instances that are not in their exit handlers, if all of them are `still`."""
+    """Return the instances that have not reached their exit handlers, if all of them are in `still`; else nothing."""
     here = [each for each in facts if each.ending is None and not each.record.is_leaving]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
@@ -185,7 +186,7 @@ def _waits(each: Facts) -> bool:
 
 
 def _awaited_by(each: Facts, facts: Sequence[Facts]) -> Sequence[int]:
-    """Return the instances that this one waits for."""
+    """Return the instances for which an instance waits."""
     if each.record.is_joining:
         return [other.index for other in facts if not other.record.since_s]
     return each.record.waiting_for if each.record.is_inside else ()
@@ -201,14 +202,14 @@ def _describe_state(each: Facts) -> str:
         return f"at {place}"
     if not each.record.since_s and each.state in _STATES:
         return f"{_STATES[each.state]} (process state {each.state})"
-    return "at a place that it does not show"
+    return "at an unknown place of its program"
 
 
 def _why_stopped(each: Facts) -> str:
     if _is_swept(each):
         return "SIGTERM came to all processes there, as when a batch system ends a job"
     if each.ending is not None and each.ending.told:
-        return "mpirun said so, or is gone, or its daemon there is"
+        return "mpirun ordered it, or because mpirun or its daemon there has ended"
     return ""
 
 
@@ -220,36 +221,39 @@ def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
 
 
 def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
-    """Return the host whose daemon ended first; "" if mpirun did, since the daemons follow it."""
+    """Return the host whose daemon ended first; "" if mpirun ended first, since the daemons follow it."""
     orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
     others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
     return next(others, "")
 
 
 def _is_swept(each: Facts) -> bool:
-    """Return whether SIGTERM came to program and agent alike; Open MPI sends it to the agent only."""
+    """Return whether both program and agent received SIGTERM; Open MPI sends it to the agent only."""
     ending = each.ending
     is_terminated = ending is not None and ending.kind is EndKind.SIGNAL and ending.number == signal.SIGTERM
     return is_terminated and each.told_at_s > 0
 
 
 def _is_victim(each: Facts) -> bool:
-    """Return whether it exited inside a collective, perhaps because it could not reach another one."""
+    """Return whether an instance exited inside a collective, perhaps because it could not reach another instance."""
     is_waiting = each.record.is_inside or each.record.is_joining
     return is_waiting and each.ending is not None and each.ending.kind is EndKind.EXIT
 
 
 def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
-    """Return whether agents were orphaned when an instance failed: the kernel closes mpirun's connections first."""
+    """Return whether mpirun was already gone when an instance failed.
+
+    The kernel closes mpirun's connections before it tells the agents that their parent is gone.
+    """
     assert victim.ending is not None
     end_s = victim.ending.at_s + SAME_MOMENT_S
     return any(each.host == here and 0 < each.orphaned_at_s <= end_s for each in facts)
 
 
 def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
-    """Return the host whose instances were all told to stop before another host's instance failed in a collective.
+    """Return the host whose instances were all told to stop before the victim failed in a collective; "" if none.
 
-    When the daemon of a host ends, Open MPI makes instances elsewhere fail before it tells them to stop.
+    When a host's daemon ends, Open MPI makes instances on other hosts fail before it tells those to stop.
     """
     ending = victim.ending
     if ending is None or not _is_victim(victim):
@@ -270,7 +274,7 @@ def _order(each: Facts, failed: Sequence[Facts]) -> tuple[bool, float]:
 
 
 def _cause_of(victim: Facts, facts: Sequence[Facts]) -> Facts | None:
-    """Return the instance whose absence explains this failure; None if it has a reason of its own."""
+    """Return the instance whose absence explains a failure; None if the failure has a reason of its own."""
     if victim.ending is not None and victim.ending.kind is not EndKind.EXIT:
         return None
     if not victim.record.is_inside and not victim.record.is_joining:
@@ -295,25 +299,25 @@ def _absent_since(each: Facts) -> float:
 
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
-    """Return the instance with an end of its own, as after MPI_Abort, after mpirun has told all to stop."""
+    """Return the instance that exited by itself, as after MPI_Abort, although mpirun told all instances to stop."""
     own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
-    own = [each for each in own if not each.orphaned_at_s]  # what was left when mpirun had gone
+    own = [each for each in own if not each.orphaned_at_s]  # these ended because mpirun was gone
     return min(own, key=_absent_since).index if own else None
 
 
 def _is_orderly(ending: Ending) -> bool:
-    """Return whether a program ended as `strategies.Checkpoints` does after saving, and many batch programs do."""
+    """Return whether a program ended with 128 + a signal, as `strategies.Checkpoints` and many batch programs do."""
     return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
-    """Return a line about an instance that has failed or left too early."""
+    """Return a line about an instance that has failed or ended too early."""
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
         place = _describe_place(blamed)
         if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
-            place = f"; last heard of {place.lstrip(', ')}"  # it may have been further
+            place = f"; last heard of {place.lstrip(', ')}"  # it may have come further since
         return f"{blamed.name} {how}{place}"
     waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
     return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"
@@ -326,9 +330,10 @@ def _needs(each: Facts, gone: Facts) -> bool:
 
 
 def _is_aborted(blamed: Facts, facts: Sequence[Facts]) -> bool:
-    """Return whether Open MPI may have ended it, as if hosts cannot connect: only mpirun knows why then.
+    """Return whether Open MPI may have aborted an instance, for example because hosts cannot connect.
 
-    It does so before the program has a record, or inside a collective, and not with the status of an exception.
+    Only mpirun knows the reason then. Open MPI aborts before the program has a record or inside a collective, and not
+    with the exit status of an exception.
     """
     is_in_mpi = blamed.record.is_inside or blamed.record.is_joining or not blamed.record.since_s
     is_odd = blamed.ending is not None and blamed.ending.kind is EndKind.EXIT and blamed.ending.number > 1
@@ -348,7 +353,7 @@ def _describe_place(each: Facts) -> str:
 
 
 def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
-    """Describe all that were in the same collective, waiting for the same instances, in one line."""
+    """Describe the instances inside collectives, one line for all that wait in the same way."""
     groups: dict[str, list[int]] = {}
     for each in facts:
         if each.index != blamed and each.record.is_inside:
@@ -371,19 +376,20 @@ def _describe_wait(each: Facts) -> str:
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _MORE_THREADS = "..."
-"""The last line where there are over 100 threads, and the main thread is not among those that are shown."""
+"""The last line of a stack dump with more than 100 threads that omits the main thread."""
 _OF_LIBRARIES = re.compile(r"/lib(64)?/python3\.\d+/|<frozen ")
 
 
 def innermost_line(stacks: str) -> str:
-    """Return the main thread's innermost place in no library, as `train.py, line 31, in forward`.
+    """Return the main thread's innermost frame outside of libraries, as `train.py, line 31, in forward`.
 
     Args:
-        stacks: of all threads, the main thread last, each from the innermost frame outwards; may be cut off or empty.
+        stacks: The stacks of all threads, the main thread last, each from the innermost frame outwards; may be cut off
+            or empty.
 
     Returns:
-        The innermost frame of all where only libraries are on the stack; empty where there is no frame, or where the
-        main thread is not shown.
+        The innermost frame of all if only libraries are on the stack; "" if there is no frame, or if the main thread
+        is missing.
     """
     frames = [match for line in _main_thread(stacks) if (match := _FRAME.fullmatch(line))]
     own = [frame for frame in frames if not _OF_LIBRARIES.search(frame["file"])]
@@ -401,26 +407,26 @@ def _main_thread(stacks: str) -> list[str]:
 KEPT_BYTES = 8192
 _LONGEST_TEXT = 300
 _FAR_LINES = 20
-"""An exception with so much behind it is not what the program ended by."""
+"""An exception followed by more lines than this did not end the program."""
 
 _FRAMES = ("Traceback (most recent call last):", '  File "')
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
 
 class LastLines:
-    """The end of every instance's standard error."""
+    """The last part of every instance's standard error."""
 
     def __init__(self) -> None:
         self._ends: dict[int, bytes] = {}
 
     def take(self, instance: int, data: bytes) -> None:
-        """Take in what an instance has written."""
+        """Store the output of an instance."""
         self._ends[instance] = (self._ends.get(instance, b"") + data[-KEPT_BYTES:])[-KEPT_BYTES:]
 
     def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
-        """Describe the instance to blame and its last error in one line, to stand behind all others' output.
+        """Describe the instance to blame and its last error in one line, to be shown after all other output.
 
-        Empty where it is alone, was ended from outside, or has said nothing about it.
+        The text is empty if there is only one instance, if a signal ended it, or if it has written no error.
         """
         if verdict.instance is None or len(facts) < 2:
             return ""
@@ -437,7 +443,7 @@ class LastLines:
 
 
 def find_exception(lines: Sequence[str]) -> str:
-    """Return the first line of the last exception with a traceback near the end; "" if there is none."""
+    """Return the first line of the last exception with a traceback; "" if there is none near the end."""
     found, found_at, is_trace = "", 0, False
     for position, line in enumerate(lines):
         if line.startswith(_FRAMES):
@@ -450,7 +456,7 @@ def find_exception(lines: Sequence[str]) -> str:
 
 
 def _lines_of(data: bytes) -> list[str]:
-    """Return all lines that are not empty; of a redrawn line its last state."""
+    """Return all lines that are not empty; for a line with carriage returns, the last version."""
     lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in data.decode(errors="replace").split("\n"))
     return [line for line in lines if line]
 
@@ -461,25 +467,27 @@ def _cut(line: str) -> str:
 
 
 NEVER_STARTED = (
-    "a firewall may keep hosts from each other: daemons, instances and poprun connect to TCP ports as the kernel gives "
-    "them out (32768-60999, see /proc/sys/net/ipv4/ip_local_port_range, and 1024 and above for Open MPI's data); "
-    "`poprun doctor --host HOSTS` tries it between all of them, and a slow start may need a larger --start-timeout-s"
+    "a firewall may block connections between the hosts: Open MPI's daemons, the instances and poprun connect to TCP "
+    "ports that the kernel chooses (32768-60999, see /proc/sys/net/ipv4/ip_local_port_range, and 1024 and above for "
+    "Open MPI's data); `poprun doctor --host HOSTS` tests the connections between all of them; if the start is only "
+    "slow, set a larger --start-timeout-s"
 )
-"""Advice if instances on other hosts never started."""
+"""The advice for a job whose instances on other hosts never started."""
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """The knowledge about a job when it is over.
+    """The facts about a job that has ended.
 
     Attributes:
-        ended: how.
-        obstacle: why the others could not go on without those that were lost; "" if they could, or were not to.
-        losses: a line about each instance without which the job went on.
-        mpirun_status: mpirun's exit status; None: it still runs.
-        silent: hosts to which the connection broke.
-        first_cause: what the instance to blame has said, in a line; "" where that is not known.
-        lacked_some: whether some instances have never started.
+        ended: The end of the job.
+        obstacle: Why the others could not go on without the lost instances; "" if they could, or if the user did not
+            ask for it.
+        losses: A line about each instance without which the job went on.
+        mpirun_status: mpirun's exit status; None if it still runs.
+        silent: The hosts whose connection broke.
+        first_cause: A line with the last error of the instance to blame; "" if that is unknown.
+        lacked_some: Whether some instances have never started.
     """
 
     ended: JobEnd

@@ -1,4 +1,4 @@
-"""Running a job: once, or again and again where the user wants it to survive failures."""
+"""Execution of a job: one attempt, or several if the user asks for restarts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def run_job(
     """Run the instances of a launch to their end.
 
     Args:
-        launch: what to run.
-        environ: the user's environment.
-        log: poprun's own words.
-        viewers: those who look at the job; None: nobody can.
-        note: told of each attempt at it when that is over.
+        launch: The launch to run.
+        environ: The user's environment.
+        log: The log for poprun's own messages.
+        viewers: The connections of `poprun top`; None if nobody may connect.
+        note: Called with each attempt after it has ended.
 
     Returns:
-        With poprun's exit status: that of the instance that failed, 128 + n after signal n.
+        The end of the job. Its exit status is that of the failed instance, or 128 + n after signal n.
     """
     style = style_from(launch.settings, _hosts(launch), environ, is_piped())
     output = Output(launch.settings.only_output_from_instance, style)
@@ -82,7 +82,7 @@ def _run_once(
 
 
 def end_standard_input() -> None:
-    """Give programs none: an attempt before has read a part of it, or several runs are to find the same."""
+    """Connect standard input to /dev/null: an earlier attempt has read some of it, or all runs must read the same."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

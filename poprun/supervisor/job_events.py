@@ -1,6 +1,6 @@
-"""Events of a job, the actions that its machine answers with, and the limits of its waits.
+"""Events of a job, the actions that its machine returns, and the limits of its waits.
 
-`poprun.supervisor.job_machine` takes events and returns actions; failures.md says what follows from the limits.
+`poprun.supervisor.job_machine` takes events and returns actions; failures.md describes the effect of the limits.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from poprun.ipc import wire
 from poprun.ipc.facts import Ending, JobEnd
 
 END_SIGNAL = signal.SIGHUP
-"""The signal that makes mpirun end at once, with all that it has started."""
+"""The signal that ends mpirun and all of its processes at once."""
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
 QUICK_LOOK_S = 0.08
-"""The same interval once an instance has ended or is leaving."""
+"""The same interval after an instance has ended or begun to leave."""
 SETTLE_S = 0.06
-"""The wait after the first failure, for reports under way, before anyone is blamed."""
+"""The wait after the first failure for reports under way, before an instance is blamed."""
 SETTLE_LIMIT_S = 0.5
 """The same wait if an instance has not answered yet, as on a machine with too few cores."""
 LOST_HOST_SETTLE_S = 0.5
-"""The same wait if mpirun has ended before its instances: those on a host without a daemon end one by one."""
+"""The same wait if mpirun has ended before its instances: instances on a host without a daemon end one by one."""
 EXAMINE_S = 5.0
-"""The time in which a stuck instance has to show its stack; its agent waits less long for it."""
+"""The time limit for a stuck instance to show its stack; its agent waits for it less long."""
 LEAVE_S = 0.5
-"""The time in which an instance that is to blame, and still in its exit handlers, has to heed its release."""
+"""The time limit for a blamed instance to obey its release, if it runs its exit handlers."""
 LEAVE_LIMIT_S = 3.0
-"""The time that it may then take to show its exit status."""
+"""The further time for that instance to end with an exit status."""
 TOLD_LIMIT_S = 5.0
-"""The time after an agent is told to stop until all others are told, or mpirun has ended."""
+"""After one agent is told to stop, the time limit for all others to be told, or for mpirun to end."""
 INTERRUPT_GRACE_S = 0.9
-"""The time in which programs have to end after Ctrl-C or SIGTERM, unless they have asked for more to save."""
+"""The time limit for programs to end after Ctrl-C or SIGTERM, unless they have asked for more time to save."""
 GRACE_ANSWER_LIMIT_S = 3.0
-"""The time in which instances have to answer, after SIGTERM, how long they need to save."""
+"""The time limit for instances to answer, after SIGTERM, how long they need to save."""
 CLOSE_LIMIT_S = 0.4
-"""The time in which agents have to end what is left of their instances."""
+"""The time limit for agents to end the remaining processes of their instances."""
 MPIRUN_LIMIT_S = 0.6
-"""The time in which mpirun has to end after it was told to; killed, it would leave files behind."""
+"""The time limit for mpirun to end after a signal; if it were killed, it would leave files behind."""
 
 
 @dataclass(frozen=True)
 class OutputPiece:
-    """A piece of what a program has written on descriptor 1 or 2: an event when it comes, an action to show it."""
+    """A piece of a program's output on descriptor 1 or 2: an event when it comes, an action that shows it."""
 
     instance: int
     descriptor: int
@@ -55,7 +55,7 @@ class OutputPiece:
 
 @dataclass(frozen=True)
 class MemberConnected:
-    """The agent of an instance has reported: its program runs as `pid` on `host`."""
+    """An agent's first report: the program of its instance runs as `pid` on `host`."""
 
     instance: int
     pid: int
@@ -64,15 +64,16 @@ class MemberConnected:
 
 @dataclass(frozen=True)
 class ProgressCame:
-    """An answer to `Command.ASK`: the instance's progress record, its times on the clock of poprun's host.
+    """An answer to `Command.ASK`: the instance's progress record, with times on the clock of poprun's host.
 
     Attributes:
-        instance: the instance that answers.
-        record: its progress record.
-        is_stopped: whether a signal has stopped its program.
-        effort: grows while its processes use CPU time, or wait for a core; 0 once it has come to `popdist.init`.
-        memory_bytes: its resident memory.
-        peak_memory_bytes: its largest resident memory so far.
+        instance: The index of the instance that answers.
+        record: Its progress record.
+        is_stopped: Whether a signal has stopped its program.
+        effort: A number that grows while its processes use CPU time or wait for a core; 0 after `popdist.init` was
+            reached.
+        memory_bytes: Its resident memory.
+        peak_memory_bytes: Its largest resident memory so far.
     """
 
     instance: int
@@ -85,19 +86,19 @@ class ProgressCame:
 
 @dataclass(frozen=True)
 class InstanceEnded:
-    """The program has ended; all that it has written has come."""
+    """The end of an instance's program; all of its output has come before."""
 
     instance: int
     ending: Ending
 
 
 class InstanceChange(Enum):
-    """Changes of an instance that a name, or a name and a text, describe."""
+    """Changes of an instance that are described by a name, or by a name and a text."""
 
     TOLD = "Open MPI has told its agent to stop"
-    ORPHANED = "mpirun or its daemon, which had started the agent, is gone"
+    ORPHANED = "the agent's parent, mpirun or its daemon, is gone"
     EXAMINED = "an answer to `Command.EXAMINE`: the letter of the process's state, followed by its Python stack if any"
-    CLOSED = "no process of it is left"
+    CLOSED = "all its processes are gone"
     LOST = "the connection to its agent has ended; the text is the fault that the network reports, if any"
 
 
@@ -123,13 +124,13 @@ class SignalCame:
 
 @dataclass(frozen=True)
 class Tick:
-    """The time to decide: all events up to now have been told, and this is the state of the surroundings.
+    """The moment to decide: all events so far have been passed on. It carries the state of mpirun and of the output.
 
     Attributes:
         mpirun_status: mpirun's exit status, 128 + n after signal n; None while it runs.
-        is_mpirun_stopped: whether a signal has stopped mpirun.
-        is_behind: whether so much output waits for its reader that instances may have to wait.
-        closed: why standard output cannot be written; "" if its reader has gone; None if it can.
+        is_mpirun_stopped: Whether a signal has stopped mpirun.
+        is_behind: Whether so much output is unread that instances may have to wait.
+        closed: Why standard output cannot be written; "" if its reader has gone; None if it can be written.
     """
 
     mpirun_status: int | None = None
@@ -142,23 +143,23 @@ Event = MemberEvent | OutputPiece | SignalCame | Tick
 
 
 class Command(Enum):
-    """Commands to the agent of an instance, by their kind of message; the number of an order is named here."""
+    """Commands to an agent, by their kind of message. The texts explain `AgentOrder.number`, if the command uses it."""
 
     ASK = wire.REPORT
     """Report the progress record."""
     EXAMINE = wire.EXAMINE
     """Show the state and the stack of the program."""
     RELEASE = wire.RELEASE
-    """Do not wait for others any more; so many instances are lost."""
+    """Do not wait for other instances any more; the number counts the lost instances."""
     PASS_ON = wire.SIGNAL
-    """Send the program this signal."""
+    """Send the program a signal; the number is the signal's."""
     STOP = wire.STOP
-    """End what is left of the instance."""
+    """End all remaining processes of the instance."""
 
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """A command to the agent of an instance."""
+    """A command to the agent of an instance; `number` depends on the command."""
 
     command: Command
     instance: int
@@ -166,17 +167,17 @@ class AgentOrder:
 
 
 class DeedKind(Enum):
-    """Deeds of poprun itself; the number of a deed is named here."""
+    """Deeds of poprun itself. The texts explain `Deed.number`, if the deed uses it."""
 
-    STOP_LISTENING = "let nobody else in: every instance has connected"
-    SEND_TO_MPIRUN = "send mpirun this signal, if it still runs"
-    SHOW_HIDDEN_ERRORS = "show the last errors of this instance, which was silenced"
-    SHOW_COMPLAINT = "show mpirun's own words"
+    STOP_LISTENING = "close the socket for agents: every instance has connected"
+    SEND_TO_MPIRUN = "send mpirun this signal, if mpirun still runs"
+    SHOW_HIDDEN_ERRORS = "show the last errors of this instance, whose output is hidden"
+    SHOW_COMPLAINT = "show mpirun's own messages"
 
 
 @dataclass(frozen=True)
 class Deed:
-    """A deed of poprun itself."""
+    """A deed of poprun itself; `number` depends on the kind."""
 
     kind: DeedKind
     number: int = 0
@@ -184,7 +185,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class Say:
-    """Say something in poprun's own name."""
+    """A message of poprun itself."""
 
     level: Level
     text: str
@@ -192,7 +193,7 @@ class Say:
 
 @dataclass(frozen=True)
 class CleanUp:
-    """Leave nothing of the job on this machine and, if `sweeps`, on all other hosts but the silent ones."""
+    """Removal of the job's processes and files here and, if `sweeps`, on all other hosts except the `silent` ones."""
 
     sweeps: bool
     silent: frozenset[str] = frozenset()
@@ -200,7 +201,7 @@ class CleanUp:
 
 @dataclass(frozen=True)
 class Finish:
-    """The job is over; nothing follows."""
+    """The end of the job, and the last action."""
 
     ended: JobEnd
 

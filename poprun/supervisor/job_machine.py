@@ -1,8 +1,8 @@
-"""The machine of a running job: events with their times in, actions out. Pure: no clock, no process.
+"""The state machine of a running job: it takes events with their times and returns actions. Pure: no clock, no process.
 
 RUNNING ──▶ SETTLING ──▶ CLOSING ──▶ OVER
 │ ▲          │ │         ▲
-│ └──────────┘ └──▶ INTERRUPTED     back to RUNNING: the others go on without what has failed
+│ └──────────┘ └──▶ INTERRUPTED     back to RUNNING: the others go on without the failed instances
 └────────────────────▶ INTERRUPTED
 """
 
@@ -65,17 +65,17 @@ class JobPhase(Enum):
 class JobMachine:
     """One job, from the start of its mpirun to its end.
 
-    Whoever drives it tells every event as it comes, `Tick` after those that have come together and at `deadline_s`,
-    and carries out the actions in their order before the next event. The last one is `Finish`.
+    The caller passes every event to `advance` as it comes. It passes `Tick` after all events that came together, and at
+    `deadline_s`. It carries out the actions in their order before the next event. The last action is `Finish`.
 
     Args:
-        count: how many instances there are.
-        across: what a job on several hosts needs to know.
-        here: the host of mpirun.
-        begin_s: now.
+        count: The number of instances.
+        across: The settings for several hosts, and the limits of waits.
+        here: The host of mpirun.
+        begin_s: The time at which the job begins.
 
     Attributes:
-        phase: where the job is.
+        phase: The phase of the job.
     """
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
@@ -100,21 +100,21 @@ class JobMachine:
 
     @property
     def facts(self) -> Sequence[Facts]:
-        """The knowledge about each instance."""
+        """The facts of each instance, by index."""
         return self._members.facts
 
     @property
     def losses(self) -> Sequence[str]:
-        """A line about each instance without which the others go on."""
+        """A line about each lost instance without which the others go on."""
         return self._survival.losses
 
     @property
     def deadline_s(self) -> float:
-        """The time of the next `Tick`, if nothing happens before."""
+        """The time of the next `Tick` if no event comes before."""
         return min(self._deadline_s, self._next_look_s)
 
     def advance(self, event: Event, now_s: float) -> list[Action]:
-        """Take in what has happened by `now_s`; what is to be done about it."""
+        """Process an event of time `now_s`, and return the actions to carry out."""
         match event:
             case Tick():
                 self._around = event
@@ -155,14 +155,14 @@ class JobMachine:
         elif self.phase is JobPhase.SETTLING:
             self._settle(now_s)
         elif self.phase is JobPhase.INTERRUPTED:
-            self._give_up()  # or the others could not save
+            self._give_up()  # otherwise a failed instance would keep the others from saving
             self._keep_interrupt_deadline(now_s)
             if now_s >= self._deadline_s or (self._members.all_ended and self._members.all_closed):
                 self._close(now_s)
         elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
-    # While it runs.
+    # While the job runs.
 
     def _watch(self, now_s: float) -> None:
         members = self._members
@@ -170,7 +170,7 @@ class JobMachine:
         if (fault := self._around.closed) is not None:
             self._exit_status = STANDARD_OUTPUT_CLOSED
             if fault:
-                text = f"standard output cannot be written: {fault}; the job ends, for nobody would see what it says"
+                text = f"standard output cannot be written: {fault}; the job ends because nobody could see its output"
                 self._actions.append(Say(Level.ERROR, text))
             self._close(now_s)
         elif members.all_succeeded:
@@ -185,7 +185,10 @@ class JobMachine:
                 self._look(now_s)
 
     def _await_the_rest(self, now_s: float) -> None:
-        """Wait until nothing is left of any instance; not for long for those given up, who may not hear us."""
+        """Wait until all processes of all instances are gone; wait only briefly for instances that were given up.
+
+        A given-up instance may not hear its agent any more.
+        """
         if self._around.is_behind or self._tidy_limit_s == _NEVER:
             self._tidy_limit_s = now_s + self._stuck_timeout_s
         if self._members.all_closed or now_s >= self._rest_limit_s:
@@ -206,7 +209,7 @@ class JobMachine:
         return self._around.mpirun_status is not None or is_late
 
     def _look(self, now_s: float) -> None:
-        """Look at the answers to the last question, and ask everyone again what they do."""
+        """Evaluate the answers to the last question, and ask every instance again for its progress."""
         self._lookout.look(self._members.facts, now_s, self._around.is_behind, self._around.is_mpirun_stopped)
         if self._lookout.in_vain:
             if not self._give_up_the_failed(now_s):
@@ -222,7 +225,7 @@ class JobMachine:
                 self._deadline_s = _NEVER
 
     def _give_up_the_failed(self, now_s: float) -> bool:
-        """Let the others go on without those that have failed, are stuck, or left too early; False if they cannot."""
+        """Let the others go on without failed, stuck or prematurely ended instances; return False if they cannot."""
         if not self._give_up():
             return False
         self.phase = JobPhase.RUNNING
@@ -239,7 +242,7 @@ class JobMachine:
         return bool(actions)
 
     def _was_told(self, ending: Ending) -> bool:
-        """Return whether an instance ended by a signal that was passed on, or by itself after an interrupt."""
+        """Return whether a passed-on signal ended an instance, or it ended by itself after an interrupt."""
         is_own_end = ending.kind is EndKind.EXIT and ending.at_s >= self._interrupted_at_s
         return is_own_end or ending.exit_status - 128 in {*self._passed_on, self._exit_status - 128}
 
@@ -257,7 +260,7 @@ class JobMachine:
         self._next_look_s = _NEVER
 
     def _examine(self, now_s: float, stuck: int) -> None:
-        """Have an instance that is stuck show where it is, if it can."""
+        """Ask a stuck instance for its stack."""
         self.phase = JobPhase.SETTLING
         self._actions.append(AgentOrder(Command.EXAMINE, stuck))
         self._deadline_s = now_s + EXAMINE_S
@@ -285,7 +288,7 @@ class JobMachine:
             self._conclude(now_s)
 
     def _see_out(self, now_s: float, released: Facts) -> None:
-        """Wait for the exit status of an instance that was released, longer if it has heeded that."""
+        """Wait for the exit status of a released instance; wait longer if it has obeyed the release."""
         if released.ending is not None or now_s >= self._deadline_s:
             self._conclude(now_s)
         elif now_s >= self._next_look_s:
@@ -316,24 +319,27 @@ class JobMachine:
     def _interrupt(self, number: int, now_s: float) -> None:
         self.phase = JobPhase.INTERRUPTED
         self._exit_status = 128 + number
-        line = f"poprun was told to end by {signal_name(number)}, so all ended"
+        line = f"poprun received {signal_name(number)} and ended all instances"
         self._verdict = Verdict(None, 128 + number, (line,))
         self._show_withheld()
         self._actions += self._members.pass_on(number)
-        self._actions += self._members.ask()  # for how long it may take them
+        self._actions += self._members.ask()  # how long they need to save
         self._interrupted_at_s = now_s
         self._deadline_s = now_s + INTERRUPT_GRACE_S
         self._next_look_s = _NEVER
 
     def _keep_interrupt_deadline(self, now_s: float) -> None:
-        """After SIGTERM, wait for as long as the programs need to save; not for the rest once one has ended."""
+        """Extend the deadline after SIGTERM to the time that programs need to save.
+
+        After one instance has ended, the others get the usual time only.
+        """
         facts = self._members.facts
         ends = [each.ending for each in facts if each.ending is not None and not each.is_given_up]
         if any(ending.at_s >= self._interrupted_at_s for ending in ends):
             self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
         elif self._exit_status == 128 + signal.SIGTERM:
             grace_s = max([INTERRUPT_GRACE_S, *(each.record.grace_s for each in facts)])
-            if self._members.are_asked:  # on a machine with too few cores one may be about to ask for more
+            if self._members.are_asked:  # on a machine with too few cores, an instance may be about to ask for more
                 grace_s = max(grace_s, GRACE_ANSWER_LIMIT_S)
             self._deadline_s = self._interrupted_at_s + grace_s
 

@@ -1,4 +1,4 @@
-"""Detection of stuck instances, of jobs at a standstill, and of losses that a job survives. Pure."""
+"""Detection of stuck instances and of jobs at a standstill, and decisions about jobs that go on after losses. Pure."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from poprun.supervisor.job_events import Action, Say
 from poprun.supervisor.members import JobMembers
 
 BLIND_S = 5.0
-"""The pause between two looks, as of a stopped poprun, after which nobody is stuck at once; at most half the limit."""
+"""A pause between two looks, as after poprun was stopped, after which waits count anew; at most half the limit."""
 
 
 class Lookout:
     """The comparison of each look at the instances with the looks before it.
 
     Args:
-        stuck_timeout_s: how long an instance that others wait for may do nothing; 0: for ever.
-        here: the host of mpirun.
-        begin_s: when the job has begun.
+        stuck_timeout_s: The seconds for which an awaited instance may do nothing; 0 for no limit.
+        here: The host of mpirun.
+        begin_s: The time at which the job began.
 
     Attributes:
-        in_vain: the waits for instances that have left, if two looks in a row have seen them.
-        stuck: the instance that is stuck, once there is one.
-        halt: why the job does not get on though no instance is known to be stuck, once that is so.
+        in_vain: The waits for instances that have left, as seen by two looks in a row.
+        stuck: The index of the stuck instance; None while there is none.
+        halt: The verdict on a job that does not progress although no instance is known to be stuck; None while it
+            progresses.
     """
 
     def __init__(self, stuck_timeout_s: float, here: str, begin_s: float) -> None:
@@ -52,17 +53,17 @@ class Lookout:
 
     @property
     def useless(self) -> set[int]:
-        """Instances that live, or have ended well, and are of no help to those that wait for them."""
+        """The indices of instances for which others wait in vain: left, or stuck."""
         return {gone for _, gone, _ in self.in_vain} | ({self.stuck} if self.stuck is not None else set())
 
     def look(self, facts: Sequence[Facts], now_s: float, is_behind: bool, is_mpirun_stopped: bool = False) -> None:
-        """Compare what instances have answered to the last question with what they did before.
+        """Compare the last answers of the instances with the answers before them.
 
         Args:
-            facts: one entry for each instance, in order.
-            now_s: on the clock of `time.monotonic`.
-            is_behind: whether instances may be waiting for their output to be read.
-            is_mpirun_stopped: whether a signal has stopped mpirun.
+            facts: The facts of each instance, by index.
+            now_s: The time on the clock of `time.monotonic`.
+            is_behind: Whether instances may be waiting for their output to be read.
+            is_mpirun_stopped: Whether a signal has stopped mpirun.
         """
         waits = vain_waits(facts)
         self.in_vain = waits & self._waits
@@ -83,17 +84,17 @@ class Lookout:
         limit_s = self._stuck_timeout_s
         for find in (find_stopped, find_stuck, find_absent):
             stuck = find(facts, now_s, limit_s)
-            if stuck is not None and now_s - facts[stuck].answered_at_s <= blind_s:  # or it may have gone on
+            if stuck is not None and now_s - facts[stuck].answered_at_s <= blind_s:  # else it may have gone on since
                 return stuck
         return None
 
     def forget(self, now_s: float) -> None:
-        """Forget the instances that were found: the others need time to go on without them."""
+        """Forget the findings so far: the others need time to go on without the lost instances."""
         self.in_vain, self.stuck, self.halt = frozenset(), None, None
         self._heeded_s = now_s
 
     def describe(self, failed: Facts, facts: Sequence[Facts]) -> str:
-        """Describe an instance without which the others go on."""
+        """Describe a lost instance without which the others go on."""
         if failed.index == self.stuck:
             return judge_stuck(facts, failed.index, self._stuck_timeout_s).lines[0]
         return describe_failure(failed, facts)
@@ -106,14 +107,14 @@ class Lookout:
 
 
 BUSY_FACTOR = 10
-"""The factor of the limit by which a working instance may be late at `popdist.init`: it imports, or prepares data."""
+"""The factor by which a working instance may exceed the limit before `popdist.init`: it imports, or prepares data."""
 
 LEAST_S = 10.0
-"""An agent that has not answered for less, and a program that has done nothing, may wait for a busy machine."""
+"""The least limit for a silent agent, and for an idle program before `popdist.init`; a busy machine delays both."""
 
 
 def find_stopped(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
-    """Return the instance that a signal stopped `limit_s` ago, or None. It will not go on by itself."""
+    """Return the instance that a signal stopped at least `limit_s` ago, or None; it cannot go on by itself."""
     stopped = [each for each in _running(facts) if each.stopped_since_s and now_s - each.stopped_since_s >= limit_s]
     return min(stopped, key=lambda each: each.stopped_since_s).index if stopped else None
 
@@ -121,7 +122,7 @@ def find_stopped(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | 
 def find_absent(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
     """Return the instance for which others have waited in `popdist.init` for `limit_s`, or None.
 
-    One that is asleep or waits for something uses no CPU time meanwhile; one that does may be late.
+    An instance that uses CPU time meanwhile gets `BUSY_FACTOR` times as long.
     """
     limit_s = max(limit_s, LEAST_S)
     waited_s = _longest_wait_s(facts, now_s)
@@ -132,13 +133,13 @@ def find_absent(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | N
 
 
 def find_halt(facts: Sequence[Facts], now_s: float, limit_s: float, mpirun_stopped_s: float) -> Verdict | None:
-    """Return the verdict on a job that has halted though no instance's program is to blame, or None.
+    """Return the verdict on a job that has halted through no fault of an instance's program, or None.
 
     Args:
-        facts: one entry for each instance, in order.
-        now_s: the time.
-        limit_s: for so long nothing has to have happened.
-        mpirun_stopped_s: for how long a signal has stopped mpirun.
+        facts: The facts of each instance, by index.
+        now_s: The time.
+        limit_s: The seconds without progress after which the job has halted.
+        mpirun_stopped_s: The seconds since a signal stopped mpirun; 0 if it runs.
     """
     if mpirun_stopped_s >= limit_s:
         return _judge(f"mpirun was stopped by a signal or a debugger for {_limit(limit_s)}")
@@ -152,8 +153,8 @@ def find_halt(facts: Sequence[Facts], now_s: float, limit_s: float, mpirun_stopp
     if has_joined_all and _longest_wait_s(facts, now_s, all_of_them=True) >= limit_s:
         return _judge(
             f"{list_instances(joining)} {'has' if len(joining) == 1 else 'have'} waited for {_limit(limit_s)} in "
-            "popdist.init for Open MPI to connect them: a process of it is stopped, or hosts do not reach each other; "
-            "poprun doctor shows whether they do"
+            "popdist.init for Open MPI to connect them: one of its processes is stopped, or the hosts cannot reach "
+            "each other; `poprun doctor` tests whether they can"
         )
     return None
 
@@ -177,21 +178,21 @@ def _has_not_come(each: Facts) -> bool:
 
 
 def _longest_wait_s(facts: Sequence[Facts], now_s: float, all_of_them: bool = False) -> float:
-    """Return how long the first one, or all of them, have waited in `popdist.init`; 0 if none waits."""
+    """Return how long the first instance, or all instances, have waited in `popdist.init`; 0 if none waits."""
     since_s = [each.record.since_s for each in _running(facts) if each.record.is_joining]
     return now_s - (max if all_of_them else min)(since_s, default=now_s)
 
 
 class Survival:
-    """The instances without which a job goes on, where the user allows that.
+    """The decision whether a job goes on without lost instances, as the user allows it.
 
     Args:
-        members: all of them.
-        least: with how many the job goes on; 0: with all only.
+        members: All instances of the job.
+        least: The least number of instances with which the job goes on; 0 if it needs all.
 
     Attributes:
-        losses: a line about each that was given up.
-        obstacle: why the others could not go on, where the user wants it; "" as long as they could.
+        losses: A line about each instance that was given up.
+        obstacle: Why the others could not go on although the user allows it; "" as long as they could.
     """
 
     def __init__(self, members: JobMembers, least: int) -> None:
@@ -203,15 +204,16 @@ class Survival:
     def give_up(
         self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
     ) -> list[Action]:
-        """Give up those that have failed, and tell the others, who wait for them in vain.
+        """Give up failed and useless instances, and tell the others, which wait for them in vain.
 
         Args:
-            useless: others that do not help any more: they are stuck, or left too early.
-            was_told: whether it is because of a signal from the user that an instance has come to such an end.
-            describe: says what has become of an instance.
+            useless: The indices of further instances to give up: stuck, or ended too early.
+            was_told: Returns whether an instance came to an end because of a signal from the user.
+            describe: Returns a line about a lost instance.
 
         Returns:
-            What the agents are told, and a line about each; nothing if none has failed, or the others cannot go on.
+            The orders for the agents, and a message about each lost instance. Empty if none has failed, or if the
+            others cannot go on; `obstacle` then has the reason.
         """
         here = [each for each in self._members.facts if not each.is_given_up]
         failed = [
@@ -222,7 +224,7 @@ class Survival:
         if not failed or were_told or is_of_hosts(failed) or not self._least:
             return []
         if obstacle := self._obstacle(left):
-            self.obstacle = self.obstacle or obstacle  # later ones fail because of the first
+            self.obstacle = self.obstacle or obstacle  # later failures follow from the first
             return []
         others = list_instances([each.index for each in left])
         follows = f"{others} {'goes' if len(left) == 1 else 'go'} on without it"
@@ -237,7 +239,9 @@ class Survival:
 
     def _obstacle(self, left: Collection[Facts]) -> str:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):
-            return "the others cannot go on: what is lost before popdist.init has returned everywhere ends the job"
+            return "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         if len(left) < max(1, self._least):
-            return f"{count(len(left), 'instance')} would be left, --min-instances is {self._least}: the job ends"
+            return (
+                f"only {count(len(left), 'instance')} would be left, and --min-instances is {self._least}: the job ends"
+            )
         return ""

@@ -1,4 +1,4 @@
-"""The instances of a running job: what was told about them turned into facts. Pure."""
+"""The instances of a running job: events turned into facts. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from poprun.supervisor.job_events import (
 )
 
 MOST_QUESTIONS = 8
-"""The most questions without an answer: a stopped agent takes none, and poprun would wait for it at last."""
+"""The most unanswered questions: a stopped agent reads none, so that writing more would block poprun in the end."""
 
 
 class JobMembers:
-    """The facts of every instance, kept up to date, and the agents that one can talk to."""
+    """The current facts of every instance, and the agents that are connected."""
 
     def __init__(self, count: int) -> None:
         self.facts = [Facts(index) for index in range(count)]
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
-        self._connected: dict[int, None] = {}  # in the order in which they came
+        self._connected: dict[int, None] = {}  # in the order of their connections
 
     @property
     def all_connected(self) -> bool:
@@ -37,7 +37,7 @@ class JobMembers:
 
     @property
     def any_connected(self) -> bool:
-        """Whether there is an agent that may still say something."""
+        """Whether an agent is still connected."""
         return bool(self._connected)
 
     @property
@@ -47,31 +47,31 @@ class JobMembers:
 
     @property
     def all_ended(self) -> bool:
-        """Whether the end of every instance is known."""
+        """Whether every instance has ended."""
         return all(each.ending is not None for each in self.facts)
 
     @property
     def all_closed(self) -> bool:
-        """Whether nothing is left of any instance that has started."""
+        """Whether all processes of every started instance are gone."""
         return all(each.index in self._closed or not each.is_started for each in self.facts)
 
     @property
     def left(self) -> list[Facts]:
-        """The instances that have started, and of which something may be left."""
+        """The started instances that may still have processes."""
         return [each for each in self.facts if each.is_started and each.index not in self._closed]
 
     @property
     def are_others_closed(self) -> bool:
-        """Whether nothing is left of any instance that was not given up."""
+        """Whether all processes of every instance that was not given up are gone."""
         return all(each.index in self._closed or each.is_given_up for each in self.facts)
 
     @property
     def are_asked(self) -> bool:
-        """Whether an instance that runs has not answered yet how far it is."""
+        """Whether a running instance has not answered the last question yet."""
         return any(self._asked[index] > 0 and self.facts[index].ending is None for index in self._connected)
 
     def take(self, event: MemberEvent, now_s: float) -> None:
-        """Take note of what has happened to an instance."""
+        """Update the facts of an instance from an event."""
         index = event.instance
         match event:
             case ProgressCame():
@@ -99,34 +99,34 @@ class JobMembers:
                 self._note_loss(index, event.text, now_s)
 
     def ask(self) -> list[AgentOrder]:
-        """Ask the instances that run for their progress; not one that lets too many questions wait."""
+        """Ask the running instances for their progress, except those with too many unanswered questions."""
         running = [index for index in self._connected if self.facts[index].ending is None]
         asked = [index for index in running if self._asked[index] < MOST_QUESTIONS]
         self._asked.update(asked)
         return [AgentOrder(Command.ASK, index) for index in asked]
 
     def stop(self) -> list[AgentOrder]:
-        """End what is left of all."""
+        """Order all agents to end the remaining processes of their instances."""
         return [AgentOrder(Command.STOP, index) for index in self._connected]
 
     def pass_on(self, number: int) -> list[AgentOrder]:
-        """Send a signal to the programs of all."""
+        """Send a signal to the programs of all instances."""
         return [AgentOrder(Command.PASS_ON, index, number) for index in self._connected]
 
     def release(self, index: int, lost: int) -> list[AgentOrder]:
-        """Tell one that so many are lost; nothing where nobody would hear it."""
+        """Tell an instance that `lost` instances are lost; return no order if its agent is not connected."""
         return [AgentOrder(Command.RELEASE, index, lost)] if index in self._connected else []
 
     def give_up(self, index: int) -> list[AgentOrder]:
-        """Let the others go on without an instance; nothing of it is to be left."""
+        """Mark an instance as given up, and order its agent to end all of its processes."""
         self._update(index, is_given_up=True)
         return [AgentOrder(Command.STOP, index)] if index in self._connected else []
 
     def note_told_alone(self, before_s: float) -> None:
-        """Take those for lost that have ended because they were told to stop, but not by mpirun, which stops all.
+        """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
 
         Args:
-            before_s: whoever was told before that was told alone if others were not yet.
+            before_s: The time before which an agent must have been told to stop to count as told alone.
         """
         if all(each.told_at_s or each.ending is not None for each in self.facts):
             return
@@ -152,7 +152,7 @@ class JobMembers:
         self._connected.pop(index, None)
         self._closed.add(index)
         if self.facts[index].ending is None:
-            was_told = self.facts[index].told_at_s > 0  # and mpirun has not waited for the rest
+            was_told = self.facts[index].told_at_s > 0  # mpirun then does not wait for the other instances
             self._update(index, ending=Ending(EndKind.LOST, 0, now_s, was_told, fault))
 
     def _update(self, index: int, **changes: object) -> None:

@@ -1,4 +1,4 @@
-"""mpirun as a child process: a process between the two ends it when we are killed, and its own output is held back."""
+"""mpirun as a child process: a tether process ends it if poprun is killed, and its own output is held back."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ from poprun.ipc.processes import (
 from poprun.supervisor.job_events import END_SIGNAL
 
 _FAREWELL = ((END_SIGNAL, 0.5), (END_SIGNAL, 0.4))
-"""While it starts daemons on other hosts it heeds only the second one; all have ended within the docs' 2 s."""
+"""Signals for mpirun and waits in seconds. While mpirun starts daemons on other hosts, it obeys only the second signal.
+The total stays below the 2 s that the documentation promises.
+"""
 _KEPT_BYTES = 1 << 16
 
 GONE = signal.SIGRTMIN
-"""The signal by which the kernel tells the process between that we are gone."""
+"""The signal of the kernel to the tether when poprun is gone."""
 LOOK_S = 0.02
 KILL_LIMIT_S = 2.0
 TOGETHER_S = 0.2
-"""The wait after a signal has ended the program: we may be about to be ended by it too."""
+"""The wait after a signal has ended the program: the same signal may be about to end poprun."""
 
 
 class Mpirun:
     """A running mpirun.
 
     Attributes:
-        pid: its process.
-        status: its exit status, 128 + n after signal n; None while it runs.
+        pid: The pid of mpirun.
+        status: mpirun's exit status, 128 + n after signal n; None while it runs.
 
     Args:
-        command: the words that start it.
-        environ: its environment.
-        after_us: called, with its pid, when poprun has been killed and it has ended: in a process of its own.
+        command: The words of the command.
+        environ: The environment of mpirun.
+        after_us: Called in the tether process with mpirun's pid, after poprun was killed and mpirun has ended.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], after_us: Callable[[int], None]) -> None:
@@ -59,11 +61,11 @@ class Mpirun:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal has stopped mpirun."""
         return self.status is None and state_of(self.pid) == b"T"
 
     def read(self, descriptor: int) -> bytes:
-        """Return mpirun's new output; empty at the end, or if there is none. Standard error is kept too."""
+        """Return mpirun's new output; empty at the end, or if there is none. Keep a copy of standard error."""
         data = os.read(descriptor, 65536)
         if descriptor == self.stderr:
             self._words += data
@@ -71,7 +73,7 @@ class Mpirun:
         return data
 
     def read_rest(self) -> None:
-        """Read what is left of its standard error."""
+        """Read the rest of mpirun's standard error."""
         os.set_blocking(self.stderr, False)
         with suppress(BlockingIOError):
             while self.read(self.stderr):
@@ -79,30 +81,30 @@ class Mpirun:
 
     @property
     def complaint(self) -> bytes:
-        """The end of its standard error so far, as whole lines: some of its messages end with a NUL instead."""
+        """The last part of mpirun's standard error as whole lines, without the NULs that end some of its messages."""
         words = self._words.replace(b"\0", b"").rstrip()
         return bytes(words + b"\n") if words else b""
 
     def reap(self) -> None:
-        """Take note of its end, and of the end of orphans that poprun has adopted."""
+        """Note the end of mpirun, and reap orphans that poprun has adopted."""
         status = reap().get(self._tether)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             self.status = code if code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
-        """Send it a signal while it runs, also if another signal has stopped it."""
+        """Send mpirun a signal while it runs, and continue it if another signal has stopped it."""
         if self.status is None:
             send(self.pid, number)
             send(self.pid, signal.SIGCONT)
 
 
 def _prepare(out: int, err: int) -> None:
-    # Ctrl-C in a terminal, or SIGTERM for the process group, reaches mpirun too. Blocked there, it is for poprun to say
-    # what happens; SIGHUP remains for us, and must not be taken by our copy of poprun's handlers.
+    # Ctrl-C in a terminal, or SIGTERM for the process group, reaches mpirun too. Both are blocked there, because poprun
+    # reports them. SIGHUP remains for us; poprun's handlers, which the fork has copied, must not catch it.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     signal.signal(END_SIGNAL, signal.SIG_DFL)
-    die_with_parent(END_SIGNAL)  # of what is between us and poprun
+    die_with_parent(END_SIGNAL)  # the parent is the tether
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -115,21 +117,21 @@ def start_tethered(
     farewell: Sequence[tuple[int, float]],
     at_the_end: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Start a program that does not outlive us, nor anything that it has started on this machine.
+    """Start a program that ends with this process; the processes that it has started on this machine end too.
 
-    The process between is in a group of its own, so that what is sent to ours, SIGKILL too, does not reach it. It ends
-    when the program does, with its exit status.
+    A tether process between this one and the program has a process group of its own. So no signal to our group reaches
+    it, not even SIGKILL. It ends when the program ends, with the same exit status.
 
     Args:
-        words: the program, looked up in PATH, and its arguments.
-        environ: its environment.
-        prepare: called in the program's process before it becomes the program.
-        farewell: signals for the program when we are gone, and the seconds that it and all others may take to end
-            after each; then they are killed.
-        at_the_end: called with the program's pid when we are gone, and it is too.
+        words: The program, looked up in PATH, and its arguments.
+        environ: The environment of the program.
+        prepare: Called in the program's process before the program is executed.
+        farewell: Signals for the program after we are gone, each with the seconds in which all processes may end; after
+            the last one they are killed.
+        at_the_end: Called with the program's pid after both we and the program are gone.
 
     Returns:
-        The pids of the process between and of the program.
+        The pids of the tether and of the program.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     parent, group = os.getpid(), os.getpgrp()
@@ -155,16 +157,16 @@ def start_tethered(
 
 
 def _join(group: int, mask: set[int | signal.Signals], prepare: Callable[[], None]) -> None:
-    """Before a program: give it the group and the signals that it would have without the process between."""
+    """Give a process the process group and the signal mask that it would have without the tether, then prepare it."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if not ignores_hangup():  # or what a terminal sends to our group would end a program that does not ignore it
-        with contextlib.suppress(OSError):  # it is gone, and we soon
+    if not ignores_hangup():  # else a terminal's signals to our group would end a program that must survive them
+        with contextlib.suppress(OSError):  # the group is gone, and so are we soon
             os.setpgid(0, group)
     prepare()
 
 
 def _let_go_of_files() -> None:
-    """Close all that we have open as a copy of our parent, so that nobody waits for us at the other end."""
+    """Close all descriptors inherited from the parent, so that no reader or writer at their other ends waits for us."""
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor != silence:
@@ -178,20 +180,20 @@ def _let_go_of_files() -> None:
 def _hold(
     program: int, parent: int, farewell: Sequence[tuple[int, float]], at_the_end: Callable[[int], None]
 ) -> NoReturn:
-    """Wait for the end of the program, or of our parent, and do what then is to be done."""
+    """Wait for the end of the program or of the parent, then end accordingly."""
     ended: dict[int, int] = {}
     while program not in ended and os.getppid() == parent:
         signal.sigwaitinfo((signal.SIGCHLD, GONE))
         ended = reap()
     if os.WIFSIGNALED(ended.get(program, 0)) and os.getppid() == parent:
-        signal.sigtimedwait((GONE,), TOGETHER_S)  # SIGKILL for a group ends its members one after another
+        signal.sigtimedwait((GONE,), TOGETHER_S)  # SIGKILL for a group ends its processes one after another
     if os.getppid() != parent:
         for number, limit_s in farewell:
             if program not in ended:
                 send(program, number)
             ended |= _await_descendants(limit_s)
         end_descendants(KILL_LIMIT_S)
-        with contextlib.suppress(Exception):  # nobody would read what it says
+        with contextlib.suppress(Exception):  # nobody is left to read an error
             at_the_end(program)
         os._exit(127)
     code = os.waitstatus_to_exitcode(ended[program])
@@ -199,7 +201,7 @@ def _hold(
 
 
 def _await_descendants(limit_s: float) -> dict[int, int]:
-    """Wait until there is none any more: those that have ended, as `reap` gives them."""
+    """Wait until no descendant runs, or the limit is over; return the ended processes as `reap` does."""
     ended = reap()
     give_up_s = time.monotonic() + limit_s
     while descendants(os.getpid()) and time.monotonic() < give_up_s:

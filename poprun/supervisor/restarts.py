@@ -1,4 +1,4 @@
-"""Starting a failed job again, on the hosts that are left."""
+"""Restarts of a failed job on the remaining hosts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from poprun.launch.launch import Launch
 from poprun.launch.plan import available_hosts, plan_launch
 
 MOST_FAILURES = 2
-"""A host on which a job has failed so often is left out, if the others take the job."""
+"""The number of failures after which a host is left out, if the other hosts have room for the job."""
 
 MOST_PAUSE_S = 300.0
 """The longest pause before a restart."""
 
 
 class Restarts:
-    """The restarts of one job."""
+    """The restarts of one job, and the failures of each host."""
 
     def __init__(self, environ: Mapping[str, str], log: Log, pause: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
@@ -39,7 +39,7 @@ class Restarts:
         self._failures: Counter[str] = Counter()
 
     def run(self, launch: Launch, run_once: Callable[[Launch], JobEnd]) -> JobEnd:
-        """Run a job until it completes, the user ends it, or its restarts are used up."""
+        """Run a job until it completes, the user ends it, or all restarts are used up."""
         current = self._counted(launch)
         while True:
             ended = run_once(current)
@@ -64,7 +64,7 @@ class Restarts:
             self._failures.update(hosts)
 
     def _plan(self, settings: LaunchSettings, last: Launch) -> Launch | None:
-        """Return the next launch, after a pause; None if there is to be none."""
+        """Pause, then return the next launch; None if the job cannot be restarted."""
         made = len(self._reasons) - 1
         if made == settings.max_restarts:
             self._log.error(f"gave up after {count(made, 'restart')} (--max-restarts {settings.max_restarts})")
@@ -78,7 +78,7 @@ class Restarts:
             found = found or fit(settings, [host for host in hosts if host.name not in left_out])
         if found is None:
             self._log.error(
-                f"cannot restart: {_list_hosts(silent)} not answer, and the others do not take "
+                f"cannot restart: {_list_hosts(silent)} not answer, and the other hosts have no room for "
                 f"{settings.min_instances} or more of the instances (--min-instances)"
             )
             return None
@@ -112,16 +112,17 @@ class Restarts:
 
 
 def pause_s(first_s: float, made: int) -> float:
-    """Return the pause after `made` restarts: twice the one before, at most five minutes or the first one."""
+    """Return the pause after `made` restarts: double the pause before, at most five minutes or `first_s`."""
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
 def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
-    """Return the most instances, up to the user's number, that some of these hosts take; None if too few.
+    """Return the largest possible number of instances and their hosts; None if too few instances fit.
 
     Args:
-        settings: with the replicas, which have to divide evenly among the instances, and `min_instances`.
-        hosts: those that are left.
+        settings: The user's settings. The replicas must divide evenly among the instances. There are `num_instances`
+            instances at most, and `min_instances` at least.
+        hosts: The remaining hosts.
     """
     for instances in range(settings.num_instances, settings.min_instances - 1, -1):
         if settings.num_replicas % instances == 0 and (chosen := spread(hosts, instances)):
@@ -130,7 +131,7 @@ def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Hos
 
 
 def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
-    """Return the settings for so many instances, without what they say about others."""
+    """Return the settings for `instances` instances, without settings for instances of higher index."""
     shown = settings.only_output_from_instance
     return replace(
         settings,

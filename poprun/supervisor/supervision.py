@@ -1,4 +1,4 @@
-"""Running a job: starts mpirun, tells the machine of the job what happens, and carries out its actions."""
+"""The supervision of a job: it starts mpirun, passes events to the job's machine, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Job
 from poprun.supervisor.mpirun import Mpirun
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
-"""With one of these, mpirun is told by the user where instances run."""
+"""The options by which the user tells mpirun the working directory of instances."""
 END_LIMIT_S = 1.0
-"""The time in which killed processes have to be gone."""
+"""The time limit for killed processes to be gone."""
 LAST_WORDS_LIMIT_S = 0.2
-"""The time that a reader has for each piece of the last output after an interrupt."""
+"""The time limit for a reader to take each piece of the last output after an interrupt."""
 
 
 class JobSupervisor:
-    """One running job. `run` is called once.
+    """One running job; call `run` once.
 
     Args:
-        command: the mpirun command.
-        count: how many instances it starts.
-        output: where the instances' output goes.
-        log: poprun's own words.
-        across: how the hosts are reached, where there are several.
-        now_s: the clock, that of `time.monotonic`.
-        viewers: those who look at the job; None: nobody can.
+        command: The mpirun command.
+        count: The number of instances that it starts.
+        output: The destination of the instances' output.
+        log: The log for poprun's own messages.
+        across: The settings for several hosts, and the limits of waits.
+        now_s: The clock, like `time.monotonic`.
+        viewers: The connections of `poprun top`; None if nobody may connect.
 
     Attributes:
-        machine: the machine of the job, also when that has ended.
+        machine: The state machine of the job; it remains after the job has ended.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class JobSupervisor:
         self._ended: JobEnd | None = None
 
     def run(self, environ: Mapping[str, str]) -> JobEnd:
-        """Run the job to its end. Output may still be held back, which `Output.finish` shows."""
+        """Run the job to its end. Some output may still be held back; `Output.finish` shows it."""
         adopt_orphans()
         self._environ = environ
         self._wakeup = catch_signals((*INTERRUPTS, *PASSED_ON, signal.SIGCHLD))
@@ -117,11 +117,11 @@ class JobSupervisor:
                 self._show_viewers()
         finally:
             self._reception.close()
-        for number in heeded(INTERRUPTS):  # from here on nothing but a slow reader can keep us
+        for number in heeded(INTERRUPTS):  # from here on, only a slow reader can delay poprun
             signal.signal(number, signal.SIG_DFL)
         return self._ended
 
-    # What comes in.
+    # Events that come in.
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -169,7 +169,7 @@ class JobSupervisor:
         if (member := self._reception.accept(self._now_s())) is not None:
             self._connections.append(member)
         elif (shortage := self._reception.shortage) and not before:
-            self._say(Level.WARN, f"instances cannot report: {shortage}; poprun goes on trying, see `ulimit -n`")
+            self._say(Level.WARN, f"instances cannot report: {shortage}; poprun keeps trying, see `ulimit -n`")
 
     def _take(self, member: Member) -> None:
         for report in read_reports(member, self._count):
@@ -178,7 +178,7 @@ class JobSupervisor:
                 continue
             if isinstance(report, MemberConnected):
                 if not self._members and not self._across.interface:
-                    keep_to_loopback(self._mpirun.pid)  # it listens before it starts anything
+                    keep_to_loopback(self._mpirun.pid)  # mpirun listens before it starts any process
                 self._members[report.instance] = member
             elif isinstance(report, InstanceChanged) and report.change is InstanceChange.LOST:
                 self._members.pop(report.instance, None)
@@ -197,8 +197,8 @@ class JobSupervisor:
             self._damaged.add(instance)
             self._say(
                 Level.WARN,
-                f"instance {instance}: its progress page was overwritten ({fault}), so nothing is known about its "
-                "collectives; look for what writes to memory of others in its program",
+                f"instance {instance}: its progress page was overwritten ({fault}), so the state of its collectives is "
+                "unknown; look in its program for code that writes outside of its own memory",
             )
 
     def _part_from(self, member: Member) -> None:
@@ -210,7 +210,7 @@ class JobSupervisor:
         if not data:
             self._mpirun_outputs.remove(descriptor)
         elif descriptor == self._mpirun.stdout:
-            # What logins on other hosts print comes here too, and is no output of the job.
+            # Output of logins on other hosts comes here too. It is not output of the job.
             self._output.show_own(2 if self._across.others else 1, data)
         elif self._log.level >= Level.DEBUG:
             self._output.show_own(2, data)
@@ -223,7 +223,7 @@ class JobSupervisor:
         closed = stdout.fault if stdout.is_closed else None
         return Tick(self._mpirun.status, self._is_mpirun_stopped, self._output.is_behind, closed)
 
-    # What follows from it.
+    # Actions that follow.
 
     def _tell(self, event: Event) -> None:
         for action in self.machine.advance(event, self._now_s()):
@@ -264,7 +264,7 @@ class JobSupervisor:
         self._tidy(self._mpirun.pid, action.sweeps, action.silent)
 
     def _tidy(self, mpirun: int, sweeps: bool, silent: Collection[str] = ()) -> None:
-        """Remove what is left when nothing runs here any more."""
+        """Remove the job's files on this machine and, if `sweeps`, its processes and files on other hosts."""
         if sweeps and self._across.others:
             from poprun.hosts.sweep import sweep
 
@@ -289,22 +289,22 @@ class JobSupervisor:
 
 
 SHOW_AFTER_S = 0.5
-"""The time without a status line; most jobs on this machine have started before."""
+"""The time before the first status line; most jobs on this machine start faster."""
 
 
 def wants_status(level: Level, environ: Mapping[str, str]) -> bool:
-    """Return whether the user wants a line that comes and goes, if there is a terminal."""
+    """Return whether the user wants a status line that is drawn in place; it needs a terminal."""
     return level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
 
 
 def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
-    """Return the status of a job that has not shown anything `since_s` after its begin; "" if there is none."""
+    """Return the status line of a job without output, `since_s` after its begin; "" if there is nothing to say."""
     if since_s < SHOW_AFTER_S:
         return ""
     started = sum(each.is_started for each in facts)
     if started < len(facts):
-        there = f", {started} of {len(facts)} are there" if started else ""
+        there = f", {started} of {len(facts)} have started" if started else ""
         return f"starting {count(len(facts), 'instance')} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
     if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts):
-        return f"no step is completed yet: data are loaded, programs compiled ({int(since_s)} s)"
+        return f"no step is completed yet: the program loads data or compiles ({int(since_s)} s)"
     return ""

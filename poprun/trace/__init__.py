@@ -1,1 +1,1 @@
-"""Puts what instances have recorded together: one trace, and a report that says what held a job up."""
+"""Evaluation of the instances' recordings: one trace of the job, and a report on its delays."""

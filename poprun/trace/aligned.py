@@ -1,4 +1,4 @@
-"""The recordings of a job on one clock: that of instance 0."""
+"""The recordings of a job on one clock, the clock of instance 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from popdist.timeline.clocks import Alignment
 from poprun.trace.recordings import InstanceRecording
 
 _WALL_NS = 1e9
-"""The assumed uncertainty of clocks on walls, which are seldom set better than to a second."""
+"""The assumed uncertainty of wall clocks, which are seldom set to better than a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +19,13 @@ class Aligned:
     """A recording whose events have the times of instance 0.
 
     Attributes:
-        recording: the events of which are in order of that time, as far as they were.
-        uncertainty_ns: the times are wrong by no more than that; 0 for those of instance 0's clock.
-        is_measured: whether hosts have compared their clocks; if not, those on their walls had to do.
-        ahead_ns: by how much instance 0's clock is ahead, on the average.
-        drift: how much faster it runs, in parts of one.
-        drift_uncertainty: that is wrong by no more than this.
-        alignment: what is known of both clocks; nothing where they differ by `ahead_ns` all the time.
+        recording: The recording, with the times of its events on the clock of instance 0.
+        uncertainty_ns: The largest error of these times; 0 if the recording was made with instance 0's clock.
+        is_measured: Whether the hosts have compared their clocks; if not, their wall clocks were used.
+        ahead_ns: The mean lead of instance 0's clock over the recording's clock.
+        drift: The relative difference in speed of the two clocks; positive if instance 0's clock is faster.
+        drift_uncertainty: The largest error of `drift`.
+        alignment: The measured relation of both clocks; unknown if they differ by `ahead_ns` all the time.
     """
 
     recording: InstanceRecording
@@ -37,7 +37,7 @@ class Aligned:
     alignment: Alignment = Alignment()
 
     def at_home(self, times_ns: np.ndarray) -> np.ndarray:
-        """Times of the recording's own clock as those of instance 0."""
+        """Return times on the recording's own clock as times on the clock of instance 0."""
         if not self.alignment.is_known:
             return times_ns + round(self.ahead_ns)
         moved: np.ndarray = times_ns + np.rint(self.alignment.at(times_ns).middle_ns).astype(np.int64)
@@ -45,7 +45,7 @@ class Aligned:
 
 
 def align(recordings: Sequence[InstanceRecording]) -> list[Aligned]:
-    """Bring a job's recordings to the clock of the first attempt's instance 0, whether or not it is there."""
+    """Bring a job's recordings to the clock of instance 0 in the first attempt, even if its recording is missing."""
     first = recordings[0]
     home = first.asked_clock or first.clock
     exchanges: dict[str, list[np.ndarray]] = {}
@@ -59,7 +59,7 @@ def align(recordings: Sequence[InstanceRecording]) -> list[Aligned]:
 
 
 def _align(recording: InstanceRecording, home: str, alignment: Alignment) -> Aligned | None:
-    """None where nothing is known of its clock."""
+    """Return the recording on the clock `home`; None if the relation of the clocks is unknown."""
     if recording.clock == home:
         return Aligned(recording)
     if not alignment.is_known:
@@ -80,7 +80,7 @@ def _align(recording: InstanceRecording, home: str, alignment: Alignment) -> Ali
 
 
 def _by_the_wall(recording: InstanceRecording, reference: Aligned) -> Aligned:
-    """Align a recording by the clocks on the walls when it began."""
+    """Align a recording by the wall clocks at its beginning."""
     other = reference.recording
     ahead = (recording.began_at_s - other.began_at_s) * 1e9 - (recording.began_ns - other.began_ns)
     ahead += reference.ahead_ns
@@ -90,17 +90,17 @@ def _by_the_wall(recording: InstanceRecording, reference: Aligned) -> Aligned:
 
 
 def doubts(aligned: Sequence[Aligned], shortest_ns: float) -> list[str]:
-    """Return warnings about clocks that are less certain than `shortest_ns`, the length of what is compared."""
+    """Return warnings about clocks less certain than `shortest_ns`, the median duration of an exchange."""
     warnings = []
     for each in aligned:
         if not each.is_measured:
             warnings.append(
-                f"{each.recording.title}: its host has not compared its clock with that of instance 0, so its times "
-                "are those of the clock on the wall, and may be off by any amount; let UDP pass between the hosts"
+                f"{each.recording.title}: its host has not compared its clock with that of instance 0; its times "
+                "come from its wall clock, and may be wrong by any amount; allow UDP between the hosts"
             )
         elif each.uncertainty_ns > shortest_ns:
             warnings.append(
-                f"{each.recording.title}: its clock is known to {each.uncertainty_ns / 1e3:.0f} us only, half of the "
-                f"exchanges took less than {shortest_ns / 1e3:.0f} us; do not trust their order between hosts"
+                f"{each.recording.title}: its clock is known to {each.uncertainty_ns / 1e3:.0f} us only, but half of "
+                f"the exchanges took less than {shortest_ns / 1e3:.0f} us; do not trust their order between hosts"
             )
     return warnings

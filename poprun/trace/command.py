@@ -1,4 +1,4 @@
-"""poprun timeline, which makes one trace or a report of recordings, and the part of poprun --timeline around a job."""
+"""The command `poprun timeline`, which writes a trace or a report, and the work of `poprun --timeline` around a job."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _USAGE = """\
 usage: poprun timeline merge FOLDER -o FILE
        poprun timeline report FOLDER [--html FILE]"""
 _WORDS = (
-    "FOLDER is where instances have recorded what they did: FILE.parts of poprun --timeline FILE, for which FILE may "
-    "be written, or what POPDIST_TIMELINE names. merge makes one trace of it, which https://ui.perfetto.dev and "
-    "chrome://tracing open, also while the job runs. report says where the time went and what held the job up."
+    "FOLDER has the recordings of the instances: FILE.parts of poprun --timeline FILE (FILE itself may be named "
+    "instead), or the folder in POPDIST_TIMELINE. merge writes one trace of all instances, also while the job runs. "
+    "https://ui.perfetto.dev and chrome://tracing show it. report shows where the time went and what held the job up."
 )
 
 
@@ -41,8 +41,8 @@ class TimelineRequest:
 
     Attributes:
         verb: MERGE or REPORT.
-        folder: of the recordings.
-        to: the file to write; None: none.
+        folder: The folder of the recordings.
+        to: The file to write; None to write none.
     """
 
     verb: str
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         The exit status.
 
     Raises:
-        PopRunError: the words are wrong, or there is nothing to show.
+        PopRunError: If the words are wrong, or if there is nothing to show.
     """
     wanted = read_words(words)
     columns = columns_of(os.environ)
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
         return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns)
     except _DAMAGED as error:
         raise PopRunError(
-            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove those that are damaged"
+            f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove the damaged ones"
         ) from None
     except OSError as error:
         raise PopRunError(f"{wanted.to} cannot be written: {error.strerror}; name another file") from None
@@ -80,10 +80,10 @@ def describe(columns: int = USUAL_COLUMNS) -> str:
 
 
 def read_words(words: Sequence[str]) -> TimelineRequest | None:
-    """Read the user's request; None for help.
+    """Read the user's request; return None if the user asks for help.
 
     Raises:
-        UsageError: nothing that can be.
+        UsageError: If the words are no valid request.
     """
     if not words or words[0] in ("--help", "-h"):
         return None
@@ -108,7 +108,7 @@ def read_words(words: Sequence[str]) -> TimelineRequest | None:
 
 
 def folder_of(named: str) -> Path:
-    """Return the folder of recordings that is meant: the named one, or the one beside a trace."""
+    """Return the folder of recordings: the named folder itself, or the folder beside a named trace."""
     return Path(named) if Path(named).is_dir() or not folder_beside(named).is_dir() else folder_beside(named)
 
 
@@ -142,10 +142,10 @@ def _report(wanted: TimelineRequest, columns: int | None) -> int:
 
 
 def make_room(trace: str) -> None:
-    """Make the folder for recordings, or take those of an earlier job out of it.
+    """Make the folder for recordings, or remove the recordings of an earlier job from it.
 
     Raises:
-        UsageError: that is impossible, or another job records into it.
+        UsageError: If that is impossible, or if another job records into the folder.
     """
     folder = folder_beside(trace)
     try:
@@ -164,7 +164,7 @@ def make_room(trace: str) -> None:
 
 
 def write_timeline(trace: str, log: Log) -> None:
-    """Merge what was recorded; where that fails the job has still ended as it has."""
+    """Merge the recordings of a job that has ended; if that fails, only log a warning."""
     from poprun.trace.merging import merge
 
     folder = folder_beside(trace)
@@ -180,5 +180,5 @@ def write_timeline(trace: str, log: Log) -> None:
     for warning in job.warnings:
         log.warn(f"timeline: {warning}")
     log.info(
-        f"wrote {counts.spans} spans to {trace}; poprun timeline report {shlex.quote(trace)} says what held the job up"
+        f"wrote {counts.spans} spans to {trace}; poprun timeline report {shlex.quote(trace)} shows what held the job up"
     )

@@ -1,4 +1,4 @@
-"""From a folder of recordings to a job that can be drawn or judged, also one that lost instances."""
+"""The steps from a folder of recordings to a job that can be drawn or judged, even if it has lost instances."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from poprun.trace.trace_events import Counts, write_trace
 
 @dataclass(frozen=True, eq=False)
 class RecordedJob:
-    """The actions of a job's instances, on one clock.
+    """The recordings of a job's instances on one clock, with their spans and common collectives.
 
     Attributes:
-        aligned: the recordings, by attempt and instance.
-        spans: of each of them.
-        meetings: the collectives that they have in common.
-        warnings: what is missing, or not to be trusted.
+        aligned: The recordings, sorted by attempt and instance.
+        spans: The spans of each recording.
+        meetings: The collectives of several instances.
+        warnings: Warnings about missing or untrustworthy data.
     """
 
     aligned: Sequence[Aligned]
@@ -34,11 +34,11 @@ class RecordedJob:
 
 
 def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[InstanceRecording] = ()) -> RecordedJob:
-    """Put the recordings of one job together, on the clock of instance 0.
+    """Put the recordings of one job on the clock of instance 0.
 
     Args:
-        recordings: what is to be seen.
-        whole: all there are, if these are not.
+        recordings: The recordings to evaluate.
+        whole: All recordings of the job, if `recordings` is a part of them.
     """
     recordings = with_first_numbers(recordings)
     aligned = align(recordings)
@@ -50,7 +50,7 @@ def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[Instan
 
 
 def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
-    """Choose the part that a report compares: of the last attempt the longest time with the same instances."""
+    """Return the part of a job that a report covers: the longest time of the last attempt with the same instances."""
     chosen, said = of_longest_membership(with_first_numbers(recordings))
     job = put_together(chosen, recordings)
     return replace(job, warnings=[*said, *job.warnings])
@@ -60,8 +60,8 @@ def merge(folder: Path, to: Path) -> tuple[RecordedJob, Counts]:
     """Merge the recordings in a folder into one trace.
 
     Raises:
-        PopRunError: there are none.
-        OSError: the trace cannot be written.
+        PopRunError: If there are no recordings.
+        OSError: If the trace cannot be written.
     """
     job = put_together(read_recordings(folder))
     profiles, said = profiles_of(job.aligned, folder)
@@ -70,7 +70,7 @@ def merge(folder: Path, to: Path) -> tuple[RecordedJob, Counts]:
 
 
 def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled | None], list[str]]:
-    """Read the profile of each instance; return them, and warnings about those that cannot be read."""
+    """Read the profile of each instance; return the profiles, and warnings about lost or unreadable ones."""
     found: list[Profiled | None] = [None] * len(aligned)
     warnings = []
     for place, each in enumerate(aligned):
@@ -79,8 +79,8 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
             continue
         if not profile.file:
             warnings.append(
-                f"{each.recording.title}: the profiler of {profile.profiler} had begun, and its profile is lost: it is "
-                "written when it ends, which this instance did not live to see; ask for fewer steps"
+                f"{each.recording.title}: the profiler of {profile.profiler} had begun, and its profile is lost: the "
+                "instance ended before the profiler wrote it; profile fewer steps"
             )
             continue
         try:
@@ -88,20 +88,20 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             warnings.append(
-                f"{each.recording.title}: its profile is left out, {folder / profile.file}: {why}; if that was written "
-                "on another host, copy it there"
+                f"{each.recording.title}: its profile is left out, {folder / profile.file}: {why}; if the file was "
+                "written on another host, copy it there"
             )
     return found, warnings
 
 
 def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """Return a job's recordings with waits for the instances' first numbers, also after a loss."""
+    """Return recordings whose events name instances by their first numbers, even if a loss has renumbered them."""
     of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
     return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
 
 
 def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """Return the events in which the same instances of the last attempt made most steps, and remarks on the rest."""
+    """Return the last attempt's longest part with the same instances, measured in steps, and remarks on the rest."""
     attempt = max(each.attempt for each in recordings)
     own = [each for each in recordings if each.attempt == attempt]
     losses = max(len(_renumbered(each)) for each in own)
@@ -113,7 +113,7 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
     chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
     lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
     said = (
-        f"instances {', '.join(map(str, lost))} were lost, and the others carried on; what is told here is of the "
+        f"instances {', '.join(map(str, lost))} were lost, and the others carried on; this report covers the "
         f"{steps[best]} of {sum(steps)} steps that instances {', '.join(str(each.instance) for each in chosen)} began "
         "together"
     )
@@ -121,12 +121,12 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
 
 
 def _renumbered(recording: InstanceRecording) -> np.ndarray:
-    """Return the places of the events that renumber instances."""
+    """Return the positions of the events that renumber instances."""
     return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
 
 
 def _bounds(recording: InstanceRecording, period: int) -> slice:
-    """Return the range of the events between two losses: the first period is before any."""
+    """Return the range of the events of a period; period 0 is before the first loss, period 1 after it, and so on."""
     places = [0, *_renumbered(recording).tolist(), len(recording.events)]
     return slice(places[period] + (period > 0), places[period + 1])
 
@@ -149,5 +149,5 @@ def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceR
 
 
 def _number_in(recording: InstanceRecording, period: int) -> int:
-    """Return the number of an instance after so many losses."""
+    """Return the number of an instance in a period after losses."""
     return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

@@ -1,7 +1,7 @@
-"""Profiles of an instance, on the clock of its recording.
+"""Profiles of an instance on the clock of its recording.
 
-A profiler has a clock of its own. Markers were made in it between two times of the recording's clock: each bounds the
-difference of both, as an exchange of messages with another host does.
+A profiler has its own clock. Before and after each marker in the profile, the time on the recording's clock was noted.
+These times bound the difference of the clocks, as an exchange of messages with another host does.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from popdist.timeline.clocks import Alignment
 from popdist.timeline.profiles import MARKER
 
 _OF_A_DEVICE = "gpu_user_annotation"
-"""Annotations that PyTorch shows a second time, where the device came to them."""
+"""The category of annotations that PyTorch shows a second time, at the time when the device reached them."""
 _OF_THE_PROFILER = "Trace"
 _DAMAGED = (
     *(EOFError, LookupError, TypeError, AttributeError, OverflowError, RecursionError),
     *(gzip.BadGzipFile, json.JSONDecodeError, UnicodeDecodeError, zlib.error),
 )
 _MOST_RATIO, _ROOM_BYTES = 200, 1 << 20
-"""The limits of an unpacked profile; those of JAX and PyTorch become 10 to 30 times as large."""
+"""The limits of an unpacked profile; profiles of JAX and PyTorch are 10 to 30 times as large as their files."""
 
 
 class TraceEvent(TypedDict, total=False):
-    """An event in the format of chrome://tracing; its times are in us."""
+    """An event in the format of chrome://tracing, with times in us."""
 
     ph: str
     cat: str
@@ -48,9 +48,9 @@ class Profile:
     """The description of a profile in the recording beside it.
 
     Attributes:
-        profiler: its name.
-        file: relative to the folder of the recording; empty where it has begun, and was never written.
-        markers: times of the recording's clock before and after each of them, in ns.
+        profiler: The name of the profiler.
+        file: The path relative to the folder of the recording; "" if profiling has begun and no file was written.
+        markers: For each marker, the times of the recording's clock before and after it, in ns.
     """
 
     profiler: str
@@ -63,13 +63,13 @@ class Profiled:
     """The spans that a profiler saw.
 
     Attributes:
-        threads: their names.
-        thread: for each span, which of them it is of, int64.
-        begin_ns: for each span, int64.
-        end_ns: likewise.
-        names: of the spans.
-        args: what else is said of each, JSON.
-        uncertainty_ns: the times are wrong by no more than that.
+        threads: The names of threads.
+        thread: The index of each span's thread, int64.
+        begin_ns: The begin of each span, int64.
+        end_ns: The end of each span, int64.
+        names: The names of the spans.
+        args: The further facts about each span, as JSON.
+        uncertainty_ns: The largest error of the times.
     """
 
     threads: Sequence[str]
@@ -85,8 +85,8 @@ def read_profile(folder: Path, profile: Profile) -> Profiled:
     """Read the file of a profile from the folder of its recording.
 
     Raises:
-        ValueError: the file cannot be read, or is no profile.
-        OSError: likewise.
+        ValueError: If the file is damaged, or is no profile.
+        OSError: If the file cannot be read.
     """
     try:
         with gzip.open(folder / profile.file) as file:
@@ -100,10 +100,10 @@ def read_profile(folder: Path, profile: Profile) -> Profiled:
 
 
 def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Profile) -> Profiled:
-    """Return the spans of a chrome://tracing trace, at times of the recording's clock.
+    """Return the spans of a chrome://tracing trace, with times on the recording's clock.
 
     Raises:
-        ValueError: it has none of the markers.
+        ValueError: If the trace has none of the markers.
     """
     every = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") != _OF_THE_PROFILER]
     begin = np.array([round(1e3 * each["ts"]) for each in every], np.int64)
@@ -113,7 +113,7 @@ def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Pr
     found = [(noted[name], places[name]) for name in noted.keys() & places.keys()]
     alignment = Alignment.of([(before, begin[place], end[place], after) for (before, after), place in found])
     if not alignment.is_known:
-        raise ValueError("it has none of the markers by which its clock is compared")
+        raise ValueError("it has none of the markers that relate its clock to that of the recording")
     is_shown = np.array([each["name"] not in noted for each in every], bool)
     shown = [each for each in every if each["name"] not in noted]
     names = _names_of_threads(trace["traceEvents"], {each["pid"] for each in shown}, profile.profiler)
@@ -133,7 +133,7 @@ def on_clock_of_recording(trace: Mapping[str, Sequence[TraceEvent]], profile: Pr
 
 
 def nested(thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Cut ends down to those of spans that had begun before, so that spans can be drawn in one another."""
+    """Return the ends of spans, cut to the ends of enclosing spans, so that spans can be drawn nested."""
     ends = end.tolist()
     begins, threads = begin.tolist(), thread.tolist()
     around: dict[int, list[int]] = {}
@@ -148,7 +148,7 @@ def nested(thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray
 
 
 def _moved(times_ns: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, float]:
-    """Times of the profile as those of the recording, and how uncertain they are."""
+    """Return times of the profile as times of the recording, and their uncertainty in ns."""
     roughly = times_ns - round(float(alignment.at(alignment.when_ns[:1]).middle_ns[0]))
     ahead = alignment.at(roughly)
     return times_ns - np.rint(ahead.middle_ns).astype(np.int64), float(ahead.uncertainty_ns.max(initial=0.0)) + 1
@@ -161,7 +161,7 @@ def _thread(event: TraceEvent) -> tuple[object, object]:
 def _names_of_threads(
     events: Sequence[TraceEvent], shown: Set[object], profiler: str
 ) -> dict[tuple[object, object], str]:
-    """Return the names of threads, with the process before them if several are shown."""
+    """Return the names of threads, each after the name of its process if several processes are shown."""
     said = [each for each in events if each.get("ph") == "M"]
     processes = {each["pid"]: each["args"]["name"] for each in said if each["name"] == "process_name"}
     of_process = {pid: f"{name} " if len(shown) > 1 else "" for pid, name in processes.items()}

@@ -1,4 +1,4 @@
-"""Reading and checking the recordings of a job's instances, which may be cut off, damaged, or foreign."""
+"""Reading and validation of the instances' recordings, which may be cut off, damaged or foreign."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class InstanceRecording:
     """The recording of one instance, in one attempt at the job.
 
     Attributes:
-        instance: its index when the job began.
-        instances: how many there were then.
-        host: where it ran.
-        attempt: how often the job had been started again before.
-        clock: names the clock of its times.
-        began_ns: when it began, by that clock.
-        began_at_s: the same by the clock on the wall.
-        job: the same for all instances that have met; empty where this one has met none.
-        asked_clock: names the clock of instance 0, with which `exchanges` were; empty where it has met none.
-        names: what the names of events stand for, by number.
-        events: an array of `popdist.timeline.events.EVENT`.
-        exchanges: int64, four of each exchange with the clock of instance 0; see `popdist.timeline.clocks`.
-        is_complete: whether the instance came to its end.
-        program: what was started; empty where that is unknown.
-        replicas: of all instances; 0: unknown.
-        profile: what is to be known of the profile beside it, as `popdist.timeline.profiles` says; None: there is none.
+        instance: The index of the instance when the job began.
+        instances: The number of instances when the job began.
+        host: The host of the instance.
+        attempt: The number of restarts of the job before.
+        clock: The name of the clock of all times in the recording.
+        began_ns: The begin of the recording on that clock.
+        began_at_s: The begin of the recording on the wall clock.
+        job: The name of the job, equal for all instances that met in `popdist.init`; "" if this one met none.
+        asked_clock: The name of instance 0's clock, with which `exchanges` were made; "" if there were none.
+        names: The meaning of events' names, by number.
+        events: The events, an array of `popdist.timeline.events.EVENT`.
+        exchanges: int64, four times of each exchange with instance 0's clock; see `popdist.timeline.clocks`.
+        is_complete: Whether the recording has its end.
+        program: The words of the program; empty if unknown.
+        replicas: The number of replicas of all instances; 0 if unknown.
+        profile: The profile beside the recording, as `popdist.timeline.profiles` describes it; None without one.
     """
 
     instance: int = 0
@@ -82,12 +82,12 @@ class InstanceRecording:
 
     @property
     def events_lost(self) -> int:
-        """The number of events that came too fast, or had no room in the file."""
+        """The number of events that are not recorded, because they came too fast or the file had no room."""
         return int(self.events["value"][self.events["kind"] == EventKind.EVENTS_LOST].sum())
 
 
 _ROOM_BYTES = 1 << 20
-"""The room for events in files so small that their ratio says nothing."""
+"""The bytes of events allowed in addition to `MOST_RATIO`, which is too strict for small files."""
 _DAMAGED = (
     LookupError,
     TypeError,
@@ -101,10 +101,10 @@ _DAMAGED = (
 
 
 def parse_recording(data: bytes) -> InstanceRecording | None:
-    """Return the recording in a file; None where it is cut off before there is anything.
+    """Return the recording in a file; None if the file was cut off before its header.
 
     Raises:
-        ValueError: it is no such file, or damaged.
+        ValueError: If the file is no recording, or is damaged.
     """
     try:
         return _parsed(data)
@@ -147,10 +147,10 @@ def _parsed(data: bytes) -> InstanceRecording | None:
 
 
 def of_newest_job(recordings: Iterable[InstanceRecording]) -> list[InstanceRecording]:
-    """Return the recordings of the newest job with all its attempts, by attempt and instance.
+    """Return the recordings of all attempts of the newest job, sorted by attempt and instance.
 
-    A folder may have files of jobs before, where those had more instances or attempts. An attempt before the last one
-    belongs to the same job if no other one began between.
+    A folder may have files of earlier jobs with more instances or attempts. An earlier attempt belongs to the same job
+    if no other job began in between.
     """
     every = sorted(recordings, key=lambda each: each.began_at_s)
     if not every:
@@ -175,7 +175,7 @@ def read_recordings(folder: Path) -> list[InstanceRecording]:
     """Read the recordings of the newest job in a folder.
 
     Raises:
-        PopRunError: there are none.
+        PopRunError: If there are none, or if a file cannot be read.
     """
     files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     found = []
@@ -191,13 +191,13 @@ def read_recordings(folder: Path) -> list[InstanceRecording]:
     recordings = of_newest_job(each for each in found if each is not None)
     if not recordings:
         raise PopRunError(
-            f"there are no recordings in {folder}; name what poprun --timeline or POPDIST_TIMELINE has filled"
+            f"there are no recordings in {folder}; name a folder that poprun --timeline or POPDIST_TIMELINE has filled"
         )
     return recordings
 
 
 def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
-    """Warnings: whose recording is not there, ends before its instance did, or has gaps."""
+    """Return warnings about recordings that are missing, end too early, or have gaps."""
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
         there = [each for each in recordings if each.attempt == attempt]
@@ -205,10 +205,10 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
         if absent:
             listed = cut_off(", ".join(map(str, absent)))
             warnings.append(
-                f"instances {listed} have no recording here; if they ran elsewhere, copy theirs into the folder"
+                f"instances {listed} have no recording here; if they ran on other hosts, copy their files here"
             )
         warnings += [
-            f"{each.title} did not come to its end: what it did last may be missing"
+            f"{each.title} did not come to its end: its last events may be missing"
             for each in there
             if not each.is_complete
         ]
@@ -224,7 +224,7 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
 _MOST_INSTANCES = _MOST_NAMES = 1 << 20
 _MOST_ATTEMPTS = 10_000
 _MOST_STEP = 1 << 40
-_LATEST_S = 2.5e11  # what calendars know ends soon after
+_LATEST_S = 2.5e11  # datetime knows no times much later than this
 _TEXT_BYTES = 4096
 _NAMED = (
     EventKind.PHASE_BEGINS,
@@ -242,7 +242,7 @@ def _known(recording: InstanceRecording | None) -> InstanceRecording:
 
 
 def _header_in(content: bytes) -> InstanceRecording:
-    """Return a recording with what its header says: the instance, and when it began."""
+    """Return a recording with the facts of its header: the instance, its job, and the begin."""
     said = _object(json.loads(content))
     instances = _number(said, "instances", 1, _MOST_INSTANCES)
     program = said.get("program") or ()
@@ -262,7 +262,7 @@ def _header_in(content: bytes) -> InstanceRecording:
 
 
 def _joined(recording: InstanceRecording | None, content: bytes) -> InstanceRecording:
-    """Add the job and the clock of instance 0 to a recording."""
+    """Return the recording with the name of its job and of instance 0's clock."""
     said = _object(json.loads(content))
     clocks = said.get("clocks")
     if not isinstance(clocks, list) or not clocks or not isinstance(clocks[0], str):
@@ -271,19 +271,19 @@ def _joined(recording: InstanceRecording | None, content: bytes) -> InstanceReco
 
 
 def _profile_in(content: bytes) -> Profile:
-    """Return the description of a profile, which lies in the folder of the recording."""
+    """Return the description of a profile, whose file must be inside of the folder of the recording."""
     said = _object(json.loads(content))
     markers = said.get("markers")
     if not isinstance(markers, list) or not all(_is_pair(each) for each in markers):
-        raise ValueError("the markers of its profile are no pairs of times")
+        raise ValueError("the markers of its profile are not pairs of times")
     file = PurePosixPath(_text(said, "file"))
     if file.is_absolute() or ".." in file.parts:
-        raise ValueError(f"its profile lies elsewhere, {str(file)!r}")
+        raise ValueError(f"its profile is outside of the folder, {str(file)!r}")
     return Profile(_text(said, "profiler"), _text(said, "file"), markers)
 
 
 def _names_in(content: bytes) -> dict[int, Mapping[str, object]]:
-    """Return the meaning of the names of events."""
+    """Return the meaning of events' names, by number."""
     found: dict[int, Mapping[str, object]] = {}
     for number, said in json.loads(content):
         if type(number) is not int or not 0 <= number < _MOST_NAMES:
@@ -294,10 +294,10 @@ def _names_in(content: bytes) -> dict[int, Mapping[str, object]]:
 
 
 def _check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
-    """Refuse events that no instance records: without a name, of no kind, or of steps without number."""
+    """Raise ValueError for events with an unknown kind, with an unknown name, or of impossible steps."""
     kinds = events["kind"]
     if not np.isin(kinds, list(EventKind)).all():
-        raise ValueError("it has events of no kind that is known")
+        raise ValueError("it has events of an unknown kind")
     used = np.unique(events["name"][np.isin(kinds, _NAMED)])
     if not set(used.tolist()) <= names.keys():
         raise ValueError("it has events without a name")
@@ -308,7 +308,7 @@ def _check_events(events: np.ndarray, names: Mapping[int, object]) -> None:
 
 def _object(said: object) -> dict[str, object]:
     if not isinstance(said, dict):
-        raise ValueError(f"it has {said!r:.40} in place of a JSON object")
+        raise ValueError(f"it has {said!r:.40} instead of a JSON object")
     return said
 
 

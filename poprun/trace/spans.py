@@ -1,4 +1,4 @@
-"""Spans, pairs of events of one instance; and collectives matched: who came last to each, and who waited how long."""
+"""Spans, which are pairs of events of one instance, and collectives matched between instances."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SPAN = np.dtype(
         ("failed", "?"),
     ]
 )
-"""`value`: of a step the rows, of an operation its number, of a replica the part. `name` as in the events."""
+"""The dtype of spans. `value` is a step's number of rows, an operation's number, or a replica's part. `name` is that of
+the events.
+"""
 
 COMPILE, DATA = "compile", "data"
 
@@ -35,14 +37,14 @@ class Sort(IntEnum):
 
     STEP = 0
     BETWEEN_STEPS = 1
-    """As an evaluation."""
+    """Code between two steps, such as an evaluation."""
     PHASE = 2
     WAIT = 3
-    """Of an operation: until all ranks have come."""
+    """The first part of an operation, until all ranks have come."""
     TRANSFER = 4
-    """Of an operation: what is left of it."""
+    """The rest of an operation, after all ranks have come."""
     OPERATION = 5
-    """All of one in which nobody has seen data move."""
+    """A whole operation, if no movement of data was recorded in it."""
     REPLICA = 6
 
 
@@ -51,10 +53,10 @@ class Spans:
     """The spans of a recording.
 
     Attributes:
-        spans: an array of `SPAN`, by begin within each sort.
-        waits: events of kind `WAITS_FOR`.
-        moved: events of kind `DATA_MOVES`.
-        measured: for each thing that was measured times (int64) and values (float64).
+        spans: An array of `SPAN`, sorted by begin within each sort.
+        waits: The events of kind `WAITS_FOR`.
+        moved: The events of kind `DATA_MOVES`.
+        measured: The times (int64) and values (float64) of each measured quantity, by name.
     """
 
     spans: np.ndarray
@@ -69,7 +71,7 @@ class Spans:
 
 
 def spans_of(recording: InstanceRecording) -> Spans:
-    """Return all spans of a recording; one that was never ended lasts until the next of its kind, or the end."""
+    """Return all spans of a recording; a span without an end lasts until the next of its kind, or to the last event."""
     events = recording.events
     steps = _step_of_each(events)
     numbers = {str(said["name"]): number for number, said in recording.names.items() if "call" not in said}
@@ -84,8 +86,8 @@ def spans_of(recording: InstanceRecording) -> Spans:
     ]
     spans = np.concatenate(found)
     is_data = (spans["sort"] == Sort.PHASE) & (spans["name"] == numbers.get(DATA, -1))
-    spans["step"][is_data] += 1  # data are read for the step that comes next
-    spans = spans[~(is_data & spans["failed"])]  # no batch was left
+    spans["step"][is_data] += 1  # data are read for the next step
+    spans = spans[~(is_data & spans["failed"])]  # reading failed because no batch was left
     measured = {}
     of_measures = events[events["kind"] == EventKind.MEASURED]
     for number in np.unique(of_measures["name"]).tolist():
@@ -106,7 +108,7 @@ def _among(events: np.ndarray, *kinds: EventKind) -> np.ndarray:
 
 
 def _step_of_each(events: np.ndarray) -> np.ndarray:
-    """Return the step of each event; -1 before the first."""
+    """Return the step of each event; -1 before the first step."""
     begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
     known = np.append(np.int64(-1), events["value"][begins])
     steps: np.ndarray = known[np.searchsorted(begins, np.arange(len(events)), side="right")]
@@ -118,7 +120,10 @@ def _empty(count: int) -> np.ndarray:
 
 
 def _pairs(events: np.ndarray, steps: np.ndarray, chosen: np.ndarray, begin: EventKind, sort: Sort) -> np.ndarray:
-    """Return spans from each begin to the end that follows, of the chosen events, if no event between is lost."""
+    """Return spans of the chosen events, from each begin to the following end; mark those without an end as failed.
+
+    A pair with lost events between its begin and its end counts as a span without an end.
+    """
     places = np.flatnonzero(chosen)
     own = events[places]
     gaps = np.cumsum(events["kind"] == EventKind.EVENTS_LOST)[places]
@@ -154,7 +159,7 @@ def _steps(events: np.ndarray) -> np.ndarray:
 def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
     chosen = _among(events, EventKind.OPERATION_BEGINS, EventKind.OPERATION_ENDS)
     ended = events.copy()
-    is_end = events["kind"] == EventKind.OPERATION_ENDS  # ends have no name; that of the begin before
+    is_end = events["kind"] == EventKind.OPERATION_ENDS  # ends have no name; they get that of the begin before
     begins = np.flatnonzero(events["kind"] == EventKind.OPERATION_BEGINS)
     if not len(begins):
         return _empty(0)
@@ -169,12 +174,12 @@ def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
     waits["end_ns"] = transfers["begin_ns"] = first[has_moved]
     waits["failed"] = False
     rest = whole[~has_moved]
-    rest["sort"][rest["failed"]] = Sort.WAIT  # it failed before all had come
+    rest["sort"][rest["failed"]] = Sort.WAIT  # the operation failed before all had come
     return np.concatenate([rest, waits, transfers])
 
 
 def _replicas(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return spans from a replica's begin, or the end of a part, to the end of the next part."""
+    """Return spans of replicas' parts: each begins with the replica, or with the end of the part before."""
     places = np.flatnonzero(_among(events, EventKind.REPLICA_BEGINS, EventKind.REPLICA_ENDS))
     own = events[places]
     order = np.lexsort((places, own["track"], own["name"]))
@@ -192,16 +197,16 @@ def _replicas(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class MatchedCollectives:
-    """Collectives that several instances took part in. Rows are collectives, columns instances.
+    """Collectives of several instances. Rows are collectives, columns are instances.
 
     Attributes:
-        step: of each.
-        name: of each, an index into `names`.
-        names: of collectives.
-        came_ns: when each instance came to it, int64.
-        moved_ns: when it had seen that all others have come.
-        left_ns: when it had its result.
-        took_part: whether it was there at all; where it was not the times mean nothing.
+        step: The step of each collective.
+        name: The name of each collective, an index into `names`.
+        names: The names of collectives.
+        came_ns: The time when each instance came to the collective, int64.
+        moved_ns: The time when each instance saw that all others had come.
+        left_ns: The time when each instance had its result.
+        took_part: Whether each instance took part; if not, its times have no meaning.
     """
 
     step: np.ndarray
@@ -214,20 +219,20 @@ class MatchedCollectives:
 
     @property
     def last(self) -> np.ndarray:
-        """The column of the last instance to come to each."""
+        """The column of the last instance to come to each collective."""
         last: np.ndarray = np.argmax(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         return last
 
     @property
     def late_ns(self) -> np.ndarray:
-        """The time between the last but one and the last arrival: without it all could have gone on."""
+        """The time between the last two arrivals, for which the last instance alone held all others up."""
         came = np.sort(np.where(self.took_part, self.came_ns, -_NEVER), axis=1)
         late: np.ndarray = came[:, -1] - came[:, -2]
         return late
 
 
 def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> MatchedCollectives:
-    """Collectives of the same name in the same step of an attempt, in their order, are the same one."""
+    """Match the collectives of instances by attempt, step, name, and position among equal names."""
     names = sorted({str(said["name"]) for each in recordings for said in each.names.values() if "call" in said})
     numbers = {name: number for number, name in enumerate(names)}
     parts = [_called(each, own, numbers) for each, own in zip(recordings, spans, strict=True)]
@@ -254,9 +259,9 @@ def match(recordings: Sequence[InstanceRecording], spans: Sequence[Spans]) -> Ma
 
 
 def _called(recording: InstanceRecording, spans: Spans, numbers: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return an instance's collectives as (step, name, turn of that name), and their three times.
+    """Return an instance's collectives as (step, name, count of earlier ones with that name), and their three times.
 
-    The times are when the instance came, saw the others, and left.
+    The times are when the instance came, when it saw that all had come, and when it left.
     """
     waits, transfers = spans.of(Sort.WAIT), spans.of(Sort.TRANSFER)
     waits = waits[~waits["failed"]]

@@ -1,7 +1,7 @@
-"""Writing one trace of all instances, in the format of chrome://tracing that Perfetto reads too.
+"""The trace of all instances, in the format of chrome://tracing, which Perfetto reads too.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events ("X"), flows ("s",
-"f"), instants ("i"), counters ("C") and metadata ("M"). Times are in us, with three digits behind the point.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format: complete events
+("X"), flows ("s", "f"), instants ("i"), counters ("C") and metadata ("M"). Times are in us with three decimal places.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from poprun.trace.profiles import Profiled, nested
 from poprun.trace.spans import MatchedCollectives, Sort, Spans
 
 STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
-"""Threads of the trace."""
+"""The numbers of the trace's threads in each process."""
 _STAGES = 64
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The size of a trace.
+    """The numbers of events in a trace.
 
     Attributes:
-        spans: complete events, those of profiles too.
-        flows: arrows.
-        counters: values.
+        spans: The number of complete events, including spans of profiles.
+        flows: The number of arrows.
+        counters: The number of values of counters.
     """
 
     spans: int
@@ -49,17 +49,17 @@ def write_trace(
     meetings: MatchedCollectives,
     profiles: Sequence[Profiled | None] = (),
 ) -> Counts:
-    """Write the trace; compressed where the name ends in .gz.
+    """Write the trace; compress it if the name ends in .gz.
 
     Args:
-        path: of the trace.
-        aligned: the recordings.
-        spans: of each.
-        meetings: what they have in common.
-        profiles: what a profiler saw of each, if one did; none of any where there are fewer.
+        path: The file to write.
+        aligned: The recordings.
+        spans: The spans of each recording.
+        meetings: The collectives of several instances.
+        profiles: The profile of each recording, or None; the sequence may be shorter.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If the trace cannot be written.
     """
     began = min(int(each.recording.events["when_ns"].min(initial=np.iinfo(np.int64).max)) for each in aligned)
     with opened(path) as file:
@@ -81,7 +81,7 @@ def write_trace(
 
 
 def _facts(aligned: Sequence[Aligned]) -> dict[str, object]:
-    """Return the knowledge about clocks, for readers of the file."""
+    """Return the facts about clocks, for programs that read the trace."""
     return {
         each.recording.title: {
             "clock": each.recording.clock,
@@ -132,7 +132,7 @@ def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, b
 
 
 def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], str]:
-    """Return the beginning of a span's text, by its name or thread."""
+    """Return a function that gives the beginning of a span's text for its name or thread."""
     if sort is Sort.REPLICA:
         return lambda thread: f'{head}{thread},"name":"compute","cat":"replica"'
     if sort in (Sort.STEP, Sort.BETWEEN_STEPS):
@@ -148,7 +148,7 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
 
 
 def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
-    """Write a profile as further threads of the instance, with its clock's uncertainty in their names."""
+    """Write a profile as further threads of the instance, whose names include the uncertainty of the times."""
     known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
     for thread, name in enumerate(profile.threads, PROFILE):
         writer.lines(iter([name_of("thread_name", process, thread, f"{name} {known}")]))
@@ -193,7 +193,7 @@ def _write_counters(writer: Writer, process: int, aligned: Aligned, spans: Spans
 
 
 def _write_flows(writer: Writer, meetings: MatchedCollectives, began: int) -> int:
-    """Write arrows from the last instance to come to a collective to each that waited for it."""
+    """Write an arrow from the last instance to come to a collective to each instance that waited for it."""
     if not len(meetings.step):
         return 0
     last = meetings.last
@@ -216,7 +216,7 @@ _COMPRESSED = ".gz"
 
 
 class Writer:
-    """Events of a trace, with commas between them."""
+    """A writer of events to a trace, which puts commas between them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -224,7 +224,7 @@ class Writer:
         self.counters = 0
 
     def text(self, text: str) -> None:
-        """Write events that end with a comma and a new line each."""
+        """Write events, each of which ends with a comma and a new line."""
         if text:
             self._file.write((text[:-2] if self._is_first else f",\n{text[:-2]}").encode())
             self._is_first = False
@@ -234,7 +234,7 @@ class Writer:
         self.text("".join(f"{json.dumps(event)},\n" for event in events))
 
     def table(self, form: str, columns: Sequence[Sequence[object] | np.ndarray]) -> None:
-        """Write many events: a text with as many `%` as there are columns, once for each row."""
+        """Write many events: format `form`, which has one `%` for each column, once for each row."""
         count = len(columns[0])
         for start in range(0, count, _CHUNK):
             parts = [each[start : start + _CHUNK] for each in columns]
@@ -246,7 +246,7 @@ class Writer:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open the file of a trace, empty; compressed if its name ends in .gz."""
+    """Open the file of a trace for writing, and empty it; compress it if its name ends in .gz."""
     if path.suffix == _COMPRESSED:
         os.close(open_unless_linked(path, os.O_WRONLY | os.O_CREAT))
         return cast(BinaryIO, gzip.open(path, "wb", compresslevel=1))
@@ -259,5 +259,5 @@ def name_of(kind: str, process: int, thread: int, name: str) -> dict[str, object
 
 
 def us_of(times_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split times into whole us and the ns that are left."""
+    """Split times into whole us and the remaining ns."""
     return times_ns // 1000, times_ns % 1000

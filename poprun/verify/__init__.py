@@ -1,1 +1,1 @@
-"""`poprun verify`: proves for a program that its bits do not depend on how its replicas are spread."""
+"""The command `poprun verify`, which proves that a program's bits do not depend on the spread of its replicas."""

@@ -1,4 +1,4 @@
-"""Certificates: what was verified, so that it can be repeated later or elsewhere."""
+"""Certificates of verified runs, for a repetition later or elsewhere."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ class Certificate:
     """The runs that were verified, and their digests.
 
     Attributes:
-        program: with its arguments.
-        options: of poprun, for every run.
+        program: The words of the program, with its arguments.
+        options: The options of poprun for every run.
         replicas: R.
-        steps: after so many each run ended; None: when the program liked.
-        spreads: the numbers of instances.
-        transports: what connected them.
-        runs: what was run, in words.
-        instances: of the first run, and what decides their bits.
-        record: of the first run, with short digests.
-        is_as_written: whether nothing of it was changed since.
+        steps: The number of steps after which each run ended; None if the program decided.
+        spreads: The numbers of instances.
+        transports: The connections between instances.
+        runs: Descriptions of the runs.
+        record: The record of the first run, with short digests. It has the facts that decide the bits.
+        is_as_written: Whether the file is unchanged since it was written.
     """
 
     program: tuple[str, ...]
@@ -62,7 +61,7 @@ class Certificate:
     is_as_written: bool = True
 
     def as_json(self) -> str:
-        """Return the text of the file."""
+        """Return the certificate as the text of its file."""
         content = {
             "format": FORMAT,
             "program": self.program,
@@ -80,7 +79,7 @@ class Certificate:
 
 
 def certificate_of(asked: VerifyRequest, spreads: Sequence[int], runs: Sequence[str], record: Record) -> Certificate:
-    """Return the certificate of runs that were all equal to the first of them."""
+    """Return the certificate of runs that are all equal to the first one."""
     return Certificate(
         program=asked.line.program,
         options={name: value for name, value in asked.line.values.items() if name != "num-replicas"},
@@ -97,37 +96,37 @@ def read_certificate(path: Path) -> Certificate:
     """Read a certificate from its file.
 
     Raises:
-        UsageError: it cannot be read, or is none, or somebody else can decide what it says, which is run.
+        UsageError: If the file cannot be read or is no certificate, or if another user may change the program in it.
     """
     try:
         content = json.loads(read_trusted(path, "certificate"))
     except OSError as error:
         raise UsageError(f"certificate {path} cannot be read: {error.strerror}; check --against") from None
-    except (ValueError, RecursionError):  # no text, no JSON, a number of thousands of digits, thousands of brackets
-        raise UsageError(f"certificate {path} is not JSON; it is written by poprun verify --certificate") from None
+    except (ValueError, RecursionError):  # ValueError also for thousands of digits, RecursionError for brackets
+        raise UsageError(f"certificate {path} is not JSON; write one with poprun verify --certificate") from None
     try:
         return _from_json(content)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(
-            f"certificate {path} is none of format {FORMAT} ({error!r:.200}); write it with poprun verify --certificate"
+            f"certificate {path} is not of format {FORMAT} ({error!r:.200}); write one with poprun verify --certificate"
         ) from None
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written in the end, while nothing has been started.
+    """Test before the first run whether a certificate could be written.
 
     Raises:
-        UsageError: it could not.
+        UsageError: If it could not.
     """
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"certificate {path} cannot be written there; check --certificate")
+        raise UsageError(f"certificate {path} cannot be written; check --certificate")
 
 
 def write_certificate(path: Path, certificate: Certificate) -> None:
-    """Write it to its file, whole or not at all.
+    """Write the file of a certificate, whole or not at all.
 
     Raises:
-        PopRunError: it cannot be written.
+        PopRunError: If the file cannot be written.
     """
     written = path.with_name(f"{path.name}.incomplete")
     try:
@@ -141,16 +140,16 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 
 
 def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest:
-    """Return the user's request, completed by the certificate.
+    """Return the user's request, completed from the certificate.
 
     Raises:
-        UsageError: another number of replicas is asked for.
+        UsageError: If the user asks for another number of replicas.
     """
     given = asked.line.values.get("num-replicas", certificate.replicas)
     if given != certificate.replicas:
         raise UsageError(
-            f"--num-replicas is {given}, the certificate is of {certificate.replicas} replicas, and other numbers have "
-            "other bits; leave it out"
+            f"--num-replicas is {given}, but the certificate has {certificate.replicas} replicas, and another number "
+            "gives other bits; leave it out"
         )
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in certificate.options.items()}
     values = {**options, **asked.line.values, "num-replicas": certificate.replicas}
@@ -164,7 +163,7 @@ def asked_again(asked: VerifyRequest, certificate: Certificate) -> VerifyRequest
 
 
 def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
-    """Return the words of a command that come from the certificate and not from the user."""
+    """Return the words of a command that come from the certificate instead of the user."""
     words: list[str] = []
     for name, value in certificate.options.items():
         if name not in asked.line.values:
@@ -174,7 +173,7 @@ def describe_options_of(certificate: Certificate, asked: VerifyRequest) -> str:
 
 
 def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, str, str]]:
-    """Return the facts that decide bits and have changed: name, value then, value now."""
+    """Return the facts that decide bits and have changed, as (name, value then, value now)."""
     now, then = record.processes[:1], certificate.record.processes[:1]
     found = [(name, values[0], values[1]) for name, values in differing_facts([*then, *now])]
     missing = (
@@ -190,7 +189,7 @@ def changed_facts(certificate: Certificate, record: Record) -> list[tuple[str, s
 
 
 def shortened(record: Record) -> Record:
-    """Return the record with digests as short as those of certificates."""
+    """Return the record with the short digests of certificates."""
     steps = {}
     for place, step in record.steps.items():
         short = steps[place] = RecordedStep()
@@ -204,7 +203,7 @@ def shortened(record: Record) -> Record:
 
 
 def _names(record: Record) -> list[dict[str, list[str]]]:
-    """Return the names of all digests, for each training; those of its first step."""
+    """Return the names of all digests for each training, from its first step."""
     trainings: dict[int, RecordedStep] = {}
     for (training, _), step in record.steps.items():
         trainings.setdefault(training, step)
@@ -250,5 +249,5 @@ def _from_json(content: JsonObject) -> Certificate:
 
 
 def _seal(content: JsonObject) -> str:
-    """Return a digest of the content, against accidents; anybody can make another one."""
+    """Return a digest of the content, which detects accidental changes; it is not a signature."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""`poprun verify`: runs a program under several spreads and compares what its Trainer records."""
+"""The command `poprun verify`: it runs a program under several spreads and compares the records of its Trainer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ from poprun.verify.running import (
 )
 
 FEWEST_STEPS_TO_RESUME = 4
-_LEAVING_TAKES = 2  # steps: one in which the others learn of it, and one after which all have left
 
 
 def main(words: Sequence[str]) -> int:
@@ -59,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         The exit status: 0 if all runs are equal, 1 if not, 128 + n after signal n.
 
     Raises:
-        PopRunError: the words are wrong, or the program cannot be verified.
+        PopRunError: If the words are wrong, or if the program cannot be verified.
     """
     asked = read_words(words)
     if asked is None:
@@ -85,10 +84,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
-    """Return the spreads, and the runs without failures; nothing is started, and what is impossible refused.
+    """Check the request without starting anything, and return the spreads and the runs without failures.
 
     Raises:
-        PopRunError: something is.
+        PopRunError: If a run is impossible.
     """
     if asked.certificate is not None:
         check_writable(asked.certificate)
@@ -100,7 +99,7 @@ def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
     plain = plain_runs(asked, spreads)
     if asked.inject and not any(can_shrink(run) for run in plain):
         raise UsageError(
-            "--inject needs a run of several instances over MPI, and there is none among "
+            "--inject needs a run of several instances over MPI, but the runs are "
             f"{', '.join(map(str, plain))}; name one with --spreads"
         )
     with_failure = run_with_failure(asked, plain, 1)
@@ -110,7 +109,7 @@ def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
 
 
 def available_memory() -> int | None:
-    """Bytes that programs may still take on this machine; None where it does not tell."""
+    """Return the bytes of memory that programs may still take on this machine; None if the kernel does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -120,7 +119,7 @@ def available_memory() -> int | None:
 
 @contextmanager
 def folder_for(asked: VerifyRequest) -> Iterator[Path]:
-    """Provide the folder of the records; unless the user has named it, it is removed again."""
+    """Provide the folder of the records; remove it afterwards, unless the user has named it."""
     if asked.record_dir is not None:
         try:
             asked.record_dir.mkdir(parents=True)
@@ -140,11 +139,11 @@ class Verification:
     """One call of the command.
 
     Attributes:
-        asked: what the user wants.
-        spreads: the numbers of instances.
-        plain: the runs without failures.
-        laboratory: makes runs.
-        against: a certificate to compare with.
+        asked: The user's request.
+        spreads: The numbers of instances.
+        plain: The runs without failures.
+        laboratory: The maker of runs.
+        against: The certificate to compare with; None without one.
     """
 
     asked: VerifyRequest
@@ -159,7 +158,7 @@ class Verification:
         self._outcomes: list[RunOutcome] = []
 
     def run(self) -> int:
-        """Make all runs and say what came of them."""
+        """Make all runs, print the report, and return the exit status."""
         for run in self.plain:
             self._make(run)
             if len(self._outcomes) == 1:
@@ -182,7 +181,7 @@ class Verification:
                 self.asked.certificate, certificate_of(self.asked, self.spreads, runs, self._first.record)
             )
         elif self.asked.certificate is not None:
-            show(f"\nnot everything is equal, and no certificate was written to {self.asked.certificate}")
+            show(f"\nno certificate was written to {self.asked.certificate}, because not everything is equal")
         own_s = time.monotonic() - self._began_s - self._running_s
         recording_s = sum(each.record.recording_s for each in self._outcomes)
         show(f"runs {self._running_s:.1f} s, of which recording {recording_s:.1f} s; verifying {own_s:.1f} s")
@@ -193,11 +192,11 @@ class Verification:
         return self._outcomes[0]
 
     def _make(self, run: Run) -> None:
-        """Make one run and compare it with the first one."""
+        """Make one run, and compare it with the first one."""
         number = len(self._outcomes) + 1
         show(f"poprun verify: run {number} of {self._runs_in_all}, {run}", 2)
         if run.resumed_on is not None:
-            show("poprun verify: it gets SIGTERM half-way; exit status 143 is what it is to end with", 2)
+            show("poprun verify: it gets SIGTERM half-way, and should end with exit status 143", 2)
         began_s = time.monotonic()
         try:
             result = self.laboratory.make(run, str(number))
@@ -216,7 +215,7 @@ class Verification:
         return len(self.plain) + sum(each is not None for each in extra)
 
     def _tell_progress(self, lasted_s: float) -> None:
-        """Say what came of the last run, and what is left."""
+        """Print the result of the last run, and the remaining time."""
         number, left = len(self._outcomes), self._runs_in_all - len(self._outcomes)
         what = result_of(self._outcomes[-1], number, len({training for training, _ in self._first.record.steps}) > 1)
         each_s = self._running_s / number
@@ -224,22 +223,22 @@ class Verification:
         show(f"poprun verify: run {number} took {duration_text(lasted_s)}: {what}; {rest}", 2)
 
     def _check_first(self) -> None:
-        """Refuse a program that cannot be verified before it is run again and again."""
+        """Raise PopRunError if the first run shows that the program cannot be verified."""
         first = self._first
         if first.exit_status:
             raise PopRunError(
                 f"the program failed with exit status {first.exit_status} in its first run ({first.run}); "
-                "nothing can be compared before it completes"
+                "runs can be compared only if they complete"
             )
         if not first.record.steps:
             raise PopRunError(
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
-                "(its step or run) can be verified: a program of plain popdist or JAX needs one"
+                "(its step or run) can be verified; a program of plain popdist or JAX needs one"
             )
         if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
-                "--resume needs a program that saves checkpoints, and it has made no strategies.Checkpoints; give it "
-                "the arguments with which it does (docs: checkpoints)"
+                "--resume needs a program that saves checkpoints, and this one has made no strategies.Checkpoints; "
+                "give it the arguments that make it save (docs: checkpoints)"
             )
         steps = len(first.record.steps)
         if self.asked.resume and steps < FEWEST_STEPS_TO_RESUME:
@@ -249,7 +248,7 @@ class Verification:
             )
 
     def _explain(self) -> bool:
-        """Say what differs first; whether nothing does."""
+        """Explain the first difference; return whether all runs are equal and successful."""
         number = earliest(self._first.record, [each.difference for each in self._outcomes])
         if number is not None:
             began_s = time.monotonic()
@@ -265,16 +264,16 @@ class Verification:
             return True
         for each in self._outcomes:
             if each.exit_status:
-                show(f"\n{each.run} failed with exit status {each.exit_status}; why is above, on standard error")
+                show(f"\n{each.run} failed with exit status {each.exit_status}; the reason is above, on standard error")
         return False
 
     def _name(self, number: int) -> str:
-        """Return the name of a run: its spread, or its number if another run is spread alike."""
+        """Return the name of a run: its spread, or its number if several runs have that spread."""
         names = [str(each.run) for each in self._outcomes]
         return names[number] if names.count(names[number]) == 1 else f"run {number + 1}"
 
     def _compare(self, certificate: Certificate) -> bool:
-        """Say what has changed since a certificate was written; whether no bit has."""
+        """Print the changes since a certificate was written; return whether all bits are the same."""
         if not certificate.is_as_written:
             Log().error(f"certificate {self.asked.against} was changed after it was written; do not rely on it")
         changed = changed_facts(certificate, self._first.record)
@@ -294,10 +293,10 @@ class Verification:
 
 
 def check_processes(result: Result, run: Run) -> None:
-    """Refuse runs whose instances do not train together, or not so many replicas as was asked for, or leave no record.
+    """Check that a run's instances trained together, with the requested replicas, and left all records.
 
     Raises:
-        PopRunError: this is such a run.
+        PopRunError: If they did not.
     """
     processes = result.record.processes
     for process in processes:
@@ -308,7 +307,7 @@ def check_processes(result: Result, run: Run) -> None:
             )
         if process.replicas != run.replicas:
             raise PopRunError(
-                f"the program trained {process.replicas} replicas and {run.replicas} were asked for; give it the same "
+                f"the program trained {process.replicas} replicas, but {run.replicas} were asked for; give it the same "
                 "number, or verify with --num-replicas "
                 f"{process.replicas}"
             )

@@ -1,4 +1,4 @@
-"""The first difference between two runs, and distances in ulps. Pure; NumPy is not poprun's to import."""
+"""The first difference between two runs, and distances in ulps. Pure; without NumPy, which poprun does not import."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from poprun.verify.records import (
 )
 
 COMPARED = (START, BATCH, GRADIENTS, UPDATE, FINGERPRINT)
-"""The parts that are promised to be the same, in the order in which they are computed; metrics are not."""
+"""The parts that must be the same, in the order of their computation; metrics may differ."""
 STEPS = "steps"
-"""The part in which runs differ of which one has made a step and the other has not."""
+"""The part of a difference in the number of steps: one run has made the step, the other has not."""
 
 _BLOCK_BYTES = 1 << 12
 
@@ -33,14 +33,14 @@ _BYTES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The first one between two runs, or between the instances of one.
+    """The first difference between two runs, or between the instances of one run.
 
     Attributes:
-        place: the training and the step.
-        part: one of `records.PARTS`, or STEPS.
-        names: of what differs, in order.
-        instances: of which instance of the first and of the second run it is.
-        is_inside: whether both are of the same run.
+        place: The training and the step.
+        part: One of `records.PARTS`, or STEPS.
+        names: The names of the differing values, in order.
+        instances: An instance of the first run and one of the second run with the differing values.
+        is_inside: Whether both instances belong to the same run.
     """
 
     place: StepPlace
@@ -51,7 +51,7 @@ class RunDifference:
 
 
 def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
-    """Return the first difference between two runs, those inside of the second one included; None: all is equal."""
+    """Return the first difference between two runs, or inside the second one; None if all is equal."""
     for place in {**one.steps, **other.steps}:
         mine, theirs = one.steps.get(place), other.steps.get(place)
         if mine is None or theirs is None:
@@ -64,7 +64,7 @@ def first_difference(one: Record, other: Record, parts: Sequence[str] = COMPARED
 
 
 def earliest(first: Record, differences: Sequence[RunDifference | None]) -> int | None:
-    """Return the number of the earliest difference; None if there is none."""
+    """Return the index of the earliest difference; None if there is none."""
     places = list(first.steps)
 
     def order(number: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def earliest(first: Record, differences: Sequence[RunDifference | None]) -> int 
 
 
 def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> RunDifference | None:
-    """Return the first difference between the instances of a run; None: they are equal."""
+    """Return the first difference between the instances of a run; None if they are equal."""
     for place, step in record.steps.items():
         for part in parts:
             found = _inside(step, place, part)
@@ -87,14 +87,14 @@ def first_inside(record: Record, parts: Sequence[str] = COMPARED) -> RunDifferen
 
 
 def first_of_metrics(one: Record, other: Record) -> RunDifference | None:
-    """Return the first metrics that differ between two runs, or inside the second one, or None."""
+    """Return the first difference in metrics between two runs, or inside the second one; None if there is none."""
     made = Record(steps={place: other.steps[place] for place in one.steps if place in other.steps})
     found = first_difference(Record(steps={place: one.steps[place] for place in made.steps}), made, (METRICS,))
     return found or first_inside(other, (METRICS,))
 
 
 def are_same(one: Record, other: Record, until: StepPlace) -> bool:
-    """Return whether two runs of one kind were the same up to a step, also where their instances differ alike."""
+    """Return whether two runs of one kind were the same up to a step; their instances may differ in the same way."""
 
     def digests(record: Record) -> dict[tuple[StepPlace, str, str], list[str]]:
         return {
@@ -119,7 +119,7 @@ def _inside(step: RecordedStep, place: StepPlace, part: str) -> RunDifference | 
 
 def _between(one: RecordedStep, other: RecordedStep, place: StepPlace, part: str) -> RunDifference | None:
     mine, theirs = one.parts.get(part, {}), other.parts.get(part, {})
-    if not mine or not theirs:  # of a step after which a run began anew nobody knows what was before
+    if not mine or not theirs:  # a step after a restart of the run has no values from the step before
         return None
     names = tuple(name for name in {**mine, **theirs} if not _agree(mine, theirs, name))
     if not names:
@@ -137,8 +137,8 @@ class _Format:
     """A format of floating-point numbers.
 
     Attributes:
-        code: of the signed integer of as many bits, for `array`.
-        infinity: its bits; what is above that is no number.
+        code: The type code of the signed integer of the same size, for `array`.
+        infinity: The bits of infinity; larger ones are NaN.
     """
 
     code: str
@@ -155,13 +155,13 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two arrays.
+    """The distance between two arrays.
 
     Attributes:
-        differing: how many elements differ.
-        elements: how many there are.
-        ulps: the largest difference in units in the last place; None: they are no floating-point numbers, or one is NaN
-            and the other is not.
+        differing: The number of elements that differ.
+        elements: The number of all elements.
+        ulps: The largest difference in units in the last place; None if the elements are no floating-point numbers, or
+            if one element is NaN and its counterpart is not.
     """
 
     differing: int
@@ -170,15 +170,15 @@ class Distance:
 
 
 def distance(dtype: str, one: bytes, other: bytes) -> Distance | None:
-    """Return the distance of two arrays; None where they have different sizes.
+    """Return the distance of two arrays; None if they have different sizes.
 
-    Between two numbers lie as many units as there are numbers of that format from one to the other, so 0.0 and -0.0 are
-    0 apart, although they are not the same.
+    The distance of two numbers is the number of steps from one to the other through all numbers of the format. So 0.0
+    and -0.0 are 0 apart, although they differ.
 
     Args:
-        dtype: NumPy's name of it.
-        one: the bytes of an array, in this machine's order.
-        other: those of the other one.
+        dtype: NumPy's name of the dtype.
+        one: The bytes of one array, in this machine's byte order.
+        other: The bytes of the other array.
     """
     if len(one) != len(other):
         return None
@@ -204,7 +204,7 @@ def distance(dtype: str, one: bytes, other: bytes) -> Distance | None:
 
 
 def _size_of(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the number of bytes of an element."""
     if dtype in ("bool", "int4", "uint4"):
         return 1
     digits = "".join(itertools.takewhile(str.isdigit, dtype.lstrip("abcdefghijklmnopqrstuvwxyz_")))

@@ -1,4 +1,4 @@
-"""The explanation of a difference: the runs are repeated up to that step, and hints say where to look."""
+"""The explanation of a difference: a repetition of the runs up to that step, and hints where to look."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _PARTLY = "IPUHorovodStrategy"
 _WHERE = {LOSS: ", in the loss function", OPTIMIZER: ", in the optimizer"}
 
 _LOOK_AT = {
-    START: "what changes the variables between two steps: a callback, or values of this instance only",
-    BATCH: "where the batch comes from: the order of a set or of a directory, a generator without a seed, a shuffle or "
+    START: "changes of the variables between two steps: by a callback, or from values of one instance only",
+    BATCH: "the source of the batch: the order of a set or of a directory, a generator without a seed, a shuffle or "
     "a share for each instance; strategy.distribute_dataset deals by replica",
     GRADIENTS: "what the loss function takes besides its arguments: the instance, the time, np.random, a callback",
     UPDATE: "what the optimizer takes besides gradients and state: a learning rate that depends on the time or on the "
     "instance, np.random, a callback",
-    STEPS: "what decides how many steps are made: the time, the length of an instance's own data, a callback",
+    STEPS: "the reason for the number of steps: the time, the length of an instance's own data, a callback",
 }
-_FIRST_START = "where the first variables come from: a generator without a seed, a file, the time"
+_FIRST_START = "the source of the first variables: a generator without a seed, a file, the time"
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """The result of repeating the runs that differ.
+    """The result of repeating the differing runs.
 
     Attributes:
-        records: of the first and of the second one; twice the same where instances of one run differ.
-        is_same: whether they were what they were before; None: they could not be repeated.
-        note: why there is nothing to compare; empty: there is.
+        records: The records of the first and the second run; the same one twice if instances of one run differ.
+        is_same: Whether the runs were repeated with the same results; None if they could not be repeated.
+        note: Why there is nothing to compare; "" if there is.
     """
 
     records: tuple[Record, Record]
@@ -82,12 +82,14 @@ def _repetition(repeated: Repeated, names: tuple[str, str], difference: RunDiffe
         return ""
     runs = names[1] if difference.is_inside else f"{names[0]} and {names[1]}"
     if repeated.is_same:
-        return f"Repeated, {runs} did the same again: it depends on how the replicas are spread.\n"
-    return f"Repeated, {runs} did not do the same again: it does not depend on the spread alone, if at all.\n"
+        return f"Repeated, {runs} did the same again: the difference depends on how the replicas are spread.\n"
+    return (
+        f"Repeated, {runs} did not do the same again: the difference does not depend on the spread alone, if at all.\n"
+    )
 
 
 def _measure(difference: RunDifference, repeated: Repeated) -> tuple[list[tuple[str, Distance | str]], str]:
-    """Return how much differs, by name, and a note about it."""
+    """Return the distance or a remark for each differing name, and a note on all of them."""
     names = [(name, "") for name in difference.names]
     if repeated.note or difference.part in (STEPS, FINGERPRINT):
         return list(names), repeated.note
@@ -95,7 +97,7 @@ def _measure(difference: RunDifference, repeated: Repeated) -> tuple[list[tuple[
     found = first_inside(one) if difference.is_inside else first_difference(one, other)
     if found is None or (found.place, found.part) != (difference.place, difference.part):
         what = "equal" if found is None else f"different in another place, step {found.place[1]}, {found.part}"
-        return list(names), f"(Repeated, they were {what}; by how much they differed is not known.)"
+        return list(names), f"(Repeated, they were {what}; the size of the difference is not known.)"
     return [(name, _distance(found, one, other, name)) for name in found.names], ""
 
 
@@ -108,7 +110,7 @@ def _distance(difference: RunDifference, one: Record, other: Record, name: str) 
         return "not kept"
     if mine[0] != theirs[0]:
         return f"dtypes {mine[0]} and {theirs[0]}"
-    return distance(mine[0], mine[1], theirs[1]) or "other shapes"
+    return distance(mine[0], mine[1], theirs[1]) or "different shapes"
 
 
 def _instances_of(difference: RunDifference, one: Record, other: Record, name: str) -> tuple[int, int]:
@@ -129,11 +131,11 @@ def _value(record: Record, difference: RunDifference, name: str, instance: int) 
 
 
 def describe_metrics(difference: RunDifference, one: Record, other: Record, run: str) -> str:
-    """Describe metrics that have other bits; only a note, because nothing is promised of metrics."""
+    """Describe metrics with different bits; this is only a note, because metrics need not be equal."""
     where = name_place(difference.place, difference.place[0] > 0)
     found = [f"{name} by {_metric_distance(difference, one, other, name)}" for name in difference.names]
     return (
-        f"note: metrics of {run} have other bits from {where} on, {', '.join(found)}; "
+        f"note: metrics of {run} have different bits from {where} on, {', '.join(found)}; "
         "only the variables are promised to be equal"
     )
 
@@ -152,14 +154,14 @@ def _metric_distance(difference: RunDifference, one: Record, other: Record, name
         for record, instance in zip(records, difference.instances, strict=True)
     ]
     if None in texts:
-        return "a value that one of them lacks"
+        return "a value that only one of them has"
     one_value, other_value = (array("f", [float.fromhex(str(text))]).tobytes() for text in texts)
     found = distance("float32", one_value, other_value)
     return describe_units(found.ulps if found is not None else None)
 
 
 def _readable(record: Record) -> Record:
-    """Return the record with the paths of the program as the user writes them."""
+    """Return the record with the program's paths relative to the current directory."""
     return replace(record, questions=tuple(_from_here(question) for question in record.questions))
 
 
@@ -171,12 +173,12 @@ def _from_here(question: Question) -> Question:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The circumstances of a difference.
+    """The circumstances of a difference; hints are derived from them.
 
     Attributes:
-        one: the record of the first run.
-        other: that of the second one; the same where its instances differ.
-        is_repeatable: whether runs of the same spread were equal to each other; None: not tried, or not comparable.
+        one: The record of the first run.
+        other: The record of the second run; the same record if the instances of one run differ.
+        is_repeatable: Whether repeated runs of the same spread were equal; None if not tried, or not comparable.
     """
 
     one: Record
@@ -185,7 +187,7 @@ class Evidence:
 
 
 def hints(difference: RunDifference, evidence: Evidence) -> list[str]:
-    """Return hints where to look, the most telling first."""
+    """Return hints where to look, the strongest first."""
     return [
         *_of_processes(evidence),
         *_of_random(difference, evidence),
@@ -204,7 +206,7 @@ def _of_processes(evidence: Evidence) -> Iterator[str]:
 
 
 def differing_facts(processes: Sequence[RecordedProcess]) -> list[tuple[str, list[str]]]:
-    """Return the facts that decide bits and differ; names that some instances do not know are left out."""
+    """Return the facts that decide bits and differ, with their values; ignore instances that lack a fact."""
     names = dict.fromkeys(name for process in processes for name in process.facts)
     found = []
     for name in names:
@@ -228,12 +230,12 @@ def _of_random(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
 def _of_repetition(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
     if evidence.is_repeatable is not False:
         return
-    yield "the program gives other bits each time, also with the same spread: something without a seed, or the time"
+    yield "the program gives different bits each time, even with the same spread: look for a missing seed, or the time"
     is_random = any(process.hashes_randomly for process in (*evidence.one.processes, *evidence.other.processes))
     if is_random and difference.part in (BATCH, START, STEPS):
         yield (
-            "is it the order of a set of texts? That is another one in every process, because PYTHONHASHSEED is not "
-            "set; sort what comes out of a set"
+            "is it the order of a set of strings? It differs between processes, because PYTHONHASHSEED is not set; "
+            "sort the items of a set"
         )
 
 

@@ -17,7 +17,7 @@ from poprun.errors import UsageError
 
 VERIFY = "Verify"
 SOME_FAULT = "some"
-"""The value of `--inject` without a fault."""
+"""The value of `--inject` if the user names no fault."""
 
 TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
 MPI, RING, GRPC = "mpi", "ring", "grpc"
@@ -25,7 +25,7 @@ TRANSPORTS = (MPI, RING, GRPC)
 
 _NOT_OF_VERIFY = {
     "num-instances": "verify chooses the numbers of instances; name them with --spreads",
-    "on-failure": "a run that fails ends; give --inject for one with a failure under shrink",
+    "on-failure": "a failed run ends; use --inject for a run with a failure under shrink",
     "max-restarts": "nothing is started again; leave it out",
     "restart-backoff-s": "nothing is started again; leave it out",
     "min-instances": "nothing is started again; leave it out",
@@ -34,9 +34,9 @@ _NOT_OF_VERIFY = {
     "export-config": "verify has no configuration; leave it out",
     "overwrite-config": "verify has no configuration; leave it out",
     "metrics": "every run would write them; start the program without verify",
-    "timeline": "a timeline is of one run; start the program without verify",
-    "timeline-limit": "a timeline is of one run; leave it out",
-    "profile": "a profile is of one run; leave it out",
+    "timeline": "a timeline shows one run; start the program without verify",
+    "timeline-limit": "a timeline shows one run; leave it out",
+    "profile": "a profile shows one run; leave it out",
     "version": "write poprun --version",
     "version-format": "write poprun --version",
 }
@@ -51,32 +51,32 @@ _of_verify = partial(option, section=VERIFY)
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """The user's request to `poprun verify`; each option of its own is a field.
+    """The user's request to `poprun verify`; each of its own options is a field.
 
     Attributes:
-        line: the options of poprun for every run, and the program.
+        line: The options of poprun for every run, and the program.
 
     Raises:
-        UsageError: two options exclude each other.
+        UsageError: If the options are impossible, or exclude each other.
     """
 
     line: CommandLine
     spreads: tuple[int, ...] = _of_verify((), TEXT, "numbers of instances, e.g. 1,2,8; default: at most 4 that fit")
-    steps: int | None = _of_verify(None, OptionKind.NUMBER, "end each run after so many steps")
+    steps: int | None = _of_verify(None, OptionKind.NUMBER, "end each run after this number of steps")
     transports: tuple[str, ...] = _of_verify(
-        (MPI,), TEXT, "what instances are connected by: mpi, ring (MPI's messages only), grpc", shown=""
+        (MPI,), TEXT, "the connections between instances: mpi, ring (only messages of MPI), grpc", shown=""
     )
     inject: tuple[str, ...] = _of_verify(
         (),
         OptionKind.FAULT,
-        "one more run, with this failure under shrink; without one: an instance is killed half-way",
+        "one more run, with this failure under shrink; without a fault, an instance is killed half-way",
         if_bare=SOME_FAULT,
     )
     resume: bool = _of_verify(
-        False, OptionKind.FLAG, "one more run, stopped and resumed on another number of instances"
+        False, OptionKind.FLAG, "one more run, which is stopped and resumed on another number of instances"
     )
-    certificate: Path | None = _of_verify(None, PATH, "write what was verified to this file")
-    against: Path | None = _of_verify(None, PATH, "repeat what a certificate says, and compare")
+    certificate: Path | None = _of_verify(None, PATH, "if all runs are equal, write a certificate of them to this file")
+    against: Path | None = _of_verify(None, PATH, "repeat the runs of a certificate, and compare")
     record_dir: Path | None = _of_verify(None, PATH, "keep the records of the runs in this new directory")
 
     def __post_init__(self) -> None:
@@ -94,12 +94,12 @@ class VerifyRequest:
 
     @property
     def knows_replicas(self) -> bool:
-        """Whether R is known, and not that of a certificate."""
+        """Whether R is known before a certificate is read."""
         return self.against is None or "num-replicas" in self.line.values
 
     @property
     def replicas(self) -> int:
-        """R."""
+        """The number of replicas R."""
         return int(str(self.line.values.get("num-replicas", 1)))
 
 
@@ -108,26 +108,26 @@ _OPTIONS = (*(each for each in OPTIONS if each.name != "inject"), *OPTIONS_OF_VE
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, in order."""
+    """Return all divisors of a number, in increasing order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def describe_verify(columns: int = USUAL_COLUMNS) -> str:
-    """Return the text of `poprun verify --help`, for a page of so many columns."""
+    """Return the text of `poprun verify --help`, for a page with `columns` columns."""
     return "\n\n".join(
         [
             USAGE,
             describe_section(VERIFY, OPTIONS_OF_VERIFY, columns),
-            wrap("Other options are those of poprun, see poprun --help; every run gets them.", columns),
+            wrap("All other options of poprun apply to every run, see poprun --help.", columns),
         ]
     )
 
 
 def read_words(words: Sequence[str]) -> VerifyRequest | None:
-    """Read the words after `poprun verify`; None for `--help`.
+    """Read the words after `poprun verify`; return None for `--help`.
 
     Raises:
-        UsageError: it cannot be understood, or is impossible.
+        UsageError: If the words cannot be understood, or ask for something impossible.
     """
     line = read_command_line(words, _OPTIONS)
     if line.values.get("help") or line.values.get("help-all"):
@@ -153,7 +153,7 @@ def read_words(words: Sequence[str]) -> VerifyRequest | None:
 
 
 def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
-    """Return the line, with one replica for each instance of the largest spread where it does not say how many."""
+    """Return the line; if it lacks a number of replicas, set one replica for each instance of the largest spread."""
     if not spreads or "num-replicas" in line.values:
         return line
     return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)

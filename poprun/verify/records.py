@@ -1,4 +1,4 @@
-"""The records of all instances of a run, put together."""
+"""The records of all instances of a run, merged into one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from popdist.records.recording import Question
 from poprun.errors import PopRunError
 
 JsonObject = Mapping[str, Any]
-"""A line of a record, or a part of a certificate: values as JSON has them."""
+"""A line of a record, or a part of a certificate, as values of JSON."""
 
 START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "start",
@@ -24,13 +24,13 @@ START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT = (
     "fingerprint",
 )
 PARTS = (START, BATCH, GRADIENTS, METRICS, UPDATE, FINGERPRINT)
-"""The parts of the record of a step, in the order in which they are computed."""
+"""The parts of a step's record, in the order of their computation."""
 
 StepPlace = tuple[int, int]
-"""A training of the program, and a step of it."""
+"""The number of a training in the program, and the number of a step in it."""
 
 Digests = dict[str, dict[str, tuple[int, ...]]]
-"""The instances that have each digest, by name and digest."""
+"""The instances with each digest, by name and digest."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class RecordedProcess:
     """An instance that has recorded something.
 
     Attributes:
-        instance: its number.
-        instances: how many there were.
-        replicas: of all of them.
-        strategy: the name of its class.
-        host: where it ran.
-        facts: what decides its bits besides the program, by name.
-        hashes_randomly: whether the order of sets of texts is another one in every process.
+        instance: The index of the instance.
+        instances: The number of instances.
+        replicas: The number of replicas of all instances.
+        strategy: The class name of its strategy.
+        host: Its host.
+        facts: The facts that decide its bits besides the program, by name.
+        hashes_randomly: Whether the order of a set of strings differs between processes.
     """
 
     instance: int
@@ -57,7 +57,7 @@ class RecordedProcess:
 
     @classmethod
     def of(cls, line: JsonObject) -> RecordedProcess:
-        """Read the line of a process."""
+        """Return the instance that a line of kind PROCESS describes."""
         cpu = line["cpu"]
         facts = {
             **line["versions"],
@@ -74,18 +74,18 @@ class RecordedProcess:
 
 @dataclass
 class RecordedStep:
-    """The records of all instances of a step.
+    """The merged record of a step of all instances.
 
     Attributes:
-        parts: the digests of each part.
-        random: of the global generators of host random numbers that were used, the digests of their state.
+        parts: The digests of each part.
+        random: For each global random generator of the host that was used, the digests of its state.
     """
 
     parts: dict[str, Digests] = field(default_factory=dict)
     random: dict[str, set[str]] = field(default_factory=dict)
 
     def add(self, part: str, name: str, digest: str, instances: Iterable[int]) -> None:
-        """Take note of a digest."""
+        """Store a digest of some instances."""
         found = self.parts.setdefault(part, {}).setdefault(name, {})
         found[digest] = tuple(sorted({*found.get(digest, ()), *instances}))
 
@@ -97,11 +97,11 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Values:
-    """Where an instance has left the values of one part of a step.
+    """The file with the values of one part of a step, as an instance has written it.
 
     Attributes:
-        path: the file.
-        places: for each name its dtype, and where it begins and how many bytes it has.
+        path: The file.
+        places: For each name, its dtype, its offset and its number of bytes.
     """
 
     path: Path
@@ -120,12 +120,12 @@ class Record:
     """The record of a run.
 
     Attributes:
-        processes: its instances.
-        steps: in the order in which they were made.
-        questions: where the program has asked which instance it is.
-        checkpoints: the directories of its checkpoints.
-        values: those that were kept, by part and instance.
-        recording_s: how long the instance recorded that took longest.
+        processes: The instances of the run.
+        steps: The steps in their order.
+        questions: The places where the program has asked for the instance's index, or for the number of instances.
+        checkpoints: The directories of its checkpoints.
+        values: The stored values, by part and instance.
+        recording_s: The longest time that an instance spent on recording.
     """
 
     processes: tuple[RecordedProcess, ...] = ()
@@ -137,20 +137,20 @@ class Record:
 
     @property
     def last_fingerprint(self) -> str:
-        """After the last step; "" where there is none."""
+        """The fingerprint after the last step; "" without steps."""
         return list(self.steps.values())[-1].fingerprint if self.steps else ""
 
     def steps_until(self, place: StepPlace) -> int:
-        """Return the number of steps of a run that ends after this one; all steps if the run has not made it."""
+        """Return the number of steps up to and including `place`; all steps if the run has not made that one."""
         places = list(self.steps)
         return places.index(place) + 1 if place in self.steps else len(places)
 
 
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
-    """Read the record of a run.
+    """Read and merge the records in a folder, except for the files in `but`.
 
     Raises:
-        PopRunError: a file cannot be read.
+        PopRunError: If a file cannot be read, or is damaged.
     """
     lines: list[tuple[int, JsonObject]] = []
     for path in record_files(folder):
@@ -160,12 +160,12 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """Return one file for each process, in the order in which the processes ended."""
+    """Return the file of each process, sorted by the end of the processes."""
     return sorted(folder.glob(f"*{recording.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
-    """Put lines together, each with the number of its instance."""
+    """Merge the lines of records; each one comes with the index of its instance."""
     processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
@@ -218,24 +218,24 @@ def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: l
             step.add(BATCH, f"{name} of replica {replica}", digest, own)
     for name, value in line["metrics"].items():
         step.add(METRICS, name, value, own)
-    if line["fingerprint"] is not None:  # it takes longest, and one instance computes it for all
+    if line["fingerprint"] is not None:  # it takes longest, so one instance computes it for all
         step.add(FINGERPRINT, "", line["fingerprint"], own)
     for name, state in line["random"].items():
         step.random.setdefault(name, set()).add(state)
 
 
 def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
-    """Return each line with the number that its process had at first."""
+    """Return each line with the first index of its process."""
     instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
     return [(instance, line) for line in lines]
 
 
 def _lines_of(path: Path) -> list[JsonObject]:
-    """Read all lines, except for an incomplete last one of an instance that was killed."""
+    """Return all lines of a file, without an incomplete last line of an instance that was killed."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise PopRunError(f"the record {path} cannot be read: {error.strerror}; look after that directory") from None
+        raise PopRunError(f"the record {path} cannot be read: {error.strerror}; check its directory") from None
     lines = []
     for number, text in enumerate(texts):
         try:
@@ -243,6 +243,6 @@ def _lines_of(path: Path) -> list[JsonObject]:
         except json.JSONDecodeError:
             if number != len(texts) - 1:
                 raise PopRunError(
-                    f"the record {path} is damaged in line {number + 1}; does something else write there?"
+                    f"the record {path} is damaged in line {number + 1}; check that nothing else writes to it"
                 ) from None
     return lines

@@ -30,11 +30,11 @@ class RunOutcome:
     """The outcome of a run.
 
     Attributes:
-        run: what was run.
-        record: what it recorded.
-        exit_status: of the program, 0 where it is as it should be.
-        difference: from the first run, or between its instances; None: there is none.
-        metrics: those that have other bits; None: there are none.
+        run: The run.
+        record: Its record.
+        exit_status: The exit status of the program; 0 if it is the expected one.
+        difference: The difference from the first run, or between its instances; None if there is none.
+        metrics: The difference in metrics; None if there is none.
     """
 
     run: Run
@@ -45,12 +45,12 @@ class RunOutcome:
 
     @property
     def is_well(self) -> bool:
-        """Whether it completed and is equal."""
+        """Whether the run completed and is equal to the first one."""
         return self.difference is None and self.exit_status == 0
 
 
 def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> str:
-    """Draw one row for each run with aligned columns; without `columns` as wide as needed."""
+    """Draw a table with one row for each run; if `columns` is None, it is as wide as needed."""
     has_trainings = any(training for outcome in outcomes for training, _ in outcome.record.steps)
     rows = [_COLUMNS]
     for number, outcome in enumerate(outcomes, start=1):
@@ -68,12 +68,12 @@ def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> st
 
 
 def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
-    """Return what came of a run: whether it is equal to the first one, or from where on it is not.
+    """Return the result of a run: whether it is equal to the first one, or the first step that differs.
 
     Args:
-        outcome: of the run.
-        number: of the run, from 1.
-        has_trainings: whether the program makes several trainings.
+        outcome: The outcome of the run.
+        number: The number of the run, from 1.
+        has_trainings: Whether the program makes several trainings.
     """
     found = []
     if outcome.difference is not None:
@@ -86,7 +86,7 @@ def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
 
 
 def name_place(place: StepPlace, has_trainings: bool) -> str:
-    """Name a step; steps and trainings are counted from 0."""
+    """Return the name of a step; steps and trainings are counted from 0."""
     training, step = place
     return f"step {step} of training {training}" if has_trainings else f"step {step}"
 
@@ -97,17 +97,17 @@ def describe_difference(
     """Describe the first difference between two runs.
 
     Args:
-        difference: what it is.
-        runs: how they are called.
-        distances: of what differs, by name; a text where there is no distance.
-        note: how the distances were found.
+        difference: The difference.
+        runs: The names of both runs.
+        distances: The distance of each differing value by name, or a remark if there is none.
+        note: A note on how the distances were found.
     """
     where = name_place(difference.place, difference.place[0] > 0)
     sides = " and ".join(runs)
     if difference.is_inside:
         sides = "instances {} and {} of {}".format(*difference.instances, runs[0])
     if difference.part == STEPS:
-        return f"{sides} make another number of steps: one makes {where} (counted from 0), the other does not"
+        return f"{sides} make different numbers of steps: one makes {where} (counted from 0), the other does not"
     lines = [f"{sides} differ first at {where} (counted from 0), in the {_words(difference)}:"]
     rows = [(f"  {name or 'all'}", *_cells(found)) for name, found in distances[:MOST_ROWS]]
     if any(found != "" for _, found in distances):
@@ -139,14 +139,14 @@ def _cells(found: Distance | str) -> tuple[str, str]:
 
 
 def describe_units(ulps: int | None) -> str:
-    """Write a distance in units in the last place; None: one of the values is not a number."""
+    """Return a distance in units in the last place as text; None means that one of the values is no number."""
     if ulps is None:
         return "not a number of units"
     return "1 unit in the last place" if ulps == 1 else f"{ulps:,} units in the last place"
 
 
 def describe_success(outcomes: Sequence[RunOutcome]) -> str:
-    """Return the last words where all is equal."""
+    """Return the last lines of a report if all runs are equal."""
     first = outcomes[0].record
     steps = count(len(first.steps), "step")
     equal = f"equal: {len(outcomes)} runs of {steps} with the same bits in all batches, gradients and variables"

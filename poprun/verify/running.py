@@ -1,4 +1,4 @@
-"""The choice of runs, and making them: each is a job of poprun's, whose instances record what they do."""
+"""The choice and the execution of runs; each run is a job of poprun whose instances record their steps."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ from poprun.verify.records import Record, StepPlace, read_record, record_files
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_script.py")
 SAVED_STATUS = 128 + signal.SIGTERM
-"""The exit status of a program that was stopped and has saved a checkpoint."""
-
-_OF_INSTANCES = ("instance-mpi-local-args", "only-output-from-instance")
+"""The exit status of a program that was stopped after it has saved a checkpoint."""
 
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
-"""More than one, because what is to be proved does not depend on the time that it takes."""
+"""The most instances per core. It is more than one, because the time that a run takes does not matter here."""
 INSTANCE_BYTES = 500 << 20
-"""The memory that Python, JAX and a small model need."""
+"""The memory for Python, JAX and a small model."""
 
 
 class Interrupted(Exception):
-    """The user ends everything.
+    """A signal from the user that ends the command.
 
     Attributes:
-        exit_status: 128 + the number of the signal.
+        exit_status: The exit status, 128 + the number of the signal.
     """
 
     def __init__(self, exit_status: int) -> None:
@@ -58,8 +56,8 @@ class Result:
     """The result of a run.
 
     Attributes:
-        record: what its instances recorded.
-        exit_status: poprun's; 0 where it is as it should be.
+        record: The record of its instances.
+        exit_status: The exit status of poprun; 0 if it is the expected one.
     """
 
     record: Record
@@ -68,13 +66,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Where runs are made.
+    """The maker of runs, with the settings for all of them.
 
     Attributes:
-        asked: what the user wants.
-        folder: for records.
-        environ: the user's environment.
-        leave_at: the step in which runs are stopped that are resumed.
+        asked: The user's request.
+        folder: The folder for records.
+        environ: The user's environment.
+        leave_at: The step in which instance 0 gets SIGTERM, if the run is to be resumed.
     """
 
     asked: VerifyRequest
@@ -86,14 +84,14 @@ class Laboratory:
         """Run the program once, or twice if it is stopped in between.
 
         Args:
-            run: how.
-            name: of the folder of its record.
-            values_at: the step whose values are kept.
-            steps: after so many the program ends; None: as the user says.
+            run: The run to make.
+            name: The name of the folder for its record.
+            values_at: The step whose values are stored; None for no step.
+            steps: The number of steps after which the program ends; None for the number in the request.
 
         Raises:
-            Interrupted: the user has ended it.
-            PopRunError: it was stopped and has not been resumed.
+            Interrupted: If the user has ended the run.
+            PopRunError: If the run was stopped, and then began anew instead of resuming.
         """
         recording = Recording(self.folder / name, self.asked.steps if steps is None else steps, values_at)
         if run.resumed_on is None:
@@ -128,17 +126,17 @@ class Laboratory:
 
 
 def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Launch:
-    """Decide everything about a run; nothing is started.
+    """Return the launch of a run; nothing is started.
 
     Raises:
-        PopRunError: it is impossible.
+        PopRunError: If the run is impossible.
     """
     settings = settings_of(asked, run, environ)
     check_user(settings, os.geteuid(), environ)
     launch = plan_launch(settings, environ)
     if launch.leaves_this_machine and asked.record_dir is None:
         raise UsageError(
-            "instances on other hosts have to write their records where poprun reads them; give --record-dir, "
+            "instances on other hosts must write their records where poprun reads them; give --record-dir, "
             "a directory that all hosts share"
         )
     if launch.leaves_this_machine and run.transport == GRPC:
@@ -147,12 +145,12 @@ def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Laun
 
 
 def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
-    """Return the settings of a run: what the user asked for, as far as it has such instances and hosts.
+    """Return the settings of a run: the user's settings, without settings for instances and hosts that it lacks.
 
     Args:
-        asked: by the user.
-        run: which one.
-        environ: may name a partition.
+        asked: The user's request.
+        run: The run.
+        environ: The environment, which may name a partition.
     """
     values: dict[str, Value] = {**asked.line.values, "num-instances": run.instances}
     of_instances = values.pop("instance-mpi-local-args", ())
@@ -176,7 +174,7 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
 
 
 def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
-    """Return the hosts that the user names, else this machine; a run takes a number that divides its instances."""
+    """Return the hosts that the user names, else this machine; a run uses the first gcd(instances, hosts) of them."""
     named = {name: value for name, value in asked.line.values.items() if name in ("host", "hostfile")}
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
@@ -191,7 +189,7 @@ def _folder_name(run: Run) -> str:
 
 
 def as_workers(launch: Launch, sockets: str) -> Launch:
-    """Return the launch whose instances are workers of a cluster over gRPC, with sockets in a directory."""
+    """Return the launch with its instances as workers over gRPC, whose sockets are in the directory `sockets`."""
     words = (sys.executable, "-I", "-S", str(WORKER_SCRIPT), sockets)
     return replace(launch, settings=replace(launch.settings, program=(*words, *launch.settings.program)))
 
@@ -209,10 +207,10 @@ def output_on_standard_error() -> Iterator[None]:
 
 
 def take_interrupts() -> None:
-    """Have signals that end a command raise `Interrupted`, outside of runs, which take them themselves."""
+    """Let signals that end a command raise `Interrupted`; during a run, the supervisor handles them itself."""
 
     def interrupt(number: int, _: object) -> NoReturn:
-        ignore_interrupts()  # while everything is put away
+        ignore_interrupts()  # while the command cleans up
         raise Interrupted(128 + number)
 
     for number in INTERRUPTS:
@@ -221,7 +219,7 @@ def take_interrupts() -> None:
 
 
 def ignore_interrupts() -> None:
-    """Let nothing disturb the end of the command, which comes at once."""
+    """Ignore further signals while the command ends, which takes a moment only."""
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -231,11 +229,11 @@ class Run:
     """One run of the program.
 
     Attributes:
-        instances: how many processes.
-        replicas: of all of them.
-        transport: what connects them.
-        faults: what goes wrong; the others go on without the instance that is lost.
-        resumed_on: after it was stopped; None: it is not.
+        instances: The number of instances.
+        replicas: The number of replicas of all instances.
+        transport: The connection between instances.
+        faults: The faults to inject; the other instances go on without the lost one.
+        resumed_on: The number of instances on which the run is resumed; None if it is not stopped.
     """
 
     instances: int
@@ -246,13 +244,13 @@ class Run:
 
     @property
     def spread(self) -> str:
-        """Instances x replicas of each."""
+        """The spread as text: instances x replicas of each."""
         text = f"{self.instances} x {self.replicas // self.instances}"
         return text if self.resumed_on is None else f"{text}, {self.resumed_on} x {self.replicas // self.resumed_on}"
 
     @property
     def how(self) -> str:
-        """The circumstances of the run."""
+        """The transport and the incidents of the run as text."""
         if self.faults:
             return f"{self.transport}, {'; '.join(self.faults)}"
         if self.resumed_on is not None:
@@ -264,12 +262,12 @@ class Run:
 
 
 def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple[int, ...]:
-    """Choose up to MOST_SPREADS numbers of instances: one, the most that fit the machine, some in between.
+    """Choose up to MOST_SPREADS numbers of instances: one, the largest that the machine can run, and some in between.
 
     Args:
-        replicas: R, which has to be divisible by them.
-        cores: of all hosts.
-        memory_bytes: that is available; None: unknown.
+        replicas: R; each number divides it.
+        cores: The cores of all hosts.
+        memory_bytes: The available memory; None if unknown.
     """
     most = INSTANCES_PER_CORE * cores
     if memory_bytes is not None:
@@ -282,7 +280,7 @@ def choose_spreads(replicas: int, cores: int, memory_bytes: int | None) -> tuple
 
 
 def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
-    """Return the runs without failures; a single run is made twice, to see whether it can be repeated."""
+    """Return the runs without failures; a single run is made twice, to test whether it is repeatable."""
     runs = [
         Run(instances, asked.replicas, transport)
         for number, transport in enumerate(asked.transports)
@@ -293,12 +291,12 @@ def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
 
 
 def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> Run | None:
-    """Return the run with a failure under shrink; None where none is wanted.
+    """Return the run with a failure under shrink; None if the user did not ask for one.
 
     Args:
-        asked: whether there is one, and which failure.
-        plain: the other runs; there is one of several instances over MPI.
-        steps: how many they made.
+        asked: The user's request, which may name the failure.
+        plain: The other runs; at least one has several instances over MPI.
+        steps: The number of steps of the other runs.
     """
     if not asked.inject:
         return None
@@ -309,12 +307,12 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
 
 
 def can_shrink(run: Run) -> bool:
-    """Return whether it could go on without an instance."""
+    """Return whether a run could go on without an instance."""
     return run.instances > 1 and run.transport != GRPC
 
 
 def run_to_resume(asked: VerifyRequest, plain: Sequence[Run]) -> Run | None:
-    """Return the run that is stopped and resumed on fewer instances if possible; None if none is wanted."""
+    """Return the run that is stopped and resumed, on fewer instances if possible; None if none is asked for."""
     if not asked.resume:
         return None
     spreads = sorted({run.instances for run in plain})

@@ -1,7 +1,7 @@
-"""Turns an instance that mpirun has started into a worker over gRPC: `worker_script.py DIRECTORY PROGRAM...`.
+"""The script that turns an instance of mpirun into a worker over gRPC: `worker_script.py DIRECTORY PROGRAM...`.
 
-The workers meet at sockets in the directory, so they have to be on one machine. Runs before the program, isolated: it
-imports nothing but the standard library.
+The workers meet at sockets in the directory, so all of them must run on one machine. The script runs before the program
+in Python's isolated mode, and imports only the standard library.
 """
 
 import json
@@ -20,7 +20,7 @@ _OF_POPRUN = (
 
 
 def worker_environment(environ: dict[str, str], directory: str) -> dict[str, str]:
-    """Return the environment without its launcher, and with TF_CONFIG."""
+    """Return the environment without the variables of launchers, and with TF_CONFIG."""
     size, rank = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
     addresses = [f"unix:{directory}/{number}" for number in range(size)]
     config = {

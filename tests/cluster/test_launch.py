@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SILENCE_S = 4
-DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+DIGITS = str(ROOT / "popdist" / "examples" / "digits.py")
 TRAINING = [sys.executable, DIGITS, "--model", "mlp", "--max-steps", "3", "--json", "-", "--replicas", "6"]
 
 

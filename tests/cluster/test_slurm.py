@@ -271,7 +271,7 @@ def installed(slurm):
 @pytest.mark.cores(2)
 def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
     """launch_scripts/slurm.sbatch, submitted as its users do, and the same by srun alone."""
-    program, words = str(ROOT / "launch_scripts" / "train_digits.py"), ["--epochs", "1"]
+    program, words = str(ROOT / "popdist" / "examples" / "digits.py"), ["--epochs", "1"]
     alone = slurm.bed.on("h0", sys.executable, program, "--strategy", "ipu", "--replicas", "4", *words, limit_s=120)
     wanted = re.search(r"variables [0-9a-f]{64}", alone.stdout)
     assert wanted is not None, alone.stderr

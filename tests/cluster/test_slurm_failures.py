@@ -118,7 +118,7 @@ def test_a_batch_job_that_is_cancelled_leaves_nothing(slurm):
     assert "all are up" in await_value(out.read_text, lambda text: "all are up" in text), err.read_text()
     slurm.run("scancel", "--user=root")
     assert traces.left() == set()
-    assert own_lines(err.read_text()) == ["poprun was told to end by SIGTERM, so all ended"]
+    assert own_lines(err.read_text()) == ["poprun received SIGTERM and ended all instances"]
     assert "exit status 143" in await_value(out.read_text, lambda text: "exit status" in text)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from complete_tier import is_complete
 from conformance_plan import (
     GRPC,
     HOROVOD,
@@ -44,7 +45,7 @@ for suite in SUITES:
 @pytest.fixture
 def complete(pytestconfig: pytest.Config) -> bool:
     """Whether each transport passes everything."""
-    return bool(pytestconfig.getoption("--complete"))
+    return is_complete(pytestconfig, Path(__file__))
 
 
 @pytest.mark.parametrize("topic", TOPICS)

@@ -10,11 +10,13 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import grpc
 import http2
 import numpy as np
 import pytest
+from complete_tier import is_complete
 from grpc_jobs import socket_addresses
 from mpi_jobs import in_a_job
 from strangers import answer_at, answer_to, channel_to, good_hello, proven
@@ -96,7 +98,7 @@ class Target:
 @pytest.fixture(scope="module")
 def is_measured(pytestconfig: pytest.Config) -> bool:
     """Whether the memory of the workers is looked at, which other tests beside this one may change."""
-    return bool(pytestconfig.getoption("--complete"))
+    return is_complete(pytestconfig, Path(__file__))
 
 
 @pytest.fixture(scope="module")

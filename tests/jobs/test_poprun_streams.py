@@ -76,7 +76,7 @@ def test_a_stream_that_is_a_terminal_is_one_for_the_program():
 
 def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there(tmp_path):
     """What is erased is not there any more, also where the line is drawn again before the job has ended."""
-    line, told = b"no step is completed yet: data are loaded, programs compiled (", tmp_path / "told"
+    line, told = b"no step is completed yet: the program loads data or compiles (", tmp_path / "told"
     begins = "import os, popdist, time\npopdist.init()\n{}\nprint('begins')\n"
     program = begins.format(f"while not os.path.exists({str(told)!r}): time.sleep(0.01)")
     environ = {"NO_COLOR": "1", "TERM": "xterm"}

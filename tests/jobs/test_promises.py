@@ -100,7 +100,7 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
 @pytest.mark.complete
 def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory, monkeypatch):
     """The main job with its defaults, once as two instances and once without a launcher, in this process."""
-    program = [str(ROOT / "launch_scripts" / "train_digits.py"), "--max-steps=5"]
+    program = [str(ROOT / "popdist" / "examples" / "digits.py"), "--max-steps=5"]
     together, alone = directory / "together.json", directory / "alone.json"
     finish("--num-replicas=4", "--num-instances=2", *compiled_once(), sys.executable, *program, f"--json={together}")
     monkeypatch.setattr(sys, "argv", [*program, "--strategy=ipu", "--replicas=4", f"--json={alone}"])

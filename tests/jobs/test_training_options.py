@@ -13,10 +13,8 @@ import pytest
 from poprun_jobs import ROOT, start
 
 import strategies
-
-sys.path.insert(0, str(ROOT / "launch_scripts"))
-import train_digits  # noqa: E402
-from digits_data import load_digits  # noqa: E402
+from popdist.examples import digits as train_digits
+from popdist.examples.digits_data import load_digits
 
 LIMIT_S = 150
 STEPS = 3
@@ -38,7 +36,7 @@ def alone() -> dict[str, object]:
 
 def test_two_instances_have_the_bits_of_one_process(tmp_path):
     file = tmp_path / "together.json"
-    program = [sys.executable, str(ROOT / "launch_scripts" / "train_digits.py")]
+    program = [sys.executable, str(ROOT / "popdist" / "examples" / "digits.py")]
     finished = start("--num-instances=2", "--num-replicas=4", *program, *WORDS, "--json", str(file)).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     one, two = alone(), json.loads(file.read_text())

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.ma
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM = str(PROGRAMS / "verified_training.py")
-DIGITS = str(ROOT / "launch_scripts" / "train_digits.py")
+DIGITS = str(ROOT / "popdist" / "examples" / "digits.py")
 LIMIT_S = 350.0
 
 
@@ -83,7 +83,7 @@ def test_a_loss_that_asks_for_its_instance_is_named():
     assert finished.status == 1, finished.stderr
     assert rows_of(finished) == ["first", "differs from step 0 on: gradients"]
     assert re.search(r"^  \['w'\]  \d of 8 +[\d,]+ units? in the last place$", finished.stdout, re.MULTILINE)
-    assert "did the same again: it depends on how the replicas are spread" in finished.stdout
+    assert "did the same again: the difference depends on how the replicas are spread" in finished.stdout
     lines = Path(PROGRAM).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, start=1) if "strategy.instance_index" in text)
     assert f"strategy.instance_index at {os.path.relpath(PROGRAM)}:{line}, in the loss function" in finished.stdout
@@ -95,7 +95,7 @@ def test_what_is_other_each_time_is_named():
     assert finished.status == 1, finished.stderr
     assert rows_of(finished) == ["first", "differs from step 0 on: batch"]
     assert "Repeated, run 1 and run 2 did not do the same again" in finished.stdout
-    assert "is it the order of a set of texts?" in finished.stdout
+    assert "is it the order of a set of strings?" in finished.stdout
 
 
 @pytest.mark.complete
@@ -105,7 +105,7 @@ def test_what_depends_on_the_number_of_instances_is_named():
     assert finished.status == 1, finished.stderr
     first, second = rows_of(finished)
     assert (first, second.endswith("failed with exit status 7")) == ("first", True)
-    assert "make another number of steps: one makes step 2 (counted from 0), the other does not" in finished.stdout
+    assert "make different numbers of steps: one makes step 2 (counted from 0), the other does not" in finished.stdout
     assert f"strategy.num_instances at {os.path.relpath(PROGRAM)}:" in finished.stdout
 
 

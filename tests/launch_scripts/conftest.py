@@ -1,10 +1,5 @@
-"""The programs in launch_scripts import their neighbours as a started script does."""
+"""JAX's devices and how it adds are fixed when it starts."""
 
-import sys
-from pathlib import Path
+import strategies
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch_scripts"))
-
-import strategies  # noqa: E402
-
-strategies.IPUStrategy(8)  # JAX's devices and how it adds are fixed when it starts
+strategies.IPUStrategy(8)

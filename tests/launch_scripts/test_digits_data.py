@@ -4,10 +4,11 @@ import gzip
 import io
 import zipfile
 
-import digits_data
 import numpy as np
 import pytest
-from digits_data import DataError, load_digits, read_idx
+
+from popdist.examples import digits_data
+from popdist.examples.digits_data import DataError, load_digits, read_idx
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = {"train": GENERATOR.integers(0, 256, (7, 6, 5), np.uint8), "t10k": np.full((3, 6, 5), 255, np.uint8)}

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits_models import MODELS, convolve, max_pool
+
+from popdist.examples.digits_models import MODELS, convolve, max_pool
 
 
 def shapes(variables):

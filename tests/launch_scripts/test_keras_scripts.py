@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from digits_data import load_digits
 from jobs import poprun_jobs
 from pages import page_programs
 
+from popdist.examples.digits_data import load_digits
+
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "launch_scripts"
+EXAMPLES = ROOT / "popdist" / "examples"
 LIMIT_S = 120
 
 pytestmark = [
@@ -36,7 +37,7 @@ def poprun(*options):
 @pytest.mark.complete
 @pytest.mark.cores(2)
 def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two(tmp_path):
-    script = SCRIPTS / "keras_digits.py"
+    script = EXAMPLES / "keras_digits.py"
     words = ("--epochs=1", f"--data={some_digits(tmp_path)}")
     alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", *words)[-1]
     last = [line for line in lines_of(*poprun("--num-replicas=2"), script, *words) if "variables" in line]
@@ -64,7 +65,7 @@ def assert_it_learns(line):
 def test_the_first_program_of_the_page_prints_what_it_says_and_the_quick_start_learns():
     """One after the other in one process."""
     program = page_programs("keras.md")[0]
-    listing = SCRIPTS / "listings" / "keras_quick_start.py"
+    listing = EXAMPLES / "listings" / "keras_quick_start.py"
     shape, line = lines_of(sys.executable, "-c", f"{program}\nimport runpy\nrunpy.run_path({str(listing)!r})\n")
     assert shape == "(200, 2)"
     assert_it_learns(line)
@@ -72,7 +73,7 @@ def test_the_first_program_of_the_page_prints_what_it_says_and_the_quick_start_l
 
 @pytest.mark.complete
 def test_the_listing_of_a_pipeline_learns():
-    [line] = lines_of(sys.executable, SCRIPTS / "listings" / "keras_pipelined.py")
+    [line] = lines_of(sys.executable, EXAMPLES / "listings" / "keras_pipelined.py")
     assert_it_learns(line)
 
 

@@ -110,11 +110,11 @@ def test_the_project_is_installed_again_only_when_its_metadata_changed(project, 
         first.stdout
         == second.stdout
         == (
-            f"[--num-instances][2][--num-replicas][4]{root}[python][launch_scripts/train_digits.py]"
+            f"[--num-instances][2][--num-replicas][4]{root}[python][-m][popdist.examples.digits]"
             "[--epochs][3][--data][my file]"
         )
     )
-    assert "python launch_scripts/train_digits.py --epochs 3 --data 'my file'\n" in second.stderr
+    assert "python -m popdist.examples.digits --epochs 3 --data 'my file'\n" in second.stderr
 
 
 class TestSlurmJob:
@@ -144,7 +144,7 @@ class TestSlurmJob:
         done = sh(copy, "--epochs", "3", path=str(tools), cwd=tmp_path, VIRTUAL_ENV=str(bin_.parent), **job)
         root = "[--allow-run-as-root][yes]" if os.geteuid() == 0 else ""
         assert done.stdout == (
-            f"[--num-instances][4][--num-replicas][4]{root}[python][launch_scripts/train_digits.py][--epochs][3]"
+            f"[--num-instances][4][--num-replicas][4]{root}[python][-m][popdist.examples.digits][--epochs][3]"
         )
         assert "in 4 instances on h[0-1]" in done.stderr
 
@@ -168,7 +168,7 @@ class TestOfTheProject:
         bin_ = tmp_path / "env" / "bin"
         (project / ".ci").mkdir()
 
-        def run(*words, ruff="exit 0", python="exit 0"):
+        def run(*words, ruff="exit 0", python=f'printf "%s " "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"'):
             for name in ("mypy", "codespell", "shellcheck", "sh"):
                 fake(bin_, name, "exit 0")
             fake(bin_, "ruff", ruff)
@@ -191,17 +191,41 @@ class TestOfTheProject:
         assert "--numprocesses" in command
         assert "--complete" not in command
 
-    def test_the_complete_tier_is_all_tests_planted_faults_a_soak_and_other_versions(self, run_tests):
+    @pytest.fixture
+    def noted(self, tmp_path):
+        """A function that returns the parts that test.sh notes as passed."""
+        (tmp_path / "calls").touch()
+        return lambda: re.findall(
+            r"^tests/complete_tier.py passed (\S+) ", (tmp_path / "calls").read_text(), re.MULTILINE
+        )
+
+    def test_the_complete_tier_is_all_tests_planted_faults_a_soak_and_other_versions(self, run_tests, noted):
         done, commands = run_tests("--complete")
         assert done.returncode == 0, done.stderr
         assert "--numprocesses" in commands[0]
-        assert commands[0].endswith(" --complete")
+        assert commands[0].endswith(" --parts all")
         assert commands[1:] == [
             f"python tests/mutations --jobs {len(os.sched_getaffinity(0))}",
             "python benchmarks/soak.py --seed 4092 --count 8",
             "sh tests/versions.sh",
         ]
+        assert noted() == ["all"]
+
+    def test_parts_of_the_complete_tier_run_with_all_tests_of_the_default_tier(self, run_tests, noted):
+        done, commands = run_tests("--parts", "hosts,soak")
+        assert done.returncode == 0, done.stderr
+        assert commands[0].endswith(" --parts hosts,soak")
+        assert commands[1:] == [
+            "python benchmarks/soak.py --seed 4092 --count 8",
+        ]
+        assert noted() == ["hosts,soak"]
+
+    def test_parts_that_failed_are_not_noted_as_passed(self, run_tests, noted):
+        done, commands = run_tests("--parts", "hosts", ruff="exit 1")
+        assert done.returncode == 1
+        assert len(commands) == 1
+        assert noted() == []
 
     def test_chosen_tests_may_be_of_the_complete_tier(self, run_tests):
         _, commands = run_tests("--complete", "tests/cluster")
-        assert commands == ["python -m pytest --complete tests/cluster"]
+        assert commands == ["python -m pytest --parts all tests/cluster"]

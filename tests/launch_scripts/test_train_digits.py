@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
-import train_digits
 from horovod_installed import needs_horovod
 from jobs import poprun_jobs
 
 import strategies
+from popdist.examples import digits as train_digits
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "launch_scripts" / "train_digits.py"
+PROGRAM = ROOT / "popdist" / "examples" / "digits.py"
 
 pytestmark = pytest.mark.long
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_used_ends_with_one_line_and_status_2(arguments, words, m
     assert train_digits.main() == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"train_digits.py: error: {words}")
+    assert printed.err.startswith(f"digits.py: error: {words}")
     assert printed.err.count("\n") == 1
 
 
@@ -305,6 +305,6 @@ class TestHorovod:
         assert (finished.status, finished.stdout) == (2, "")
         ours = {line.partition("<stderr>:")[2].strip() for line in finished.stderr.splitlines() if "[1," in line[:3]}
         assert ours == {
-            "train_digits.py: error: asked for 3 replicas on 2 instances (OMPI_COMM_WORLD_SIZE=2); "
+            "digits.py: error: asked for 3 replicas on 2 instances (OMPI_COMM_WORLD_SIZE=2); "
             "replicas must divide evenly: use 2 or 4"
         }

@@ -8,14 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from digits_data import load_digits
 from jobs import poprun_jobs
 from pages import page_programs, page_text
 
 import strategies
+from popdist.examples.digits_data import load_digits
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "launch_scripts" / "tutorial.py"
+PROGRAM = ROOT / "popdist" / "examples" / "tutorial.py"
 LIMIT_S = 200.0
 PATIENCE = 3
 

@@ -118,7 +118,7 @@ def test_each_worker_gets_its_line(terminal, variables, ports):
             "cluster": {"worker": [f"localhost:{port}" for port in ports]},
             "task": {"type": "worker", "index": index},
         }, rest
-        assert line.endswith(" launch_scripts/train_digits.py --strategy multi-worker --data my file")
+        assert line.endswith(" -m popdist.examples.digits --strategy multi-worker --data my file")
         assert f"[worker {index}] error" in script.lines["stderr"]
 
 
@@ -129,9 +129,7 @@ def test_it_shows_the_lines_that_one_would_type(terminal):
         assert (
             f"[worker {index}] + TF_CONFIG='"
             '{"cluster":{"worker":["localhost:3737","localhost:3738"]},"task":{"type":"worker","index":' + str(index)
-        ) + "}}' python launch_scripts/train_digits.py --strategy multi-worker --data 'my file'" in script.lines[
-            "stderr"
-        ]
+        ) + "}}' python -m popdist.examples.digits --strategy multi-worker --data 'my file'" in script.lines["stderr"]
 
 
 def test_lines_without_an_end_and_with_anything_in_them_come_through(terminal):

@@ -15,7 +15,7 @@ IN_TIMELINES = (
     Fault(
         name="the time until a collective fails is not time of waiting",
         path="poprun/trace/spans.py",
-        old='rest["sort"][rest["failed"]] = Sort.WAIT  # it failed before all had come',
+        old='rest["sort"][rest["failed"]] = Sort.WAIT  # the operation failed before all had come',
         new="pass",
         caught_by="tests/poprun/test_timeline_confusions.py::TestACollectiveThatFails::test_is_a_wait_for_the_others",
     ),

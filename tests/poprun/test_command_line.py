@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import write_options
 
 from poprun.cli.command_line import CommandLine, find_option, read_command_line, read_instance_arguments, settings_from
 from poprun.cli.help import describe_options
@@ -221,12 +220,6 @@ def test_users_of_other_launchers_find_their_option(spelling):
         settings = settings_from(read_command_line([*words, "python", "x.py", "-n", "3"]))
         assert (settings.num_instances, settings.num_replicas) == (2, 2)
         assert settings.program == ("python", "x.py", "-n", "3")
-
-
-def test_every_option_is_in_the_documentation_as_it_is_declared():
-    page = write_options.PAGE.read_text(encoding="utf-8")
-    assert write_options.with_tables(page) == page, "run python docs/write_options.py"
-    assert all(f"`--{option.name}` |" in page for option in OPTIONS)
 
 
 EXAMPLES = {

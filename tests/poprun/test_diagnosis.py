@@ -328,7 +328,7 @@ class TestAJobThatABatchSystemEnds:
 
 
 class TestAJobThatNoInstanceExplains:
-    STOPPED = "had to stop because mpirun said so, or is gone, or its daemon there is"
+    STOPPED = "had to stop because mpirun ordered it, or because mpirun or its daemon there has ended"
 
     @pytest.mark.parametrize(
         ("facts", "mpirun_status", "status", "lines"),
@@ -432,8 +432,8 @@ class TestAnInstanceThatIsStuck:
         [
             ("T", "", "stopped by a signal or a debugger"),
             ("R", 'Current thread 0x1 (most recent call first):\n  File "a.py", line 3 in f', "at a.py, line 3, in f"),
-            ("S", "", "at a place that it does not show"),
-            ("", "", "at a place that it does not show"),
+            ("S", "", "at an unknown place of its program"),
+            ("", "", "at an unknown place of its program"),
         ],
     )
     def test_is_described_by_what_it_does(self, state, stack, where):

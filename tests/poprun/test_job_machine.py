@@ -1,4 +1,4 @@
-"""What poprun decides about a job, and when, on a fake clock: the rows of failures.md.
+"""What poprun decides about a job, and when, on a fake clock: the rows of failure_table.md.
 
 Real processes are in tests/jobs/test_poprun_*.py: one job for each mechanism of the operating system.
 """
@@ -64,7 +64,7 @@ from poprun.supervisor.job_events import (
 from poprun.supervisor.members import MOST_QUESTIONS
 
 SOON_S = 1.0
-"""What failures.md promises for most failures."""
+"""What failure_table.md promises for most failures."""
 
 
 def at(seconds: float) -> pytest.approx:
@@ -157,7 +157,8 @@ class TestProgramsThatLeaveByThemselves:
         assert script.exit_status == 128 + number
         assert script.said() == []
         (said,) = script.said(Level.WARN)
-        assert f"ended with exit status {128 + number}, as a program does that leaves after {number.name}" in said
+        usual = f"the usual status of a program that ends after {number.name}"
+        assert f"ended with exit status {128 + number}, {usual}" in said
 
     @pytest.mark.parametrize("ending", [exited(1), exited(130), killed(signal.SIGTERM)])
     def test_are_one_if_they_end_in_another_way(self, ending):
@@ -343,7 +344,7 @@ class TestAnInstanceThatIsStuck:
                 'Thread 1 (most recent call first):\n  File "train.py", line 31 in forward\n',
                 "at train.py, line 31, in forward",
             ),
-            ("S", "", "at a place that it does not show"),
+            ("S", "", "at an unknown place of its program"),
         ],
         ids=["stopped", "looping", "silent"],
     )
@@ -366,7 +367,7 @@ class TestAnInstanceThatIsStuck:
         script = waiting_for(1, stuck_timeout_s=1.0)
         script.run()
         assert script.closed_s == at(script.times_of(EXAMINE)[0] + EXAMINE_S)
-        assert script.said()[0].endswith("it is at a place that it does not show")
+        assert script.said()[0].endswith("it is at an unknown place of its program")
 
     def test_after_its_last_collective_while_others_wait_at_their_end(self):
         script = training(2, stuck_timeout_s=10.0)
@@ -572,7 +573,9 @@ class TestAHalt:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(1.0 + self.LIMIT_S))
         (line,) = script.said(Level.WARN)
-        assert line.startswith("instance 1 on host node0 (pid 101) has ended, and its supervisor process has not said")
+        assert line.startswith(
+            "instance 1 on host node0 (pid 101) has ended, but its supervisor process has not confirmed"
+        )
 
     def test_an_agent_that_is_told_to_stop_unlike_the_others_is_lost(self):
         """By a user; mpirun would tell all, and end."""
@@ -662,7 +665,7 @@ class TestGoingOnWithoutTheLost:
         script.end(2.0, 2, exited(3))
         script.run()
         assert (script.exit_status, script.verdict.instance) == (3, 2)
-        assert script.said()[-1] == "1 instance would be left, --min-instances is 2: the job ends"
+        assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
         assert script.closed_s == at(1.0)
         assert script.over_s < 2.0 + SOON_S
 
@@ -673,7 +676,7 @@ class TestGoingOnWithoutTheLost:
         script.run()
         assert script.exit_status == 137
         assert script.said()[-1] == (
-            "the others cannot go on: what is lost before popdist.init has returned everywhere ends the job"
+            "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         )
 
     def test_not_without_the_wish(self):
@@ -743,7 +746,7 @@ class TestSignals:
         script.run()
         assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, 0, number), AgentOrder(PASS_ON, 1, number)]
         assert (script.exit_status, script.ended.was_told) == (128 + number, True)
-        assert script.said() == [f"poprun was told to end by {number.name}, so all ended"]
+        assert script.said() == [f"poprun received {number.name} and ended all instances"]
         assert script.closed_s == at(1.5)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -1088,7 +1091,7 @@ class TestStandardOutput:
         assert script.exit_status == 141
         assert script.said() == [
             "standard output cannot be written: No space left on device; "
-            "the job ends, for nobody would see what it says"
+            "the job ends because nobody could see its output"
         ]
 
     def test_matters_no_more_when_all_has_ended(self):

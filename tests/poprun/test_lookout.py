@@ -259,7 +259,7 @@ class TestSurvival:
         group.end(0, killed())
         group.end(1, killed())
         assert group.give_up() == []
-        assert group.survival.obstacle == "2 instances would be left, --min-instances is 3: the job ends"
+        assert group.survival.obstacle == "only 2 instances would be left, and --min-instances is 3: the job ends"
         group.end(2, killed(at_s=2.5))
         assert group.give_up() == []
-        assert group.survival.obstacle == "2 instances would be left, --min-instances is 3: the job ends"
+        assert group.survival.obstacle == "only 2 instances would be left, and --min-instances is 3: the job ends"

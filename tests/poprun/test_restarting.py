@@ -157,6 +157,6 @@ class TestOnSeveralHosts:
         last = failed("hosts were lost")
         assert job.run([last], **two_slots_each, min_instances=3) == last
         assert job.lines == [
-            "[E] cannot restart: hosts a, c do not answer, and the others do not take 3 or more of the instances "
-            "(--min-instances)"
+            "[E] cannot restart: hosts a, c do not answer, and the other hosts have no room for 3 or more of the "
+            "instances (--min-instances)"
         ]

@@ -24,7 +24,7 @@ def joined(index: int, step: int = 0, ending: Ending | None = None) -> Facts:
 
 
 JOINED = [joined(0), joined(1)]
-COMPILES = "no step is completed yet: data are loaded, programs compiled (61 s)"
+COMPILES = "no step is completed yet: the program loads data or compiles (61 s)"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ COMPILES = "no step is completed yet: data are loaded, programs compiled (61 s)"
     [
         ([Facts(0), Facts(1)], SHOW_AFTER_S / 2, ""),
         ([Facts(0), Facts(1)], 3.2, "starting 2 instances on 2 hosts (3 s)"),
-        ([Facts(0, "node0", 7), Facts(1)], 3.2, "starting 2 instances on 2 hosts, 1 of 2 are there (3 s)"),
+        ([Facts(0, "node0", 7), Facts(1)], 3.2, "starting 2 instances on 2 hosts, 1 of 2 have started (3 s)"),
         ([Facts(0, "a", 7), Facts(1, "a", 8)], 5.0, ""),
         (JOINED, 61.9, COMPILES),
         ([joined(0), joined(1, step=1)], 62.0, ""),

@@ -111,7 +111,7 @@ class TestLines:
 
     def test_of_many_instances_the_memory_is_a_range(self):
         many = Attempt(tuple(facts(each, made(), peak_mib=100 + each) for each in range(64)), 1.0, GOOD)
-        assert summary_lines([many], 1.0)[2] == "summary: peak memory 100 MiB to 163 MiB, most of it in instance 63"
+        assert summary_lines([many], 1.0)[2] == "summary: peak memory 100 MiB to 163 MiB, the highest in instance 63"
 
 
 class TestWhatIsAsked:
@@ -193,7 +193,7 @@ class TestFile:
 
     def test_the_page_names_every_key(self):
         """The documentation is the contract of the file."""
-        page = page_text("observability.md")
+        page = page_text("summary_json.md")
         described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
         attempts = described["attempts"]
         keys = {*described, *attempts[0], *attempts[0]["instances"][0], *described["faults_survived"][0]}
@@ -243,7 +243,7 @@ class TestAJobThatIsPlayed:
         script.interrupt(5.0, signal.SIGINT)
         script.run()
         attempt = self.attempt(script)
-        assert attempt.failure == "poprun was told to end by SIGINT, so all ended"
+        assert attempt.failure == "poprun received SIGINT and ended all instances"
         assert add_up([attempt]).steps == 101
         assert add_up([attempt]).survived == ()
 

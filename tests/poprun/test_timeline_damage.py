@@ -75,8 +75,8 @@ def test_an_instance_that_was_killed_before_its_first_step_ended_is_named(tmp_pa
     with pytest.raises(PopRunError) as raised:
         main(["report", str(tmp_path)])
     assert str(raised.value) == (
-        "there is nothing to report: no step was recorded by all instances: instance 1 (host0) came to the end of "
-        "none; remove its file to see the others"
+        "there is nothing to report: no step was recorded by all instances: instance 1 (host0) completed none; "
+        "remove its file to see the others"
     )
     assert raised.value.exit_status == 1
 

@@ -127,7 +127,7 @@ class TestATrace:
 
     def test_says_whose_profile_is_not_there(self, tmp_path):
         _, _, (said,) = self.merged(tmp_path, replace(PROFILE, file="elsewhere"))
-        assert "elsewhere: No such file or directory; if that was written on another host, copy it there" in said
+        assert "elsewhere: No such file or directory; if the file was written on another host, copy it there" in said
 
     def test_says_whose_profile_was_begun_and_never_written(self, tmp_path):
         events, _, (said,) = self.merged(tmp_path, Profile("jax", "", []), b"")

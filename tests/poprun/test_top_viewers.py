@@ -297,7 +297,7 @@ class TestOverANetwork:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-            with pytest.raises(PopRunError, match=f"127.0.0.1:{port} cannot be reached: Connection refused; is"):
+            with pytest.raises(PopRunError, match=f"127.0.0.1:{port} cannot be reached: Connection refused; start"):
                 call_remote("127.0.0.1", port, TOKEN)
 
     @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", wire.pack(SEEN, b"{}"), b""])
@@ -356,7 +356,9 @@ class TestDoors:
     def test_one_that_is_taken_is_refused(self):
         with listening() as taken:
             place = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(PopRunError, match=f"--top-address {place}: nobody can listen there: Address already"):
+            with pytest.raises(
+                PopRunError, match=f"--top-address {place}: poprun cannot listen there: Address already"
+            ):
                 open_doors(place, {TOKEN_VARIABLE: TOKEN}, Log())
 
     def test_one_on_a_network_asks_for_the_token_and_the_other_does_not(self):

@@ -54,5 +54,5 @@ def test_without_a_job_there_is_one_error():
 
 def test_another_host_needs_the_token(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(UsageError, match=f"--address lets only those look .* {TOKEN_VARIABLE} is not set"):
+    with pytest.raises(UsageError, match=f"--address needs the job's token, and {TOKEN_VARIABLE} is not set"):
         main(["--address=127.0.0.1:1", "--once"])

@@ -112,7 +112,7 @@ def test_one_that_was_edited_is_recognised(path):
 )
 def test_what_is_no_certificate_is_refused(path, change):
     edit(path, change)
-    with pytest.raises(UsageError, match="is none of format 1"):
+    with pytest.raises(UsageError, match="is not of format 1"):
         read_certificate(path)
 
 
@@ -123,7 +123,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is not JSON"):
         read_certificate(tmp_path / "text")
     for path in (tmp_path, tmp_path / "no" / "file"):
-        with pytest.raises(UsageError, match="cannot be written there"):
+        with pytest.raises(UsageError, match="cannot be written; check"):
             check_writable(path)
         with pytest.raises(PopRunError, match="cannot be written"):
             write_certificate(path, certificate_of(ASKED, (1,), (), RECORD))
@@ -145,7 +145,7 @@ class TestRepeating:
 
     def test_the_number_of_replicas_is_fixed(self, path):
         given = VerifyRequest(CommandLine({"num-replicas": 8}, ()), against=path)
-        with pytest.raises(UsageError, match="--num-replicas is 8, the certificate is of 4"):
+        with pytest.raises(UsageError, match="--num-replicas is 8, but the certificate has 4"):
             asked_again(given, read_certificate(path))
         with pytest.raises(UsageError, match="3 instances for 4 replicas"):
             asked_again(VerifyRequest(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))

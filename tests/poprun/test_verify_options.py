@@ -81,7 +81,7 @@ def test_help_is_all_about_verify():
         (["--inject", "kill:instance=x"], "--inject 'kill:instance=x'"),
         (["--steps=0"], "--steps is 0; use 1 or more"),
         (["--num-instances=2"], "name them with --spreads"),
-        (["--on-failure=shrink"], "give --inject"),
+        (["--on-failure=shrink"], "use --inject"),
         (["--dry-run"], "--dry-run is not for poprun verify"),
         (["--spread=1,2", "--sprads=1"], "unknown option --sprads, did you mean --spreads"),
     ],

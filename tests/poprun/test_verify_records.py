@@ -179,8 +179,9 @@ class TestTheFirstDifference:
         assert first_difference(one, other) is None
         found = first_of_metrics(one, other)
         assert found == RunDifference((0, 2), METRICS, ("loss",))
-        assert "metrics of 2 x 2 have other bits from step 2 on, loss by 1 unit in the last place" in describe_metrics(
-            found, one, other, "2 x 2"
+        assert (
+            "metrics of 2 x 2 have different bits from step 2 on, loss by 1 unit in the last place"
+            in describe_metrics(found, one, other, "2 x 2")
         )
         assert first_of_metrics(one, one) is None
         assert first_of_metrics(record(*steps(2)), record(*steps(3))) is None
@@ -222,18 +223,18 @@ class TestHints:
     @pytest.mark.parametrize(
         ("part", "said"),
         [
-            (START, "what changes the variables between two steps"),
-            (BATCH, "where the batch comes from"),
+            (START, "changes of the variables between two steps"),
+            (BATCH, "the source of the batch"),
             (GRADIENTS, "what the loss function takes besides its arguments"),
             (UPDATE, "a learning rate that depends on the time"),
-            (STEPS, "what decides how many steps are made"),
+            (STEPS, "the reason for the number of steps"),
         ],
     )
     def test_there_is_something_to_look_at_for_every_part(self, part, said):
         assert said in self.of(part)
 
     def test_first_variables_are_looked_for_elsewhere(self):
-        assert "where the first variables come from" in "\n".join(
+        assert "the source of the first variables" in "\n".join(
             hints(RunDifference((0, 0), START), Evidence(PLAIN, PLAIN))
         )
 
@@ -254,7 +255,7 @@ class TestHints:
     def test_what_cannot_be_repeated_does_not_depend_on_the_instance(self):
         asked = Record(PLAIN.processes, PLAIN.steps, (Question("strategy.instance_index", "a.py", 9, LOSS),))
         assert "a.py" not in self.of(GRADIENTS, asked, is_repeatable=False)
-        assert "other bits each time" in self.of(GRADIENTS, asked, is_repeatable=False)
+        assert "different bits each time" in self.of(GRADIENTS, asked, is_repeatable=False)
         assert "order of a set" in self.of(BATCH, is_repeatable=False)
         assert "order of a set of texts" not in self.of(UPDATE, is_repeatable=False)
 

@@ -37,7 +37,7 @@ def test_instances_that_train_for_themselves_are_refused():
 
 
 def test_another_number_of_replicas_is_refused():
-    with pytest.raises(PopRunError, match="trained 4 replicas and 8 were asked for"):
+    with pytest.raises(PopRunError, match="trained 4 replicas, but 8 were asked for"):
         check_processes(result_of(*instance(0), *instance(1)), Run(2, 8))
 
 

@@ -19,9 +19,7 @@ compile_one_after_another()
 compile_what_calls_python_once()
 ALL = strategies.IPUStrategy(num_replicas=8)  # the size of the pool is fixed when JAX starts
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [
-    str(ROOT / folder) for folder in ("launch_scripts", "tests/collectives", "tests/jobs", "tests/strategies/programs")
-]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/collectives", "tests/jobs", "tests/strategies/programs")]
 
 
 @pytest.fixture

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 import strategy_program as program
-import train_digits
 from certificates import Authority
-from digits_data import load_digits
 from grpc_jobs import socket_addresses
 from rows_of_the_original import RowsOfTheOriginal
 from workers import Worker, disposed_of, last_line, port_addresses
 
 import popdist
 import strategies
+from popdist.examples import digits as train_digits
+from popdist.examples.digits_data import load_digits
 
 ROOT = Path(__file__).parents[2]
 OURS = [sys.executable, program.__file__, "multi-worker"]
-MAIN_JOB = [sys.executable, str(ROOT / "launch_scripts" / "train_digits.py"), "--strategy", "multi-worker"]
+MAIN_JOB = [sys.executable, str(ROOT / "popdist" / "examples" / "digits.py"), "--strategy", "multi-worker"]
 FOREIGN = ("PJRT_", "XLA_", "POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")
 END_LIMIT_S = 170.0
 MAIN_STEPS = 5
@@ -225,7 +225,7 @@ def assert_equal_to_one_process(result, model, instances, replicas):
 @pytest.mark.complete
 @pytest.mark.cores(2)
 class TestTheMainJob:
-    """`train_digits.py --strategy multi-worker` gives the bits of `--strategy ipu`.
+    """`popdist.examples.digits --strategy multi-worker` gives the bits of `--strategy ipu`.
 
     So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP.
     """
@@ -317,14 +317,14 @@ CONFIG = '{"cluster":{"worker":["localhost:3737","localhost:3738"]},"task":{"typ
     ],
 )
 def test_a_wrong_cluster_is_one_clear_line(monkeypatch, capsys, config, replicas, words):
-    monkeypatch.setattr(sys, "argv", ["train_digits.py", "--strategy", "multi-worker", "--replicas", replicas])
+    monkeypatch.setattr(sys, "argv", ["digits.py", "--strategy", "multi-worker", "--replicas", replicas])
     monkeypatch.delenv("TF_CONFIG", raising=False)
     if config is not None:
         monkeypatch.setenv("TF_CONFIG", config)
     assert train_digits.main() == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("train_digits.py: error: ")
+    assert captured.err.startswith("digits.py: error: ")
     assert words in captured.err
     assert captured.err.count("\n") == 1
     assert not popdist.isBackendInitialized()

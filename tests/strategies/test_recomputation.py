@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from digits_models import MODELS
 
 import strategies
+from popdist.examples.digits_models import MODELS
 from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
 
 LAYERS, WIDTH, ROWS = 6, 64, 512

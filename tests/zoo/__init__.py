@@ -1,7 +1,4 @@
-"""The zoo: small models of many kinds, and optimizers, whose bits may not depend on how replicas are spread.
-
-What imports it has `launch_scripts` on its path, where the digits are read.
-"""
+"""The zoo: small models of many kinds, and optimizers, whose bits may not depend on how replicas are spread."""
 
 from zoo.model import Model
 from zoo.models import FOR_OPTIMIZERS, MODELS

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from digits_data import load_digits
+
+from popdist.examples.digits_data import load_digits
 
 SEED = 7
 ROWS = 1280  # of seeded data: as many as five steps of two micro-batches of 32 rows take on four replicas

@@ -1,1 +1,1 @@
-"""The report of a timeline, which says what held a job up: numbers, sentences and pictures."""
+"""The report on a timeline: findings about delays, as numbers, sentences and pictures."""

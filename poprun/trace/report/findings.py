@@ -1,4 +1,4 @@
-"""Findings of a report: who is late and why, steps that differ from most, and critical paths. Pure."""
+"""Findings of a report: late instances and their causes, outliers among steps, and critical paths. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from poprun.trace.report.step_table import BETWEEN, CHECKPOINT, COMPUTE, EXCHANG
 from poprun.trace.spans import COMPILE, MatchedCollectives, Spans
 
 LEAST_GAIN = 0.03
-"""The least share of the time that a finding has to save."""
+"""The least share of the time that a finding must cost."""
 LEAST_SHARE = 0.6
-"""The least share of all lateness, or of all waits for links, that is due to one instance or link."""
+"""The least share of all lateness, or of all waits for links, that must be due to one instance or link."""
 
 
 class Cause(Enum):
@@ -35,13 +35,13 @@ class Culprit:
     """The instance for which the others wait most of the time.
 
     Attributes:
-        instance: which.
-        cause: why.
-        explained: which part of its lateness the cause explains, 0 to 1.
-        last_share: in which part of all steps it held the others up most.
-        late_s: for how long, when it did; the median. Others wait for the last one from when the last but one has come.
-        gain: which part of the time would be saved if it were never later than the last but one.
-        line: of the program, where it mostly was between steps; empty where that is unknown, or not the cause.
+        instance: The row of the instance.
+        cause: The reason for its lateness.
+        explained: The share of the lateness that the cause explains, 0 to 1.
+        last_share: The share of steps in which it held the others up more than any other instance did.
+        late_s: The median of its lateness in these steps: the time from the last but one arrival to its own.
+        gain: The share of the time that would be saved if it were never later than the last but one.
+        line: The line of the program at which it mostly was between steps; "" if unknown, or if that is not the cause.
     """
 
     instance: int
@@ -55,13 +55,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A link for whose data an instance waits after all have come.
+    """A slow link: an instance waits for its data in exchanges to which all instances have come.
 
     Attributes:
-        source: the instance that data come from.
-        target: the one that waits.
-        share: of all such waits.
-        gain: which part of the time would be saved without them.
+        source: The instance that sends the data.
+        target: The instance that waits.
+        share: The link's share of all such waits.
+        gain: The share of the time that these exchanges take.
     """
 
     source: int
@@ -72,13 +72,13 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """The data on their way from a host to another one, as the kernel has counted them.
+    """The traffic from one host to another, as the kernel has counted it.
 
     Attributes:
-        source: the host that sent it.
-        target: the other one.
-        nbytes: how much.
-        busy_s: for how long any of it was on its way and the receiver had room for it; positive.
+        source: The host that sent the data.
+        target: The host that received them.
+        nbytes: The number of bytes.
+        busy_s: The time in which data were in transit and the receiver had room for them; positive.
     """
 
     source: str
@@ -88,19 +88,20 @@ class LinkTraffic:
 
     @property
     def rate(self) -> float:
-        """The bytes per second of the time in which any were on their way: no link is slower than that."""
+        """The bytes per second of the time with data in transit; the link is at least as fast as that."""
         return self.nbytes / self.busy_s
 
 
 @dataclass(frozen=True)
 class SlowTraffic:
-    """Links between hosts on which data are far slower than on others.
+    """Links between hosts whose data are far slower than the data of others.
 
     Attributes:
-        links: they; the first one costs most.
-        usual: the rate of the others, the median; None: they are all alike, so this is only the busiest one.
-        host: the one where all of these links end and none of the others does; empty if there is none.
-        gain: which part of the time would be saved at most if they were as fast as the others, or took no time.
+        links: The slow links; the first one costs most.
+        usual: The median rate of the other links; None if all are alike and `links` is only the busiest one.
+        host: The host at which all slow links end, and no other link does; "" if there is none.
+        gain: The largest share of the time that could be saved: with the usual rate, or without transit if `usual` is
+            None.
     """
 
     links: Sequence[LinkTraffic]
@@ -114,12 +115,12 @@ class Outlier:
     """A step that took much longer than most.
 
     Attributes:
-        step: its number.
-        lasted_s: how long it took.
-        usual_s: the median of all.
-        instance: where most of the difference is.
-        category: one of `CATEGORIES`: what took longer there.
-        longer_s: by how much.
+        step: The number of the step.
+        lasted_s: The duration of the step.
+        usual_s: The median duration of all settled steps.
+        instance: The row of the instance with most of the difference.
+        category: The category with the largest excess in that instance, one of `CATEGORIES`.
+        longer_s: The excess of that category.
     """
 
     step: int
@@ -135,9 +136,9 @@ class PathSegment:
     """A part of the critical path of a step.
 
     Attributes:
-        instance: the one that everybody waited for; the last one to end for what comes after the last collective.
-        what: what it did most of that time, or the name of the exchange.
-        lasted_s: how long.
+        instance: The row of the instance for which all others waited; after the last collective, the last one to end.
+        what: The activity that took most of the time, or the name of the exchange.
+        lasted_s: The duration of the part.
     """
 
     instance: int
@@ -150,8 +151,8 @@ class Change:
     """A change that would save time.
 
     Attributes:
-        what: in words.
-        gain: which part of the time it would save at most, 0 to 1.
+        what: The change in words.
+        gain: The largest share of the time that it could save, 0 to 1.
     """
 
     what: str
@@ -159,21 +160,21 @@ class Change:
 
 
 _SURPRISE = 4.0
-"""The standard deviations by which a culprit is the last one oftener than by chance."""
+"""The standard deviations by which a culprit must be the last one more often than by chance."""
 _EXPLAINED = 0.5
-"""The least share of the lateness that a named cause explains."""
+"""The least share of the lateness that a named cause must explain."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lateness:
-    """The knowledge about late instances.
+    """The lateness of instances in usual steps, and the times from which its cause follows.
 
     Attributes:
-        table: the times of steps.
-        usual: which of them are like most.
-        spans: of each instance.
-        late_ns: for each usual step and instance how long it has held the others up, by being the last one.
-        settled_ns: how long all settled steps took.
+        table: The times of steps.
+        usual: A mask of the settled steps that are no outliers.
+        spans: The spans of each instance.
+        late_ns: For each usual step and instance, how long it has held the others up as the last one to come.
+        settled_ns: The duration of all settled steps.
     """
 
     table: StepTable
@@ -184,7 +185,7 @@ class Lateness:
 
 
 def culprit_of(known: Lateness) -> Culprit | None:
-    """Return the instance that is late so often, and by so much, that it is no chance, or None."""
+    """Return the instance whose lateness is too frequent and too large to be chance, or None."""
     late, instances = known.late_ns, len(known.spans)
     if not late.size or not late.sum():
         return None
@@ -202,7 +203,7 @@ def culprit_of(known: Lateness) -> Culprit | None:
 
 
 def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
-    """Return the part that takes an instance longer than the others, and the lateness that it explains."""
+    """Return the part of an instance's time that is longer than the others', and the share of lateness it explains."""
     table, spans = known.table, known.spans
     others = [each for each in range(len(spans)) if each != row]
 
@@ -228,20 +229,20 @@ def _cause(known: Lateness, row: int, late_ns: float) -> tuple[Cause, float]:
 
 
 def _which_work(longer: Callable[[np.ndarray], float], table: StepTable, explained: float) -> tuple[Cause, float]:
-    """Return what of an instance's own work takes longer, if one part of it does; otherwise all of it."""
+    """Return the one part of an instance's own work that takes longer, or `Cause.COMPUTE` for all of it."""
     parts = {Cause.BETWEEN: longer(table.of[BETWEEN]), Cause.REST: longer(table.of[REST])}
     part, own = max(parts.items(), key=lambda item: item[1])
     return (part, own) if own >= _EXPLAINED * explained else (Cause.COMPUTE, explained)
 
 
 def _core_wait_ns(spans: Spans) -> float:
-    """Return how long the program was ready to run and had no core."""
+    """Return how long the program was ready to run without a core."""
     _, values = spans.measured.get(CORE_WAIT, (np.zeros(0), np.zeros(0)))
     return 1e9 * float(values[-1] - values[0]) if len(values) > 1 else 0.0
 
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
-"""The least excess of an outlier: in parts of the median, in standard deviations, in parts of all steps."""
+"""The least excess of an outlier in parts of the median, in standard deviations, and in parts of all steps."""
 _MOST_OUTLIERS = 5
 
 
@@ -258,7 +259,7 @@ def are_outliers(table: StepTable) -> np.ndarray:
 
 
 def outliers_of(table: StepTable) -> list[Outlier]:
-    """Return the steps that took far longer than the median, the worst first."""
+    """Return the steps that took far longer than the median, the longest first."""
     lasted = table.lasted_ns.max(axis=0).astype(np.float64)
     usual = float(np.median(lasted[table.is_settled]))
     columns = np.flatnonzero(are_outliers(table))
@@ -277,7 +278,7 @@ def outliers_of(table: StepTable) -> list[Outlier]:
 
 
 def path_of(table: StepTable, meetings: MatchedCollectives, column: int) -> tuple[int, list[PathSegment]]:
-    """Return a step's critical path: from one collective to the next by the last instance to come."""
+    """Return a step and its critical path, which follows the last instance to come to each collective."""
     step = int(table.steps[column])
     rows = np.flatnonzero(meetings.step == step)
     now = float(table.begin_ns[:, column].max())
@@ -297,6 +298,6 @@ def path_of(table: StepTable, meetings: MatchedCollectives, column: int) -> tupl
 
 
 def _mostly(table: StepTable, row: int, column: int, is_first: bool) -> str:
-    """Return what an instance did most of the time before it came to a collective."""
+    """Return the activity that took most of an instance's time before a collective."""
     possible = (COMPUTE, INPUT, CHECKPOINT, COMPILE, BETWEEN, REST) if is_first else (COMPUTE, REST)
     return max(possible, key=lambda category: float(table.of[category][row, column]))

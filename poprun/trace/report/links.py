@@ -1,4 +1,4 @@
-"""Slow links, between instances by their waits and between hosts by what the kernel counts. Pure."""
+"""Slow links: between instances by their waits, and between hosts by the kernel's counts. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from poprun.trace.report.findings import LEAST_GAIN, LEAST_SHARE, LinkTraffic, S
 from poprun.trace.spans import Sort, Spans
 
 _LEAST_STEPS = 0.25
-"""The least share of steps with an exchange that a slow link holds up: a single one shows no slow link."""
+"""The least share of steps with an exchange in which a slow link causes waits; a single wait proves nothing."""
 
 
 def slow_link_of(
     spans: Sequence[Spans], rows: Mapping[int, int], steps: np.ndarray, settled_ns: float
 ) -> SlowLink | None:
-    """Return the link whose data are waited for most, in `steps`, in exchanges to which all have come, or None."""
+    """Return the link that causes most waits in exchanges of `steps` to which all have come, or None."""
     waited: dict[tuple[int, int], float] = {}
     where: dict[tuple[int, int], set[int]] = {}
     for target, own in enumerate(spans):
@@ -35,7 +35,7 @@ def slow_link_of(
 
 
 def _waits_inside(spans: Spans, steps: np.ndarray) -> list[tuple[int, int, float]]:
-    """Each exchange of some steps with an instance for which there was a wait in it: step, instance and ns."""
+    """Return each wait for an instance inside an exchange of some steps, as (step, instance, ns of the exchange)."""
     transfers = spans.of(Sort.TRANSFER)
     transfers = transfers[np.isin(transfers["step"], steps)]
     if not len(transfers) or not len(spans.waits):
@@ -49,15 +49,16 @@ def _waits_inside(spans: Spans, steps: np.ndarray) -> list[tuple[int, int, float
 
 
 _SLOWER = 3.0
-"""The factor by which a slow link is slower than all others: links of healthy jobs differ by less than two."""
+"""The factor by which a slow link is slower than all others; links of healthy jobs differ by less than two."""
 _CARRIES = 0.1
-"""Links with less than this part of the busiest one's bytes say nothing: small messages mostly wait for receipts."""
+"""The least share of the busiest link's bytes that a link needs to be judged: small messages mostly wait for receipts.
+"""
 _MUCH = 0.3
-"""The least share of time with data on their way that is worth a word if all links are alike."""
+"""The least share of time with data in transit that is reported if all links are alike."""
 
 
 def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:
-    """Return the traffic between hosts in a period; hosts and spans are those of each instance."""
+    """Return the traffic between hosts in a period; `hosts` and `spans` have one entry for each instance."""
     addresses: dict[str, str] = {}
     for host, own in zip(hosts, spans, strict=True):
         addresses |= {ends.local: host for ends in _connections(own)}
@@ -77,12 +78,12 @@ def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_
 
 
 def slow_traffic_of(traffic: Sequence[LinkTraffic], lasted_s: float, exchange: float) -> SlowTraffic | None:
-    """Return links far slower than all others, if that costs much; without others, the busiest.
+    """Return links that are far slower than all others and cost much; if all are alike, the busiest link.
 
     Args:
-        traffic: what was on its way in settled steps.
-        lasted_s: how long those took.
-        exchange: the part of that in which instances exchanged data: no link can cost more.
+        traffic: The traffic in settled steps.
+        lasted_s: The duration of these steps.
+        exchange: The share of that time in which instances exchanged data; no link can cost more.
     """
     if not traffic or not lasted_s:
         return None
@@ -116,7 +117,7 @@ def _lost_s(traffic: LinkTraffic, usual: float) -> float:
 
 
 def _common_host(slow: Sequence[LinkTraffic], others: Sequence[LinkTraffic]) -> str:
-    """Return the one host where all slow links end, and no other does; "" if there is none."""
+    """Return the only host at which all slow links and no other links end; "" if there is none."""
     common = set.intersection(*({each.source, each.target} for each in slow))
     common -= {host for each in others for host in (each.source, each.target)}
     return common.pop() if len(common) == 1 else ""

@@ -1,4 +1,4 @@
-"""The report as one page of HTML with SVG pictures, which needs neither a network nor scripts."""
+"""The report as one HTML page with SVG pictures, without scripts or links to a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STYLE = (
 
 
 def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
-    """Return the whole page."""
+    """Return the page as HTML."""
     blocks = [
         f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
@@ -68,12 +68,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wide(drawn: str) -> str:
-    """Wrap a wide part, so that it scrolls on a narrow screen by itself."""
+    """Wrap a wide part so that it scrolls by itself on a narrow screen."""
     return f'<div class="wide">{drawn}</div>' if drawn else ""
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
-    """Draw the length of each step and each instance's own work, as high as settled steps are."""
+    """Draw the duration of each step and each instance's own work, up to the longest settled step."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
@@ -86,7 +86,11 @@ def _draw_steps(verdict: TimelineReport) -> str:
     higher = np.flatnonzero(lasted > top)
     said = f" Step {table.steps[lasted.argmax()]}, which took {time_text(lasted.max() / 1e9)}," if len(higher) else ""
     also = f" and {len(higher) - 1} others" if len(higher) > 1 else ""
-    said += f"{also} {'are' if also else 'is'} higher than the picture: compiling, and the first two." if said else ""
+    said += (
+        f"{also} {'are' if also else 'is'} higher than the picture: steps that compile, and the first two."
+        if said
+        else ""
+    )
     drawn = draw_curves(whole | curves, "ms", "step", top / 1e6)
     return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{_wide(drawn)}"
 
@@ -129,7 +133,7 @@ COLOURS = {
     "between": ("#c96a9b", "#e794c0"),
     "rest": ("#b8bec5", "#4a525b"),
 }
-"""The colours of categories, on a light and on a dark page."""
+"""The colours of categories, on light and on dark pages."""
 
 
 def style() -> str:
@@ -146,7 +150,7 @@ def style() -> str:
 
 
 def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) -> str:
-    """Draw a bar for each instance, of the shares of its time."""
+    """Draw one bar for each instance, divided by the shares of its time."""
     shown = [each for each in CATEGORIES if any(of[each] >= 0.002 for of in shares)]
     parts = _keys([(name, name) for name in shown])
     for row, (title, of_instance) in enumerate(zip(titles, shares, strict=True)):
@@ -161,7 +165,7 @@ def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) ->
 
 
 def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
-    """Draw a critical path as one bar; each part has a category, words, and seconds."""
+    """Draw a critical path as one bar; each part is (category, words, seconds)."""
     total = sum(seconds for _, _, seconds in path) or 1.0
     parts, left = [], 0.0
     for category, words, seconds in path:
@@ -174,13 +178,13 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
 def draw_curves(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
 ) -> str:
-    """Curves over the same axis, thinned out to what can be seen, by the largest of what lies together.
+    """Draw curves over a common axis; each group of points that are too close to be told apart becomes its largest.
 
     Args:
-        curves: by name x and y, each of one dimension.
-        unit: of y.
-        across: what x is.
-        most: the highest y that is drawn; None: the highest there is.
+        curves: x and y of each curve, by name; both have one dimension.
+        unit: The unit of y.
+        across: The name or unit of x.
+        most: The largest y in the picture; None for the largest of all.
     """
     known = {name: curve for name, curve in curves.items() if len(curve[0])}
     if not known:
@@ -213,7 +217,7 @@ def _bar(category: str, left: float, top: int, width: float, said: str) -> str:
 
 
 def _keys(names: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a line that explains the colours."""
+    """Return a legend of the colours."""
     parts, left = [], 0
     for name, words in names:
         parts.append(f'<rect class="{name}" x="{left}" y="4" width="12" height="12"/>')

@@ -1,4 +1,4 @@
-"""The time of each instance by category and step, and how much of it overlaps. Pure."""
+"""The time of each instance by category and step, and its overlap of computing and exchange. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from poprun.trace.spans import COMPILE, SPAN, Sort, Spans
 COMPUTE, EXCHANGE, WAITING, INPUT = "compute", "exchange", "waiting", "input"
 UPDATE, CHECKPOINT, RECOVERY, BETWEEN, REST = "update", "checkpoint", "recovery", "between", "rest"
 CATEGORIES = (COMPUTE, EXCHANGE, WAITING, INPUT, UPDATE, CHECKPOINT, COMPILE, RECOVERY, BETWEEN, REST)
-"""The categories of time. Between: the program's own code between two steps. Rest: time of a step in no phase."""
-WORDS = {BETWEEN: "your code between steps", REST: "what is in no phase"}
-"""The names of categories in sentences; the others are called as they are."""
+"""The categories of time. Between: the program's own code between two steps. Rest: time of a step outside of phases."""
+WORDS = {BETWEEN: "your code between steps", REST: "code outside of phases"}
+"""Descriptions of categories in sentences; the other categories use their own names."""
 OWN_WORK = (COMPUTE, UPDATE, CHECKPOINT, BETWEEN, REST)
-"""The categories of an instance's own work, for which others do not wait as for data or links."""
+"""The categories of an instance's own work: they depend neither on input nor on links nor on other instances."""
 _OF_PHASES = {
     "forward and backward": COMPUTE,
     "data": INPUT,
@@ -31,13 +31,13 @@ _OF_PHASES = {
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """Times of the steps that all instances of the last attempt have recorded.
+    """The times of the steps that all instances of the last attempt have recorded.
 
     Attributes:
-        steps: their numbers, increasing.
-        begin_ns: for each instance and step when it began: where the step before ended, or data were read.
-        end_ns: when it ended.
-        of: for each of `CATEGORIES` the ns, by instance and step.
+        steps: The numbers of the steps, increasing.
+        begin_ns: The begin of each step, by instance and step: the end of the step before, or the reading of data.
+        end_ns: The end of each step, by instance and step.
+        of: For each of `CATEGORIES`, the time in ns, by instance and step.
     """
 
     steps: np.ndarray
@@ -47,26 +47,26 @@ class StepTable:
 
     @property
     def lasted_ns(self) -> np.ndarray:
-        """The length of each step, by instance."""
+        """The duration of each step, by instance and step."""
         lasted: np.ndarray = self.end_ns - self.begin_ns
         return lasted
 
     @property
     def is_settled(self) -> np.ndarray:
-        """A mask of steps without the first two and those in which something was compiled or recovered."""
+        """A mask of the steps except the first two and steps with compilation or recovery."""
         rare = (self.of[COMPILE] + self.of[RECOVERY]).sum(axis=0) > 0
         rare[:2] = True
         settled: np.ndarray = ~rare if (~rare).any() else np.ones(len(rare), bool)
         return settled
 
     def own_work_ns(self) -> np.ndarray:
-        """Return the time of each instance's own work in each step."""
+        """Return the time of each instance's own work, by instance and step."""
         total: np.ndarray = np.sum([self.of[each] for each in OWN_WORK], axis=0)
         return total
 
 
 def last_attempt(job: RecordedJob) -> list[int]:
-    """Return the places of the recordings that belong to the last attempt."""
+    """Return the positions of the recordings of the last attempt."""
     attempt = max(each.recording.attempt for each in job.aligned)
     return [place for place, each in enumerate(job.aligned) if each.recording.attempt == attempt]
 
@@ -86,7 +86,7 @@ def table_of(job: RecordedJob) -> StepTable:
         of[BETWEEN][row] = _between(own, begin[row], made_ns)
         for category, chosen in _categories(own, recording).items():
             of[category][row] = _sums(chosen, steps)
-    of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)  # it is compiled inside of another phase
+    of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)  # compilation happens inside of the compute phase
     known = np.sum([times for category, times in of.items() if category != REST], axis=0)
     of[REST] = np.maximum(end - begin - known, 0)
     return StepTable(steps, begin, end, of)
@@ -100,7 +100,7 @@ def _in_all(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _between(spans: Spans, begin_ns: np.ndarray, made_ns: np.ndarray) -> np.ndarray:
-    """Return how much of the time before each step is in no phase and no collective."""
+    """Return the time before each step that is in no phase and no collective."""
     gaps = np.zeros(len(begin_ns), SPAN)
     gaps["begin_ns"], gaps["end_ns"] = begin_ns, np.maximum(begin_ns, made_ns)
     known = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER, Sort.OPERATION)
@@ -109,7 +109,10 @@ def _between(spans: Spans, begin_ns: np.ndarray, made_ns: np.ndarray) -> np.ndar
 
 
 def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return when each step was begun, began with what was before it, and ended; of one made twice the last time."""
+    """Return each step's own begin, its begin with the work before it, and its end.
+
+    If a step was repeated, the last one counts.
+    """
     if not len(steps):
         return steps, steps, steps
     made = spans.of(Sort.STEP)
@@ -143,7 +146,7 @@ def _categories(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndar
 
 
 def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Sum up the time of spans in each of the steps."""
+    """Return the total time of spans in each of the steps."""
     if not len(steps) or not len(spans):
         return np.zeros(len(steps))
     rows = np.minimum(np.searchsorted(steps, spans["step"]), len(steps) - 1)
@@ -155,11 +158,11 @@ def _sums(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of one instance; None for what was not recorded.
+    """The overlap of one instance's exchanges and computing; None for values that were not recorded.
 
     Attributes:
-        share: the part of the time of its exchanges, waits for others included, in which a replica was computing.
-        bubbles: the part of a pipeline's time in which a stage had nothing to do, on the average.
+        share: The share of the time of exchanges, including waits for others, in which a replica was computing.
+        bubbles: The mean share of a pipeline's time in which a stage was idle.
     """
 
     share: float | None = None
@@ -167,7 +170,7 @@ class Overlap:
 
 
 def overlap_of(spans: Spans) -> Overlap:
-    """Return the overlap that the spans of an instance show."""
+    """Return the overlap of an instance from its spans."""
     replicas = spans.of(Sort.REPLICA)
     if not len(replicas):
         return Overlap()
@@ -180,12 +183,12 @@ def overlap_of(spans: Spans) -> Overlap:
 
 
 def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each of the first spans how much of it lies within any of the others."""
+    """Return for each span how much of it lies within any of the `others`."""
     if not len(others):
         return np.zeros(len(spans))
     order = np.argsort(others["begin_ns"], kind="stable")
     begin, end = others["begin_ns"][order], np.maximum.accumulate(others["end_ns"][order])
-    begin = np.maximum(begin, np.append(begin[0], end[:-1]))  # what is left of each behind those before
+    begin = np.maximum(begin, np.append(begin[0], end[:-1]))  # each one without the part that earlier ones cover
     end = np.maximum(begin, others["end_ns"][order])
     points = np.stack([begin, end], axis=1).reshape(-1)
     covered = np.cumsum(np.append(0, np.diff(points)) * (np.arange(len(points)) % 2))
@@ -194,7 +197,7 @@ def inside_ns(spans: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def bubbles_of(replicas: np.ndarray) -> float:
-    """Return the share of the steps' time in which stages had nothing to do."""
+    """Return the share of the steps' time in which stages were idle."""
     lasted = (replicas["end_ns"] - replicas["begin_ns"]).astype(np.float64)
     keys = np.stack([replicas["step"], replicas["name"].astype(np.int64)])
     _, group = np.unique(keys, axis=1, return_inverse=True)

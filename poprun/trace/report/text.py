@@ -1,4 +1,4 @@
-"""The report as text, and the sentences and tables that it shares with the page. Pure."""
+"""The report as text, and the sentences and tables that it shares with the HTML page. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poprun.trace.report.verdict import TimelineReport
 
 
 def report_text(job: RecordedJob, verdict: TimelineReport, columns: int | None = None) -> str:
-    """Return the whole report; tables take as many columns as they need if `columns` is None."""
+    """Return the whole report as text; if `columns` is None, tables are as wide as they need to be."""
     width = columns or USUAL_COLUMNS
     blocks = [
         wrap(f"{headline(verdict)}.", width) + "\n" + wrap(f"{origin(job)}.", width),
@@ -38,7 +38,7 @@ _EXPLAINED = 0.5
 
 
 def time_text(seconds: float) -> str:
-    """Return a time in the unit that fits it."""
+    """Return a time with a fitting unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
@@ -46,7 +46,7 @@ def time_text(seconds: float) -> str:
 
 
 def origin(job: RecordedJob) -> str:
-    """Return the program, the replicas and instances, and when the last attempt began; what is unknown is left out."""
+    """Return the program, the numbers of replicas and instances, and the begin of the last attempt, as far as known."""
     first = job.aligned[last_attempt(job)[0]].recording
     replicas = f"R = {first.replicas} replicas on " if first.replicas else ""
     began = f"begun {datetime.fromtimestamp(first.began_at_s, UTC):%Y-%m-%d %H:%M:%S} UTC" if first.began_at_s else ""
@@ -64,7 +64,7 @@ def headline(verdict: TimelineReport) -> str:
 
 
 def findings(verdict: TimelineReport) -> list[str]:
-    """Return what held the job up, the most important first; or a sentence that nothing did."""
+    """Return sentences about the causes of delays, the most important first; one sentence if there is none."""
     found = [*_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
     if verdict.input_bound:
         found.append(
@@ -77,7 +77,7 @@ def findings(verdict: TimelineReport) -> list[str]:
 def _of_outlier(verdict: TimelineReport, outlier: Outlier) -> str:
     took = f"Step {outlier.step} took {time_text(outlier.lasted_s)} instead of {time_text(outlier.usual_s)}"
     if outlier.longer_s < _EXPLAINED * (outlier.lasted_s - outlier.usual_s):
-        return f"{took}, for no one reason that was recorded."
+        return f"{took}; no single recorded reason explains it."
     who = verdict.titles[outlier.instance]
     return f"{took}: {who} needed {time_text(outlier.longer_s)} longer for {_worded(outlier.category)}."
 
@@ -106,7 +106,7 @@ def _of_link(verdict: TimelineReport) -> list[str]:
         return []
     return [
         f"The link from {verdict.titles[link.source]} to {verdict.titles[link.target]} is slow: {link.share:.0%} of "
-        f"the waits in the middle of exchanges are for its data, in exchanges that take {link.gain:.0%} of the time."
+        f"the waits inside exchanges are for its data. These exchanges take {link.gain:.0%} of the time."
     ]
 
 
@@ -117,25 +117,25 @@ def _of_traffic(verdict: TimelineReport) -> list[str]:
     first = traffic.links[0]
     if traffic.usual is None:
         return [
-            f"Data from {first.source} to {first.target} are on their way for {traffic.gain:.0%} of the time, at "
+            f"Data from {first.source} to {first.target} are in transit for {traffic.gain:.0%} of the time, at "
             f"{rate_text(first.rate)}. No link is much faster, so the numbers do not show whether that is slow."
         ]
-    rates = f"{rate_text(first.rate)} while data are on their way, others {rate_text(traffic.usual)}"
+    rates = f"{rate_text(first.rate)} while data are in transit, others {rate_text(traffic.usual)}"
     costs = f"That costs {traffic.gain:.0%} of the time at most."
     if traffic.host:
         return [f"The links of {traffic.host} to other hosts are slow: they carry {rates}. {costs}"]
-    also = f", as {len(traffic.links) - 1} more" if len(traffic.links) > 1 else ""
+    also = f", like {len(traffic.links) - 1} more" if len(traffic.links) > 1 else ""
     return [f"The link from {first.source} to {first.target} is slow{also}: it carries {rates}. {costs}"]
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Return a rate in the unit of networks."""
+    """Return a rate in bits per second, the unit of networks."""
     megabits = 8e-6 * bytes_per_s
     return f"{megabits:.3g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:.3g} Gbit/s"
 
 
 def share_rows(verdict: TimelineReport) -> list[list[str]]:
-    """Return a table of each instance's shares of time."""
+    """Return the rows of a table of each instance's shares of time by category."""
     shown = [each for each in CATEGORIES if any(shares[each] >= 0.0005 for shares in verdict.shares)]
     rows = [["", *shown]]
     for title, shares in zip(verdict.titles, verdict.shares, strict=True):
@@ -144,7 +144,7 @@ def share_rows(verdict: TimelineReport) -> list[list[str]]:
 
 
 def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
-    """Return a table of each instance's lateness, overlap, bubbles and memory."""
+    """Return the rows of a table of each instance's lateness, overlap, bubbles and memory."""
     rows = [
         ["", "holds others up", "in all for", "computed during exchange", "bubbles", "memory, MB: first, most, last"]
     ]
@@ -166,7 +166,7 @@ def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
 
 
 def path_text(verdict: TimelineReport, path: Sequence[PathSegment]) -> str:
-    """Return a critical path on one line; a short part counts with the one before it."""
+    """Return a critical path on one line; add the time of short parts to the part before."""
     total = sum(each.lasted_s for each in path)
     shown: list[PathSegment] = []
     for each in path:
@@ -181,7 +181,7 @@ def path_text(verdict: TimelineReport, path: Sequence[PathSegment]) -> str:
 
 
 def paths(verdict: TimelineReport) -> list[tuple[str, str]]:
-    """Return the critical paths of the median and the slowest step, with their titles."""
+    """Return titles and texts of the critical paths of the median and the slowest settled step."""
     (median, of_median), (slowest, of_slowest) = verdict.median_path, verdict.slowest_path
     return [
         (f"the median step ({median})", path_text(verdict, of_median)),
@@ -190,5 +190,5 @@ def paths(verdict: TimelineReport) -> list[tuple[str, str]]:
 
 
 def changes(verdict: TimelineReport) -> list[str]:
-    """Return the changes that would gain most."""
+    """Return sentences about the changes that would save most time."""
     return [f"{each.what[:1].upper()}{each.what[1:]}: {each.gain:.0%} of the time at most." for each in verdict.changes]

@@ -1,4 +1,4 @@
-"""The verdict on a job's timeline: the whole contents of a report. Pure."""
+"""The verdict on a job's timeline, which has the whole contents of a report. Pure."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ class TimelineReport:
     """The contents of a report.
 
     Attributes:
-        titles: of the instances.
-        table: the times of steps.
-        wall_s: from the first begin to the last end of a recorded step.
-        steps_per_second: in settled steps.
-        shares: for each instance the share of the time by category.
-        last_shares: for each instance in which part of the settled steps it held the others up most.
-        late_s: for each instance for how long it did, in all of them.
-        culprit: None where the numbers support none.
-        link: None where there is none.
-        traffic: links between hosts that are slow by what the kernel counts; None where there is none.
-        input_bound: the part of the time in which even the instance that waits least for data waits for them, if much.
-        overlap: for each instance what is known of its replicas at work.
-        outliers: the worst ones.
-        median_path: the critical path of the median step.
-        slowest_path: that of the slowest settled step.
-        changes: the three that would gain most.
-        warnings: what is not to be trusted.
+        titles: The titles of the instances.
+        table: The times of steps.
+        wall_s: The time from the first begin to the last end of a recorded step.
+        steps_per_second: The rate of settled steps.
+        shares: For each instance, the share of the time by category.
+        last_shares: For each instance, the share of settled steps in which it held the others up most.
+        late_s: For each instance, how long it held the others up in all steps.
+        culprit: The late instance; None if the numbers support none.
+        link: The slow link between instances, by their waits; None if there is none.
+        traffic: The slow links between hosts, by the kernel's counts; None if there are none.
+        input_bound: The share of the time in which every instance waits for data; 0 if it is small.
+        overlap: For each instance, the overlap of its computing and exchanges.
+        outliers: The worst outliers among the steps.
+        median_path: The number and the critical path of the median step.
+        slowest_path: The number and the critical path of the slowest settled step.
+        changes: The three changes that would save most time.
+        warnings: Warnings about missing or untrustworthy data.
     """
 
     titles: Sequence[str]
@@ -90,10 +90,10 @@ class TimelineReport:
 
 
 def judge(job: RecordedJob) -> TimelineReport:
-    """Find what held a job's last attempt up.
+    """Find the causes of delays in a job's last attempt.
 
     Raises:
-        ValueError: no step was recorded by all instances.
+        ValueError: If no step was recorded by all instances.
     """
     places = last_attempt(job)
     table = table_of(job)
@@ -149,7 +149,7 @@ def judge(job: RecordedJob) -> TimelineReport:
 
 
 def _usual_line(recording: InstanceRecording) -> str:
-    """Return the line of the program in which an instance was seen most often between steps; empty if in none."""
+    """Return the line of the program where an instance was seen most often between steps; "" if it was never seen."""
     seen = recording.events["name"][recording.events["kind"] == EventKind.SEEN_AT]
     numbers, counts = np.unique(seen, return_counts=True)
     return str(recording.names[int(numbers[counts.argmax()])]["name"]) if len(numbers) else ""
@@ -162,11 +162,11 @@ def _why_no_step(job: RecordedJob, places: Sequence[int]) -> str:
     if len(without) == len(places):
         return "no step was recorded by all instances; record a program that trains"
     named = cut_off(", ".join(without))
-    return f"no step was recorded by all instances: {named} came to the end of none; remove its file to see the others"
+    return f"no step was recorded by all instances: {named} completed none; remove its file to see the others"
 
 
 def _settled(meetings: MatchedCollectives, places: Sequence[int], table: StepTable) -> MatchedCollectives:
-    """Return the collectives of settled steps that all instances of the last attempt took part in."""
+    """Return the collectives of settled steps in which all instances of the last attempt took part."""
     took_part = meetings.took_part[:, places]
     chosen = np.isin(meetings.step, table.steps[table.is_settled]) & took_part.all(axis=1)
     chosen &= len(places) > 1
@@ -176,7 +176,7 @@ def _settled(meetings: MatchedCollectives, places: Sequence[int], table: StepTab
 
 
 def _late_ns(meetings: MatchedCollectives, table: StepTable, instances: int) -> np.ndarray:
-    """Return how long each instance has held the others up in each step, since the last but one came."""
+    """Return by step and instance how long it held the others up: the time from the last but one arrival to its own."""
     late = np.zeros((len(table.steps), instances))
     if len(meetings.step):
         np.add.at(late, (np.searchsorted(table.steps, meetings.step), meetings.last), np.maximum(meetings.late_ns, 0))
@@ -194,7 +194,7 @@ def _slow_traffic(
 
 
 def _input_share(table: StepTable) -> float:
-    """Return the share of settled steps in which even the fastest readers wait for data."""
+    """Return the share of settled steps' time in which even the fastest reader waits for data."""
     settled = table.is_settled
     lasted = table.lasted_ns[:, settled].max(axis=0).sum()
     return float(table.of[INPUT][:, settled].min(axis=0).sum() / lasted) if lasted else 0.0
@@ -209,7 +209,7 @@ def _changes(
     overlap: Sequence[Overlap],
     lines: Sequence[str],
 ) -> list[Change]:
-    """Return the three changes that would gain most."""
+    """Return the three changes that would save most time."""
     found = []
     if culprit is not None:
         advice = {
@@ -217,9 +217,9 @@ def _changes(
             Cause.BETWEEN: f"do less in its loop{f', at {culprit.line}' if culprit.line else ''}",
             Cause.REST: "look in the trace at what it does in its steps outside of phases",
             Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
-            "(they may read as slowly, while they wait for it)",
+            "(the others may be no faster, unnoticed while they wait for it)",
             Cause.LINK: "mend or avoid its link",
-            Cause.HOST: "take the other programs off its host, or give it a core of its own",
+            Cause.HOST: "stop other programs on its host, or give it a core of its own",
             Cause.UNCLEAR: "look at it in the trace",
         }[culprit.cause]
         found.append(Change(f"instance {culprit.instance} is late: {advice}", culprit.gain))
@@ -248,6 +248,6 @@ def _changes(
     bubbles = [each.bubbles for each in overlap if each.bubbles is not None]
     if bubbles:
         computing = everywhere(COMPUTE)
-        found.append(Change("more micro-batches, or a better cut, for fewer bubbles", min(bubbles) * computing))
+        found.append(Change("use more micro-batches or a better cut, for fewer bubbles", min(bubbles) * computing))
     worthwhile = [each for each in found if each.gain >= LEAST_GAIN]
     return sorted(worthwhile, key=lambda each: -each.gain)[:3]

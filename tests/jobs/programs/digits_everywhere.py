@@ -9,20 +9,19 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import train_digits
 from connected import ConnectedStrategy
-from digits_data import load_digits
 
 import collectives
 import popdist
 import strategies
+from popdist.examples import digits as train_digits
+from popdist.examples.digits_data import load_digits
 
 STEPS = 8
 

@@ -10,7 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from leaving_in_stages import have_left

@@ -39,7 +39,7 @@ def test_what_it_mentions_of_trainers_exists():
 
 @pytest.mark.complete
 def test_the_listing_trains_in_a_pipeline(capsys):
-    runpy.run_path(str(ROOT / "launch_scripts" / "listings" / "poptorch_network.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "popdist" / "examples" / "listings" / "poptorch_network.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in lines if line.startswith("epoch")]
     assert losses == sorted(losses, reverse=True)
@@ -50,7 +50,7 @@ def test_the_listing_trains_in_a_pipeline(capsys):
 @pytest.mark.complete
 def test_digits_are_learnt_in_plain_training(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
-    program = str(ROOT / "launch_scripts" / "torch_digits.py")
+    program = str(ROOT / "popdist" / "examples" / "torch_digits.py")
     strategy = strategies.IPUStrategy(4)
     monkeypatch.setattr("strategies.PopDistStrategy", lambda: strategy)
     monkeypatch.setattr("popdist.init", lambda replicas: None)
@@ -66,7 +66,7 @@ def test_digits_are_learnt_in_plain_training(monkeypatch, capsys, tmp_path):
 @pytest.mark.complete
 def test_digits_are_learnt_by_poptorchs_program(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
-    program = str(ROOT / "launch_scripts" / "poptorch_digits.py")
+    program = str(ROOT / "popdist" / "examples" / "poptorch_digits.py")
     strategy = strategies.IPUStrategy(2)
     monkeypatch.setattr("strategies.compat.poptorch.options.PopDistStrategy", lambda: strategy)
     monkeypatch.setattr("popdist.init", lambda: None)

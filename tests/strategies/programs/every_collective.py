@@ -2,7 +2,7 @@
 
     every_collective.py FOLDER
 
-The first is that of `launch_scripts/sync_batch_norm.py`, which says how well it went.
+The first is that of `popdist/examples/sync_batch_norm.py`, which says how well it went.
 
 Each instance writes what its replicas got to FOLDER/INSTANCE.npz, under "replica/path".
 """

@@ -15,21 +15,17 @@ digits STEPS FILE  trains the models of the main job; the first instance writes 
 import itertools
 import json
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
-
-import digits_data
-import digits_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import train_digits
 
 import popdist
 import strategies
 from collectives import CollectiveError
+from popdist.examples import digits as train_digits
+from popdist.examples import digits_data, digits_models
 from strategies import get_replica_context
 
 ROWS = np.arange(50, dtype=np.int32)

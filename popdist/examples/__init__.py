@@ -1,0 +1,1 @@
+"""Example programs; `python -m popdist.examples.digits` starts the first of them."""

@@ -1,0 +1,1 @@
+"""Programs of the original documentation, as they run here."""
