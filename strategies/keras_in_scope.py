@@ -74,7 +74,7 @@ _late_import = _LateImport()
 
 @contextmanager
 def keras_in_scope(get_strategy: Callable[[], object]) -> Iterator[None]:
-    """Hook Keras for a scope if it is imported; refuse its first import while the scope is open.
+    """Connect Keras with a scope if it is imported; refuse its first import while the scope is open.
 
     Args:
         get_strategy: Returns the current strategy, or None.
