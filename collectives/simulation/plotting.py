@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 
 Points = Sequence[tuple[float, float]]
 """Pairs of a number of hosts and milliseconds."""
@@ -22,6 +21,7 @@ def check_matplotlib() -> None:
 
 
 _MARKERS = "os^Dv"
+_LEAST_COLOUR = "#9aa4ae"
 _LEAST_DISTANCE = 0.055
 """The least distance of two names beside the curves, as a part of the height of the axes."""
 
@@ -44,17 +44,13 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="time, ms")
-    lines = []
     for number, (name, points) in enumerate(curves.items()):
         hosts, times = zip(*points, strict=True)
         if number == 0:
-            words = f"{name}: lower bound"
-            [line] = axes.plot(hosts, times, label=words, linewidth=9, color="#9aa4ae", solid_capstyle="butt")
+            axes.plot(hosts, times, linewidth=9, color=_LEAST_COLOUR, solid_capstyle="butt")
         else:
-            every = number % 2, 2
-            marker = _MARKERS[number % len(_MARKERS)]
-            [line] = axes.plot(hosts, times, label=name, linewidth=1.8, marker=marker, markersize=7, markevery=every)
-        lines.append(line)
+            marker, every = _MARKERS[number % len(_MARKERS)], (number % 2, 2)
+            axes.plot(hosts, times, linewidth=1.8, color=f"C{number}", marker=marker, markersize=7, markevery=every)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -62,22 +58,24 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    _name(axes, lines)
+    _name(axes, curves)
     files = [output.with_suffix(suffix) for suffix in (".svg", ".png")]
     for file in files:
         figure.savefig(file)
     return files
 
 
-def _name(axes: Axes, lines: Sequence[Line2D]) -> None:
+def _name(axes: Axes, curves: Mapping[str, Points]) -> None:
     """Write the name of each curve beside its right end, or further up if another name stands there."""
     above = -1.0
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [(float(to_axes.transform(line.get_xydata()[-1])[1]), line) for line in lines]
-    most_hosts = max(line.get_xdata()[-1] for line in lines)
-    for end, line in sorted(ends, key=lambda each: each[0]):
+    most_hosts = max(points[-1][0] for points in curves.values())
+    ends = [
+        (float(to_axes.transform(points[-1])[1]), number, name, points[-1][0])
+        for number, (name, points) in enumerate(curves.items())
+    ]
+    for end, number, name, hosts in sorted(ends):
         above = max(end, above + _LEAST_DISTANCE)
-        hosts = line.get_xdata()[-1]
-        words = line.get_label() + (f" (to {hosts:g} hosts)" if hosts < most_hosts else "")
-        text = axes.text(1.02, above, words, color=line.get_color(), transform=axes.transAxes)
-        text.set(va="center", fontweight="bold")
+        words = name + (f" (to {hosts:g} hosts)" if hosts < most_hosts else "" if number else ": lower bound")
+        colour = f"C{number}" if number else _LEAST_COLOUR
+        axes.text(1.02, above, words, color=colour, transform=axes.transAxes, va="center", fontweight="bold")
