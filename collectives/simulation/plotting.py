@@ -44,7 +44,7 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="time, ms")
-    for number, (name, points) in enumerate(curves.items()):
+    for number, points in enumerate(curves.values()):
         hosts, times = zip(*points, strict=True)
         if number == 0:
             axes.plot(hosts, times, linewidth=9, color=_LEAST_COLOUR, solid_capstyle="butt")
