@@ -1,4 +1,4 @@
-"""How soon a job is over after something has happened to it, against what failures.md promises.
+"""How soon a job is over after something has happened to it, against what failure_table.md promises.
 
     python benchmarks/ends.py [--repeats 5] [--only WORD ...] [--json PATH]
 

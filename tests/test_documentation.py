@@ -115,3 +115,9 @@ def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(tmp_
     [line] = one.lines_of(0)
     assert re.fullmatch(r"loss 0\.00\d{4}, [0-9a-f]{64}", line)
     assert several.lines_of(0) == [line]
+
+
+def test_the_map_from_symptoms_leads_to_files_that_exist():
+    places = re.findall(r"`((?:poprun|popdist|collectives|strategies|tests)/[\w/.]+)`", page_text("where_to_look.md"))
+    assert len(places) > 30
+    assert [place for place in places if not (ROOT / place).exists()] == []

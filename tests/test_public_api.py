@@ -72,12 +72,16 @@ PAGES = (
     "evaluation.md",
     "feeds.md",
     "migrate.md",
+    "low_precision.md",
+    "memory.md",
+    "metrics.md",
     "model_state.md",
     "pipelines.md",
     "pipeline_schedules.md",
     "recomputation.md",
     "training.md",
     "popdist.md",
+    "tf_config.md",
 )
 NUMBER = re.compile(r"[\d.]+(?:e[+-]\d+)?")
 ONE_AFTER_THE_OTHER = """

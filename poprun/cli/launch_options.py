@@ -72,10 +72,10 @@ class LaunchOptions(ABC):
     )
     json: bool = generic(False, FLAG, "with --dry-run: print all of it as JSON", rare=True, once=True)
     host: tuple[str, ...] = topology(
-        (), HOSTS, "hosts that run instances, e.g. 'node[0-2,4]'; default this machine", "-H", see="#hosts"
+        (), HOSTS, "hosts that run instances, e.g. 'node[0-2,4]'; default this machine", "-H", see="hosts.md"
     )
     hostfile: str | None = topology(
-        None, PATH, "a file of hosts, `name slots=N` on each line; excludes --host", see="#hosts"
+        None, PATH, "a file of hosts, `name slots=N` on each line; excludes --host", see="hosts.md"
     )
     host_subnet: str | None = topology(
         None, TEXT, "the interface or network that hosts use, e.g. eth0 or 10.0.0.0/16", without_effect=ONE_HOST
@@ -87,10 +87,10 @@ class LaunchOptions(ABC):
         1, NUMBER, "processes on all hosts together; replicas are divided evenly", *("-n", "-np", "--np"), at_most=_MOST
     )
     ipus_per_replica: int = topology(
-        1, NUMBER, "devices that one replica spans", at_most=_MOST, rare=True, see="#partitions"
+        1, NUMBER, "devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"
     )
     num_ilds: int | None = topology(
-        None, NUMBER, "IPU-Link domains; instances are divided evenly", rare=True, see="#partitions"
+        None, NUMBER, "IPU-Link domains; instances are divided evenly", rare=True, see="partitions.md"
     )
     sync_type: str | None = topology(
         None, TEXT, "how a partition synchronises, e.g. ST_POD_NATIVE_DEFAULT", without_effect=NO_SERVER
@@ -104,7 +104,7 @@ class LaunchOptions(ABC):
         TEXT,
         "a simulated partition: a name, or a device map FILE.toml",
         without_effect=OFFLINE,
-        see="#partitions",
+        see="partitions.md",
     )
     vipu_partition_attempts: int = idle_vipu(1, NUMBER, "tries at binding to the partition")
     vipu_cluster: str | None = idle_vipu(
@@ -112,7 +112,7 @@ class LaunchOptions(ABC):
     )
     vipu_allocation: str | None = idle_vipu(None, TEXT, "where a partition is created")
     update_partition: bool = vipu(
-        False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="#partitions"
+        False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="partitions.md"
     )
     reset_partition: bool | None = idle_vipu(None, BOOLEAN, "reset the partition before the run")
     remove_partition: bool = idle_vipu(True, BOOLEAN, "remove a partition that poprun has created")
@@ -146,11 +146,11 @@ class LaunchOptions(ABC):
     )
     offline_mode: bool = execution(False, BOOLEAN, "do not use accelerators, compute on the CPU")
     synchronise_python_venv: bool = execution(
-        False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="#preparing-hosts"
+        False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="hosts.md"
     )
     synchronise_poplar_sdk: bool = execution(False, BOOLEAN, "would copy a Poplar SDK", without_effect=NO_SDK)
     distribute_ssh_key: bool = execution(
-        False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="#preparing-hosts"
+        False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="hosts.md"
     )
     skip_checks: bool = execution(False, FLAG, "do not examine the hosts before the launch", without_effect=ONE_HOST)
     start_timeout_s: float = execution(60, SECONDS, "until then every instance must have started")
@@ -160,7 +160,7 @@ class LaunchOptions(ABC):
         TEXT,
         "what happens when an instance fails: stop ends the job, shrink lets the others go on, restart starts it again",
         choices=("stop", "shrink", "restart"),
-        see="#restarts",
+        see="surviving.md",
     )
     max_restarts: int = failure(3, NUMBER, "how often it is started again at most", at_least=0, without_effect=STOPS)
     restart_backoff_s: float = failure(
@@ -181,32 +181,32 @@ class LaunchOptions(ABC):
         at_least=0,
     )
     inject: tuple[str, ...] = failure(
-        (), OptionKind.FAULT, "let something go wrong, e.g. kill:instance=1,step=7; adds up", see="#faults-on-purpose"
+        (), OptionKind.FAULT, "let something go wrong, e.g. kill:instance=1,step=7; adds up", see="faults.md"
     )
     only_output_from_instance: int | None = output(
-        None, NUMBER, "show the output of this instance only", at_least=None, see="#output"
+        None, NUMBER, "show the output of this instance only", at_least=None, see="output.md"
     )
     no_tags: bool = output(
         False,
         FLAG,
         "show lines without [1,N]<stdout>: in front; so does one instance where standard output is a pipe of its own",
-        see="#output",
+        see="output.md",
     )
     tag_host: bool = output(False, FLAG, "show the host in front of each line too")
     timestamps: bool = output(False, FLAG, "show the time in front of each line")
     output_dir: str | None = output(
-        None, PATH, "also write each instance's output to files in this directory", see="#output"
+        None, PATH, "also write each instance's output to files in this directory", see="output.md"
     )
     metrics: tuple[str, ...] = output(
         (),
         OptionKind.METRICS,
         "write the metrics of every step there: csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:[HOST:]PORT, "
         "mlflow[:URI], wandb[:PROJECT]; adds up",
-        see="observability.md#metrics",
+        see="metrics.md",
     )
     metrics_run: str = ""
     timeline: str | None = output(
-        None, PATH, "record what instances do, and write it to this file, for Perfetto", see="observability.md"
+        None, PATH, "record what instances do, and write it to this file, for Perfetto", see="timelines.md"
     )
     timeline_limit: int | None = output(
         None, NUMBER, "MB that one instance may record", shown="256", at_most=_MOST, rare=True
@@ -216,21 +216,21 @@ class LaunchOptions(ABC):
         TEXT,
         "put what the profiler of jax or torch sees of five steps into the timeline; jax:20@100: of 20, after 100",
         rare=True,
-        see="observability.md",
+        see="timelines.md",
     )
     summary: str = output(
         "",
         TEXT,
         "what is said when the job is over: yes, no (three lines, or none), or json:FILE",
         shown="yes on a terminal",
-        see="observability.md#after-a-run",
+        see="summary.md",
     )
     top_address: str | None = output(
         None,
         TEXT,
         "HOST:PORT where poprun top on other hosts may look at the job",
         rare=True,
-        see="observability.md#while-it-runs",
+        see="progress.md",
     )
     debug: bool = debugging(False, FLAG, "say everything: as -vv, and every setting in force", rare=True)
 

@@ -126,7 +126,7 @@ def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
 
 
 VERSION = 1
-"""The version of the file; it grows if a key changes its meaning or is removed. observability.md lists all keys."""
+"""The version of the file; it grows if a key changes its meaning or is removed. summary_json.md lists all keys."""
 
 
 def describe_job(whole: Mapping[str, object], attempts: Sequence[Attempt]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What poprun decides about a job, and when, on a fake clock: the rows of failures.md.
+"""What poprun decides about a job, and when, on a fake clock: the rows of failure_table.md.
 
 Real processes are in tests/jobs/test_poprun_*.py: one job for each mechanism of the operating system.
 """
@@ -64,7 +64,7 @@ from poprun.supervisor.job_events import (
 from poprun.supervisor.members import MOST_QUESTIONS
 
 SOON_S = 1.0
-"""What failures.md promises for most failures."""
+"""What failure_table.md promises for most failures."""
 
 
 def at(seconds: float) -> pytest.approx:

@@ -193,7 +193,7 @@ class TestFile:
 
     def test_the_page_names_every_key(self):
         """The documentation is the contract of the file."""
-        page = page_text("observability.md")
+        page = page_text("summary_json.md")
         described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
         attempts = described["attempts"]
         keys = {*described, *attempts[0], *attempts[0]["instances"][0], *described["faults_survived"][0]}

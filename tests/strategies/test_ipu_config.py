@@ -27,7 +27,7 @@ from strategies.jax.options import configured
 from strategies.jax.programs.compilation import use_executable_cache
 from strategies.pipelines.pipelining import RecomputationMode
 
-PAGE = page_named("config.md")
+PAGE = page_named("config_attributes.md")
 
 
 @pytest.fixture
