@@ -22,7 +22,7 @@ def test_its_programs_run_one_after_another(capsys):
     for page in PAGES:
         for program in page_programs(page):
             exec(compile(program, page, "exec"), names)
-    assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
+    assert capsys.readouterr().out.splitlines() == ["24", "True", "4 (8, 3) (2,)"]
 
 
 def test_public_names_are_sorted_described_and_mentioned():
