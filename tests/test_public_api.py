@@ -71,6 +71,7 @@ PAGES = (
     "debugging.md",
     "evaluation.md",
     "feeds.md",
+    "gpus.md",
     "migrate.md",
     "low_precision.md",
     "memory.md",
