@@ -77,6 +77,7 @@ PAGES = (
     "memory.md",
     "metrics.md",
     "model_state.md",
+    "optimizers.md",
     "pipelines.md",
     "pipeline_schedules.md",
     "recomputation.md",
