@@ -34,6 +34,9 @@ RUN_BY = {
 }
 """Pages whose programs need several instances, or are a part of a larger one, and the tests that run them."""
 
+CONTINUES = {"torch_modules.md": "torch.md"}
+"""Pages that go on with the names of another page's programs, as their text says."""
+
 KERAS_WITH_NUMPY = "ignore:__array__ implementation:DeprecationWarning"
 
 PROGRAMS = {page.name: page_programs(page.name) for page in PAGES if page.name != "index.md"}
@@ -49,7 +52,11 @@ def missing_library(programs):
     return next((name for name in needed if importlib.util.find_spec(name) is None), "")
 
 
-RUN_HERE = {name: programs for name, programs in PROGRAMS.items() if programs and name not in RUN_BY}
+RUN_HERE = {
+    name: [*PROGRAMS.get(CONTINUES.get(name, ""), []), *programs]
+    for name, programs in PROGRAMS.items()
+    if programs and name not in RUN_BY
+}
 
 
 def results_of(folder, *devices):
@@ -85,7 +92,7 @@ def check(page, results):
         pytest.skip(f"{missing} is not installed")
     result = results[page]
     assert not result["failed"], result["failed"]
-    for program, output in zip(PROGRAMS[page], result["printed"], strict=True):
+    for program, output in zip(RUN_HERE[page], result["printed"], strict=True):
         check_comments(program, output)
 
 
