@@ -29,7 +29,7 @@ class DisagreementError(StrategyError, RuntimeError):
 
 
 class CheckpointError(StrategyError, RuntimeError):
-    """A checkpoint that cannot be written or read, or that this training cannot continue."""
+    """A checkpoint that cannot be written or read, or does not fit this training."""
 
 
 class DeviceError(StrategyError, RuntimeError):

@@ -202,7 +202,7 @@ class DistributedDataset:
         return Replication(range(local[0], local[-1] + 1), self._layout.total_replicas)
 
     def parts(self) -> Generator[list[Batch], None, None]:
-        """Yield the host arrays of each local replica for every step, epoch after epoch, without end.
+        """Yield the host arrays of each local replica, step after step and epoch after epoch, without end.
 
         The call neither uses nor changes the position.
 
@@ -329,7 +329,7 @@ class DistributedDataset:
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
     def _padding_after(self, last: Masked) -> Masked:
-        """Return a batch of padding only, for an instance whose data end before those of others."""
+        """Return a batch of nothing but padding, for an instance whose data end before those of other instances."""
         return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
 
     def _moved(self, batch: Batch) -> Batch:

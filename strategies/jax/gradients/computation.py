@@ -39,7 +39,7 @@ class ReplicaRun(ABC):
 
     @abstractmethod
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """Wait for the buffers of a bucket, and return them. Called if no thread computes, or none does any more."""
+        """Wait for the buffers of a bucket, and return them. Called only while no thread computes."""
 
 
 class ReplicaGradients(ABC):

@@ -63,7 +63,7 @@ def chosen(is_finite: Leaf, new: Tree, old: Tree) -> Tree:
 
 
 def _beside(is_finite: Leaf, leaf: jax.Array) -> Leaf:
-    """Return the flag on the devices of a leaf, which has several if replicas have parts of their own."""
+    """Return the flag on all devices of a leaf. A leaf has several devices if each replica has its own part of it."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

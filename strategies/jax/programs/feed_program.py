@@ -60,7 +60,8 @@ class FeedProgram:
         outfeeds: Identities of the outfeeds that it enqueues.
         collected: Values that the body of a collecting loop has enqueued so far; None outside of one.
         loops: Numbers of the iterations of the loops that are being traced, outermost first.
-        meets: Callback with an outfeed that the program enqueues, in which replicas meet, at run time.
+        meets: Callback, at run time, with each outfeed that the program enqueues: the values of all local replicas meet
+            there.
         constants: Function for each outside value in the program that may change: whether it is still the same.
     """
 
@@ -158,7 +159,10 @@ class FeedProgram:
 
     @contextmanager
     def collecting(self, collects: bool = True) -> Iterator[list[Enqueued]]:
-        """Collect the values that the traced body of a loop enqueues, or keep this and all outer loops from it."""
+        """Collect the values that the traced body of a loop enqueues.
+
+        If `collects` is False, neither this loop nor the loops around it collect values.
+        """
         outside = self.collected
         collected: list[Enqueued] = []
         self.collected = collected if collects else None

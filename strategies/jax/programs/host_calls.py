@@ -88,7 +88,7 @@ def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
 
 @jax.custom_jvp
 def _constant(array: jax.Array) -> jax.Array:
-    """Return the array, which JAX refuses to differentiate like arguments of `io_callback`; plain bits would pass."""
+    """Make JAX refuse to differentiate the array, as it does for arguments of `io_callback` but not for their bits."""
     return array
 
 

@@ -192,8 +192,8 @@ def _repeated(
     Args:
         function: Function of a block.
         policy: Values that are kept of it.
-        is_variable: Whether each argument need not be hidden if it is differentiated: the second computation needs
-            other values too, and hiding an argument copies it.
+        is_variable: Whether each argument is one of the whole function, such as a variable. If it is differentiated, it
+            is not hidden: hiding copies it, and the second computation waits for other values anyway.
     """
 
     @jax.custom_vjp

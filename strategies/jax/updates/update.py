@@ -128,7 +128,7 @@ class VariableUpdate(ABC):
         return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return the optimizer state for checkpoints: a `PartOfArray` for each array of which only a part is here."""
+        """Return the optimizer state for checkpoints, with a `PartOfArray` for each array that is here only in part."""
         return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
 
     @property
