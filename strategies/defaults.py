@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Selection:
-    """The IPUs that a strategy drives: the first device that a configuration describes.
+    """The IPUs that a strategy drives, as the first device of a configuration describes them.
 
     Attributes:
         ipus: The number of IPUs.

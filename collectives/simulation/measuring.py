@@ -77,7 +77,7 @@ def _costs(
     Args:
         send: Function that sends a number of bytes to the other rank.
         receive: Function that receives a number of bytes.
-        leads: Which of the two ranks this is.
+        leads: Whether this rank sends first; the other rank receives first.
         streams: Whether to measure bytes per second; if pairs share a link, a single pair does so.
         meet: Function that returns when all pairs have called it.
     """

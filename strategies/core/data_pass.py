@@ -31,7 +31,7 @@ class Passing:
 
     Attributes:
         title: The name of the work, for messages.
-        step: The number of steps behind the state, for messages.
+        step: The number of steps that made the state, for messages.
         tell: Function that begins to compute a batch; see `Engine.tell`.
         survives: Whether the other instances can go on without a lost instance.
     """

@@ -24,7 +24,7 @@ _WAY_OUT = (
     "strategies.keras.OnChief"
 )
 _FEW = 4  # variables of at most so many elements are shown in messages
-_OWN = ("name", "learning_rate")  # names have numbers of the process, and instance 0's rate is broadcast
+_OWN = ("name", "learning_rate")  # names differ between processes; the rate is broadcast from instance 0
 
 T = TypeVar("T")
 
@@ -118,14 +118,15 @@ class VariableWatch:
         model: Model of Keras.
 
     Attributes:
-        is_changed: Whether the present step began with other arrays than the last step left, or instances agreed on.
+        is_changed: Whether the present step began with other arrays than those that the last step left, or that all
+            instances agreed on.
     """
 
     def __init__(self, model: ModelLike) -> None:
         self.is_changed = True
         self._model = model
         self._left: list[Array] = []
-        self._changes = hashlib.blake2b(digest_size=16)  # since the last call of `taken`
+        self._changes = hashlib.blake2b(digest_size=16)  # digest of changes since the last call of `taken`
 
     def before_step(self, state: State) -> None:
         """Note the changes in the state with which a step begins."""
@@ -213,7 +214,8 @@ def terms_of_model(model: ModelLike, hook: str) -> Terms:
     rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
-    return [_flags(model), rates, values]  # in this order: other variables follow from rates
+    # A difference in rates causes differences in other variables, so rates come earlier.
+    return [_flags(model), rates, values]
 
 
 def _flags(model: ModelLike) -> dict[str, str]:

@@ -361,11 +361,11 @@ class Extensions:
 
 
 METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
-"""The methods that models get besides those of Keras; Keras calls two of them to save and load more than weights."""
+"""The methods that a strategy adds to models. Keras calls two of them to save and load more than weights."""
 
 
 def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
-    """Call a method of the model's class, if it has one; the model's own attribute is that of `Extensions`."""
+    """Call a method of the model's class, if it has one; `Extensions` replaces only the attribute of the model."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 
