@@ -33,7 +33,7 @@ class CheckpointError(StrategyError, RuntimeError):
 
 
 class DeviceError(StrategyError, RuntimeError):
-    """Devices on which this instance's replicas cannot run in lockstep, or whose sums are wrong."""
+    """Devices with wrong sums, or too few devices for this instance's replicas to run in lockstep."""
 
 
 class FailedPreconditionError(StrategyError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Values that differ between replicas, and values that all replicas share."""
+"""Values of single replicas, and values that all replicas share."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def measured(network: Network, over: str, local: bool) -> Network | None:
 
 
 def memory_bytes_per_s() -> float:
-    """Return the rate at which a rank reads while it adds two float32 arrays that are in no cache."""
+    """Return the bytes per second that a rank reads while it adds two float32 arrays outside of all caches."""
     one, other = (np.ones(_MEMORY_ELEMENTS, np.float32) for _ in range(2))
     out = np.empty_like(one)
     seconds = []

@@ -455,7 +455,7 @@ class Checkpoints:
 
 
 def _stand_back() -> None:
-    """Lower the priority of this thread, and of the threads that it starts, below that of training."""
+    """Lower the priority of this thread, and of all threads that it starts, below training's."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

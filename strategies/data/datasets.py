@@ -270,7 +270,7 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Return whether this is the batch that was yielded last, or that batch with a mask."""
+        """Return whether this is the batch yielded last, with or without its mask."""
         given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
         return self._last is not None and any(one is self._last for one in given)
 

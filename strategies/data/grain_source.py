@@ -259,7 +259,7 @@ def _import_grain() -> ModuleType:
 
 
 def _have_flags() -> None:
-    """Mark absl's flags as parsed. grain's workers read the flags, and that fails in programs that never parse them."""
+    """Mark absl's flags as parsed: grain's workers read the flags, but a program may never parse them."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

@@ -110,7 +110,7 @@ def _told(replicas: Replicas, number: int, root: int, name: str) -> int:
 
 
 class VariableWatch:
-    """A watcher that notices which variables of a model were changed since the last step.
+    """A watcher of changes of a model's variables between steps.
 
     Arrays of JAX never change, so the same object has the same value.
 
@@ -164,7 +164,7 @@ class VariableWatch:
             variable.assign(value)
 
     def _note(self, arrays: list[Array]) -> bool:
-        """Note which arrays differ from those that were left; return whether any does."""
+        """Note the arrays that differ from those of the last step; return whether any does."""
         pairs = enumerate(zip(arrays, self._left, strict=False))
         changed = [place for place, (new, old) in pairs if not _is_same(new, old)]
         for place in changed:

@@ -137,7 +137,7 @@ class ModelOptions:
 
 @keras.saving.register_keras_serializable(package="strategies")
 class RecomputationCheckpoint(keras.layers.Layer):
-    """A layer that keeps its input for the backward pass of a recomputing stage, which then recomputes from there.
+    """A layer that keeps its input; the backward pass of a recomputing stage recomputes from there.
 
     It returns its input unchanged. It only has an effect in stages with the `recomputation_mode`
     `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`. Semantics: the original's

@@ -1,4 +1,4 @@
-"""The functions that a strategy calls, so that models made in its scope train on its replicas."""
+"""The functions by which models made in a strategy's scope train on its replicas."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def scalars_by_name(tree: Tree) -> dict[str, str]:
 
 
 class _Writer:
-    """A writer of programs, which writes a program before the programs that call it.
+    """A writer of programs; it writes a program before the programs that call it.
 
     Attributes:
         lines: Lines written so far.

@@ -177,7 +177,7 @@ class InfeedQueue:
         return take
 
     def __iter__(self) -> DataIterator:
-        """Return an iterator that continues at the queue's position, for functions that `strategy.run` runs."""
+        """Return an iterator for functions of `strategy.run`; it continues at the queue's position."""
         return DataIterator(self, draw=self.dequeue)
 
     # ---- on the host

@@ -34,7 +34,7 @@ class OutfeedMode(Enum):
 
 @dataclass(frozen=True)
 class _Layout:
-    """The values that one program enqueues: the replicas that run it, and the form of each value."""
+    """The form of the values that one program enqueues, and the replicas of the program."""
 
     replication: Replication
     structure: jax.tree_util.PyTreeDef

@@ -173,7 +173,7 @@ class ReplicaPlan(ABC):
 
     @abstractmethod
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """Return the buckets of values that travel together, in the order in which they are finished.
+        """Return the buckets of values that travel together, the first finished one first.
 
         Args:
             memory: Memory for the means.

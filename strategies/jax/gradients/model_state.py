@@ -22,7 +22,7 @@ MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_
 `alike`: the value that every replica has made, equal on all. `constant`: the old value.
 """
 KEPT = (FIRST, ALIKE, PER_REPLICA)
-"""The words of leaves that a replica keeps, in the order in which it keeps them. `alike` leaves do not travel."""
+"""The words of the leaves that a replica keeps, in the order of its kept values. `alike` leaves do not travel."""
 
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that is a prefix of the model state"
 
@@ -121,7 +121,7 @@ class ModelStateRule:
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
-        """Return the values that a replica sends for the leaves that are averaged or added; traceable.
+        """Return the values that a replica sends for its averaged and added leaves; traceable.
 
         A sum travels as the mean of values multiplied by the number of replicas. That is exact for whole numbers, and
         for all numbers if the number of replicas is a power of two.

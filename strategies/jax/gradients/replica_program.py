@@ -256,7 +256,7 @@ class ReplicaProgram:
         return (tail, *results, *means, *residuals, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the values of a replica's new model state that it sends, and the values that it keeps; traceable."""
+        """Return the sent values and the kept values of a replica's new model state; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 

@@ -1,4 +1,4 @@
-"""The model state after a step on the device: values that replicas keep, and values on which they agree."""
+"""The model state after a step on the device: each replica's own values, and the values on which replicas agree."""
 
 from __future__ import annotations
 

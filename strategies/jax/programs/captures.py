@@ -1,4 +1,4 @@
-"""The values that a function reads from outside while it is traced, and checks that they are unchanged.
+"""The outside values that a function reads while it is traced, and checks for changes of these values.
 
 A traced function becomes a program, and a value that it read in Python is a constant there. Such values are numbers,
 arrays, attributes, globals, the next element of an iterator, and the time. So the code of the function, and of the
@@ -156,7 +156,7 @@ class Reads:
 
 
 class _Walk:
-    """A walk from a function to all values that it, and the user's functions that it calls, may read.
+    """A walk from a function to all values that the function, and the user's functions called by it, may read.
 
     Attributes:
         reads: Reads that were found.

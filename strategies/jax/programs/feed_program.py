@@ -30,7 +30,7 @@ Put = Callable[[int, list[np.ndarray]], None]
 
 @dataclass(frozen=True)
 class Enqueued:
-    """A value that the body of a loop enqueues in each iteration, and that the loop hands over later.
+    """A value enqueued by the body of a loop in each iteration, and handed over later by the loop.
 
     Attributes:
         put: Function that gives the queue one value of a replica, at run time, with arrays that the queue may keep.
@@ -209,7 +209,7 @@ def is_traced(values: Sequence[Leaf]) -> bool:
 
 
 def note_constant(is_same: Callable[[], bool]) -> None:
-    """Note that the program being traced, if any, contains a value from outside that may change.
+    """Note an outside value in the program being traced, if any: its changes make the program outdated.
 
     Args:
         is_same: Function that says whether the value is still the same; called before the program runs again.

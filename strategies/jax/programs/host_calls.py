@@ -63,7 +63,7 @@ def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
 
 @functools.cache
 def effects_of_calls() -> frozenset[object]:
-    """Return the effects of an equation that stands for a call of Python, and that JAX accepts in `jax.checkpoint`.
+    """Return the effects of an equation for a call of Python; JAX accepts it inside of `jax.checkpoint`.
 
     There JAX computes the equation once and keeps the result.
     """

@@ -216,7 +216,7 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def with_rounded_products(function: Function) -> Function:
-    """Return the same function, in which no product is contracted with the sum that it goes into; traceable.
+    """Return the same function, in which no product is contracted with a sum; traceable.
 
     Args:
         function: Function of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are

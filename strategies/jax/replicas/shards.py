@@ -1,4 +1,4 @@
-"""Parts of arrays that are cut into shards: cut in a program, or as leaves of a state that can be gathered."""
+"""Parts of arrays that are cut into shards: inside a program, or as leaves of a state, to be gathered."""
 
 from __future__ import annotations
 

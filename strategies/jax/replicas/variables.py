@@ -183,7 +183,7 @@ def _leaf_like(variable: Any, value: Tree) -> Tree:
 
 
 def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
-    """Refuse numbers that an integer dtype would change: fractions, and numbers that are too large."""
+    """Refuse numbers that an integer dtype would change: fractions and too large numbers."""
     if dtype.kind not in "iu" or value.dtype.kind == "b":
         return
     with np.errstate(invalid="ignore"):  # NaN is not an integer either

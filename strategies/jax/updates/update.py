@@ -52,7 +52,7 @@ class UpdateSettings:
 
 
 class VariableUpdate(ABC):
-    """The update of variables and optimizer state by mean gradients. Subclasses decide who keeps which part of it.
+    """The update of variables and optimizer state by mean gradients. Subclasses divide the state among instances.
 
     The step calls `init` or `adopt` once, and then `apply` in each step; it calls `wait` before it overwrites the mean
     gradients. An error of `apply` is final: the variables may be used up.
