@@ -1,4 +1,4 @@
-"""The programs in the documentation run."""
+"""The programs of the page about collectives."""
 
 from __future__ import annotations
 

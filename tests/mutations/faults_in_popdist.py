@@ -10,7 +10,7 @@ IN_POPDIST = (
         path="popdist/environments/environment.py",
         old="replica_offset=self.rank * local,",
         new="replica_offset=self.rank,",
-        caught_by="tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more",
+        caught_by="tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more_replicas",
     ),
     Fault(
         name="the variables of mpirun are believed before those of poprun",
@@ -38,6 +38,6 @@ IN_POPDIST = (
         path="popdist/groups.py",
         old="_registered[communicator_id] = _subgroup(members) if",
         new="_registered[communicator_id] = everybody if",
-        caught_by="tests/popdist/test_groups.py::test_three_instances",
+        caught_by="tests/popdist/test_groups.py::test_statements_hold_for_three_instances",
     ),
 )

@@ -10,7 +10,7 @@ IN_SIMULATION = (
         path="collectives/simulation/run.py",
         old="begun, carried[remote], self._into)",
         new="begun, carried[remote], self._out)",
-        caught_by="tests/collectives/test_simulated_network.py::test_directions_and_links_of_others_do_not_disturb_each_other",
+        caught_by="tests/collectives/test_simulated_network.py::test_opposite_directions_and_different_links_are_independent",
     ),
     Fault(
         name="a rank sends before it has added",
