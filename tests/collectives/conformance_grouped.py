@@ -142,7 +142,9 @@ def results_of_a_group_may_go_to_allocated_memory(communicator: Communicator) ->
 
 @dataclass(frozen=True)
 class Odd:
-    """A tensor that one rank gives in place of the second to last of FLOATS_ONLY, and the words of messages about it."""
+    """A tensor that one rank gives in place of the second to last of FLOATS_ONLY, and the words of messages about
+    it.
+    """
 
     tensor: Tensor
     words: tuple[str, ...]

@@ -101,7 +101,7 @@ def a_large_tensor_is_broadcast_by_horovod(communicator: Communicator) -> None:
 
 @suite.add
 def arrays_too_long_for_mpi_travel_in_pieces(communicator: Communicator) -> None:
-    """The limits of MPI's counters are lowered to a few thousand."""
+    """Lower the limits of MPI's counters to a few thousand."""
     backend, size, rank = _backend(), communicator.size, communicator.rank
     arrays = contributions("float32", 70_001, range(size))
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
@@ -139,7 +139,7 @@ ARRAYS: dict[str, Callable[[], np.ndarray]] = {
 
 @suite.add_for_each(tuple(ARRAYS))
 def a_tensor_is_the_memory_of_its_array(communicator: Communicator, kind: str) -> None:
-    """A warning would be an error here."""
+    """Make an error of any warning."""
     array = ARRAYS[kind]()
     tensor = _backend().tensor_of(array)
     assert_same_bits(tensor.numpy(), array)

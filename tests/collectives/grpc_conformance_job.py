@@ -42,7 +42,9 @@ def main(rank: int, report: Path, tier: str, addresses: list[str]) -> None:
 
 
 def all_texts(verdicts: Communicator, text: str) -> list[str]:
-    """Return the texts of all ranks by a second communicator, because statements may leave the first one in any state."""
+    """Return the texts of all ranks by a second communicator, because statements may leave the first one in any
+    state.
+    """
     line = np.zeros(1 << 14, np.uint8)
     encoded = np.frombuffer(text.encode()[: line.size], np.uint8)
     line[: encoded.size] = encoded

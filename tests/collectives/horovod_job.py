@@ -32,7 +32,9 @@ def reduce_alone_and_in_a_group(communicator: Communicator) -> None:
 
 
 def await_record(communicator: Communicator) -> None:
-    """Return when Horovod's thread has written all events up to LAST; events not yet written at its end would be lost."""
+    """Return when Horovod's thread has written all events up to LAST; events not yet written at its end would be
+    lost.
+    """
     path = Path(os.environ["HOROVOD_TIMELINE"])
     is_written = np.zeros(1, bool)
     while not is_written[0]:  # Horovod flushes the file on later writes, at most once a second

@@ -24,7 +24,7 @@ def test_a_worker_is_lost_within_the_promised_ten_seconds() -> None:
 
 
 def test_a_single_failed_attempt_is_not_enough() -> None:
-    """This machine itself may have been stopped in between."""
+    """The observer itself may have been stopped in between."""
     silence = Silence(SINCE)
     assert [silence.was_not_answered(SINCE + 1000 + attempt) is None for attempt in range(FAILURES)] == [
         *[True] * (FAILURES - 1),

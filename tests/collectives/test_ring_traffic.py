@@ -89,7 +89,10 @@ SMALL = Sizes(4096, 4096, 4096, 4096, 64)
 )
 @pytest.mark.parametrize("length", [30_011, 2**20 + 3])
 def test_each_host_sends_no_more_than_a_single_rank(hosts: int, of_one_host: int, times: float, length: int) -> None:
-    """A host sends 2 (h - 1) / h of the array, or 3 (h - 1) / h with three replicas, which are two nodes of the tree."""
+    """The minimum is 2 (h - 1) / h of the array.
+
+    Three replicas on a host are two nodes of the tree and cost 3 (h - 1) / h.
+    """
     ranks = hosts * of_one_host
 
     def reduce(communicator: Communicator) -> None:

@@ -533,7 +533,9 @@ def until(event: threading.Event) -> Iterator[bytes]:
 
 @in_a_job
 def test_a_lane_requires_the_nonce_of_its_receiver(impostor: Impostor) -> None:
-    """The sender's nonce alone, which sufficed in earlier versions, is refused; the receiver's nonce is required, too."""
+    """The sender's nonce alone, which sufficed in earlier versions, is refused; the receiver's nonce is required,
+    too.
+    """
     peer = impostor.node.peers[0]
     for heard in ("", peer.drawn, "0" * 32):
         hello = Hello(PROTOCOL, impostor.node.cluster, 1, 0, peer.drawn, "all/0/1", heard, user_id=os.getuid())

@@ -95,7 +95,7 @@ def test_an_address_in_use_is_an_error(addresses: Sequence[str], kind: str) -> N
 
 
 def test_a_name_with_one_address_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For `localhost`, a listener at the IPv6 address would be taken for this worker."""
+    """A listener at the IPv6 address of `localhost` would be taken for this worker."""
     (port,) = free_ports(1)
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)

@@ -353,7 +353,9 @@ NO_FIT = "certificates do not fit"
 @pytest.mark.complete
 @in_a_job
 def test_a_process_of_another_authority_is_refused_by_a_slow_worker(right: Files, stranger: Authority) -> None:
-    """The slow worker was there first, so the wrong one ends and does not wait for another process to take the place."""
+    """The slow worker was there first, so the wrong one ends and does not wait for another process to take the
+    place.
+    """
     wrong = stranger.issue("hasty", ["localhost", "127.0.0.1"])
     job = Job(port_addresses(2), environ=right.environ)
     with disposed_of() as workers:

@@ -85,7 +85,7 @@ def sums_of(plan: Plan) -> Counter[int]:
 
 @pytest.mark.parametrize("replicas", range(2, 9))
 def test_no_plan_sends_fewer_sums_than_the_tree_requires(replicas: int) -> None:
-    """If each rank owns one node, a plan sends exactly that number."""
+    """A plan sends exactly that number if each rank owns one node."""
     for ranks in range(2, replicas + 1):
         for counts in compositions(replicas, ranks):
             spread = Spread.apart(counts)
