@@ -99,7 +99,7 @@ class TestSrun:
         done = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, "-c", WHO)
         assert done.returncode == 1
         assert "srun started 2 tasks (SLURM_PROCID=" in done.stderr
-        assert "each of them would be alone; start them with `srun --mpi=pmix`" in done.stderr
+        assert "each task would run alone; start them with `srun --mpi=pmix`" in done.stderr
 
     @pytest.mark.parametrize(
         ("fails", "blamed"),

@@ -146,5 +146,5 @@ def test_a_failure_of_the_named_thread_is_logged_even_if_nobody_waits(
     queue = NamedQueue(PointToPointTransport(ThreadLink(ThreadHub(2, fail), 0, 1), watch), watch)
     queue.begin_close()
     queue.end_close()
-    [said] = [record for record in caplog.records if record.message == "the named collectives have ended"]
+    [said] = [record for record in caplog.records if record.message == "the thread of named collectives failed"]
     assert "no room for a message" in (said.exc_text or "")

@@ -82,7 +82,7 @@ def test_a_message_longer_than_its_memory_is_reported_and_not_written(bell: Bell
     into = np.zeros(7, np.uint8)
     inbox.put(message(7))
     assert not Received(inbox, into, complaints.append).done()
-    assert complaints == ["it sent 8 bytes where 7 at most were expected"]
+    assert complaints == ["it sent 8 bytes, but 7 at most were expected"]
     assert not into.any()
 
 
@@ -101,7 +101,7 @@ def test_a_message_of_a_wrong_size_is_reported(bell: Bell, nbytes: int) -> None:
     inbox, complaints = Inbox(bell), []
     inbox.put(message(7, nbytes))
     assert not Fetched(inbox, 8, complaints.append).done()
-    assert complaints == [f"it sent {nbytes} bytes where 8 were expected"]
+    assert complaints == [f"it sent {nbytes} bytes, but 8 were expected"]
 
 
 # ---- sending

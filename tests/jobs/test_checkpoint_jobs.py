@@ -93,5 +93,5 @@ def test_a_job_killed_while_saving_resumes_from_the_previous_checkpoint(tmp_path
 
     resumed_at, fingerprint = train_here(strategies.IPUStrategy(4), folder, 5)
     assert resumed_at == 3
-    assert caplog.text.count("step_00000006.incomplete is incomplete: its writer was ended") == 1
+    assert caplog.text.count("step_00000006.incomplete is incomplete, because its writer died") == 1
     assert (0, fingerprint) == train_here(strategies.IPUStrategy(4), tmp_path / "other", 5)

@@ -30,8 +30,8 @@ def test_loss_of_the_chief_fails_the_job_when_all_others_have_ended():
     finished = end_apart("chief", 2)
     assert finished.status == 1
     said = [line for line in finished.stderr.splitlines() if "POPRUN [E] first cause: " not in line]
-    assert "\n".join(said).count("instance 0 was lost when all others had come to their end") == 1
-    assert "let strategy.on_chief do that" in finished.stderr
+    assert "\n".join(said).count("instance 0 was lost when all others had finished") == 1
+    assert "write them in strategy.on_chief" in finished.stderr
 
 
 @pytest.mark.complete

@@ -97,7 +97,7 @@ class TestPopRun:
 
     def test_the_program_must_ask_for_the_launched_number_of_replicas(self):
         assert detect_instance(poprun_variables(total=6), num_replicas=6).total_replicas == 6
-        with pytest.raises(EnvironmentMismatchError, match="asks for 4 replicas, poprun started 6"):
+        with pytest.raises(EnvironmentMismatchError, match="asks for 4 replicas, but poprun started 6"):
             detect_instance(poprun_variables(total=6), num_replicas=4)
 
     def test_without_open_mpi_one_process_drives_all_replicas(self):
@@ -105,7 +105,7 @@ class TestPopRun:
         assert (instance.count, instance.local_replicas) == (1, 4)
 
     def test_without_open_mpi_one_of_several_instances_is_refused(self):
-        with pytest.raises(EnvironmentMismatchError, match="one instance of several"):
+        with pytest.raises(EnvironmentMismatchError, match="one of several instances"):
             detect_instance(replica_variables(total=4, local=2))
 
     def test_uneven_replicas_take_the_index_from_open_mpi(self):
