@@ -1,4 +1,4 @@
-"""Faults by which ranks get other results than their contributions, or wait for ever."""
+"""Faults that give ranks wrong results, or let them wait for ever."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_tree.py::test_sums_are_split_at_the_largest_power_of_two_below_the_whole",
     ),
     Fault(
-        name="a host finishes a slice without one of the sums that others send",
+        name="a host omits one of the received sums from a slice",
         path="collectives/plans/planning.py",
         old="for to in others for node in sums[host]]",
         new="for to in others[1:] for node in sums[host]]",
         caught_by="tests/collectives/plans/test_reduction_plans.py::test_the_spread_after_a_loss_adds_in_the_order_of_the_tree",
     ),
     Fault(
-        name="a message of halving is lost on its way back",
+        name="a message of the halving algorithm is lost on its way back",
         path="collectives/plans/planning.py",
         old="back.append(Message(to, host, first, stop, root_of(replicas)))",
         new="back += [Message(to, host, first, stop, root_of(replicas))] if first else []",
         caught_by="tests/collectives/plans/test_reduction_plans.py::test_hosts_with_equal_powers_of_two_of_replicas_may_add_in_every_way",
     ),
     Fault(
-        name="a slice is said to be finished by another rank than the one that does",
+        name="a slice is attributed to a rank that does not finish it",
         path="collectives/plans/planning.py",
         old="workers[host] if host >= 0 else -1 for host in of_column",
         new="workers[-1 - host] if host >= 0 else -1 for host in of_column",
         caught_by="tests/collectives/plans/test_reduction_plans.py::test_random_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree",
     ),
     Fault(
-        name="a rank behind the first one of its host does not get the result",
+        name="only the first rank of a host gets the result",
         path="collectives/plans/planning.py",
         old="within = [_gathering(spread, workers, first, stop), *moved, _spreading(spread, workers, first, stop)]",
         new="within = [_gathering(spread, workers, first, stop), *moved]",
@@ -76,14 +76,14 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",
     ),
     Fault(
-        name="contributions of a rank lie over each other in the window",
+        name="contributions of a rank overlap in the window",
         path="collectives/shared_memory/reduction.py",
         old="starts = accumulate(steps, initial=start)",
         new="starts = [start] * len(steps)",
         caught_by="tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",
     ),
     Fault(
-        name="what rank 0 has is broadcast, whoever the root is",
+        name="rank 0's values are broadcast, not the root's",
         path="collectives/collective_ops.py",
         old="np.copyto(flat, parts.arrays[root])",
         new="np.copyto(flat, parts.arrays[0])",
@@ -104,7 +104,7 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_call_fingerprints.py::test_calls_with_one_difference_have_different_fingerprints",
     ),
     Fault(
-        name="a message about a long wait forgets all but one of those waited for",
+        name="a message about a long wait names only one of several ranks",
         path="collectives/waiting.py",
         old='", ".join(self.names[rank] for rank in missing)',
         new='", ".join(self.names[rank] for rank in missing[:1])',
@@ -118,7 +118,7 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_waits.py::test_a_barrier_waits_for_all_ranks",
     ),
     Fault(
-        name="a rank that closes just then does not tell the others",
+        name="a rank that has just found nothing to do does not announce its end",
         path="collectives/named.py",
         old="return not self._is_over()",
         new="return not self._closing",
@@ -132,14 +132,14 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_proofs.py::test_a_worker_with_another_token_cannot_prove_a_statement",
     ),
     Fault(
-        name="gRPC repeats by itself what a closing connection has not sent",
+        name="gRPC itself repeats unsent messages of a closing connection",
         path="collectives/network/wire.py",
         old='("grpc.enable_retries", 0)',
         new='("grpc.enable_retries", 1)',
         caught_by="tests/collectives/test_workers_meeting.py::test_grpc_does_not_repeat_a_call_by_itself",
     ),
     Fault(
-        name="bytes inside of a host are counted at the rank that receives them",
+        name="bytes within a host are counted at the receiving rank",
         path="collectives/plans/choice.py",
         old="local[source] += share",
         new="local[to] += share",
@@ -153,7 +153,7 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/plans/test_plan_choice.py::test_sums_of_16_bit_floats_are_read_in_32",
     ),
     Fault(
-        name="the link of a host costs what it sends, however much it receives",
+        name="the cost of a host's link ignores received bytes",
         path="collectives/plans/choice.py",
         old="max(*links[0], *links[1])",
         new="max(links[0])",

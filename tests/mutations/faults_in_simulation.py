@@ -1,4 +1,4 @@
-"""Faults by which simulated networks are faster or slower than they are."""
+"""Faults that make simulated networks faster or slower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fault import Fault
 
 IN_SIMULATION = (
     Fault(
-        name="what comes over a link waits for what goes",
+        name="received data on a link wait for sent data",
         path="collectives/simulation/run.py",
         old="begun, carried[remote], self._into)",
         new="begun, carried[remote], self._out)",
