@@ -1,4 +1,4 @@
-"""The parts of the complete tier: their tests, the code that each is for, and whether it has changed since they passed.
+"""The parts of the complete tier: their tests, their code, and its changes since they passed.
 
     python tests/complete_tier.py due                      the parts that are due, separated by commas
     python tests/complete_tier.py state                    a line for each part: its name and the digest of its code

@@ -1,4 +1,4 @@
-"""What the packages export is what the documentation lists, and the documentation's programs run."""
+"""Public names compared with the documentation, and runs of the documentation's programs."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 
 def listed(page):
-    """The names that begin a row of a table, in the chapter on public names where there is one."""
+    """Return the names that begin a table row, in the chapter on public names if the page has one."""
     return re.findall(r"^\| `(\w+)", page_text(page).split("## Public names")[-1], flags=re.MULTILINE)
 
 
@@ -30,7 +30,7 @@ def test_the_tables_list_every_public_name_once(package):
     assert sorted(listed(f"{package}.md")) == sorted(importlib.import_module(package).__all__)
 
 
-def test_no_page_has_marks_of_a_merge():
+def test_pages_have_no_marks_of_a_merge():
     assert not [
         page for page in ALL_PAGES if re.search(r"^(<{7}|={7}|>{7})", page.read_text(encoding="utf-8"), re.MULTILINE)
     ]
@@ -118,7 +118,7 @@ else:
 
 
 def run_programs(how, programs, folder, *devices):
-    """What is printed where programs of the documentation are run in this way."""
+    """Run programs of the documentation in this way, and return their output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_", "XLA_"))}
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", how, json.dumps(programs), *devices],
@@ -132,7 +132,7 @@ def run_programs(how, programs, folder, *devices):
 
 
 def check_what_it_says(program, output):
-    """It prints the numbers that stand behind its calls of print."""
+    """Check that a program prints the numbers in the comments of its print calls."""
     said = re.findall(r"^print\(.*# (\[.*\])$", program, flags=re.MULTILINE)
     for words in (words for words in said if "..." not in words):
         printed = NUMBER.findall(output.splitlines()[0])
@@ -142,8 +142,8 @@ def check_what_it_says(program, output):
 @pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_the_programs_of_the_documentation_run(tmp_path):
-    """In one process, which has devices for the largest of them."""
+def test_programs_of_the_documentation_run_in_one_process(tmp_path):
+    """The process has devices for the largest of them."""
     programs = [program for page in PAGES for program in page_programs(page)]
     assert all(map(page_programs, PAGES))
     outputs = run_programs(ONE_AFTER_THE_OTHER, programs, tmp_path, "4")
@@ -154,8 +154,8 @@ def test_the_programs_of_the_documentation_run(tmp_path):
 @pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_each_of_them_runs_alone(tmp_path):
-    """In a process of its own, where nothing of the project is imported before it."""
+def test_each_program_of_the_documentation_runs_alone(tmp_path):
+    """Its process has imported nothing of the project before."""
     programs = [program for page in PAGES for program in page_programs(page)]
     outputs = run_programs(EACH_ALONE, programs, tmp_path).splitlines()
     for program, output in zip(programs, map(json.loads, outputs), strict=True):

@@ -26,7 +26,7 @@ def test_every_page_is_listed_on_exactly_one_index_page():
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=lambda page: page.parent.name)
-def test_every_list_item_of_an_index_page_names_a_page_and_says_what_it_is_for(index):
+def test_every_list_item_of_an_index_page_names_a_page_and_its_purpose(index):
     items = re.findall(r"^[*-] .*$", index.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(items) == len(listed_on(index)) > 0
 
@@ -41,7 +41,7 @@ def test_file_names_of_pages_are_unique():
 
 
 @pytest.mark.parametrize("page", write_reference.pages(), ids=lambda page: page.name)
-def test_generated_parts_of_a_page_are_as_the_code_declares_them(page):
+def test_generated_parts_of_a_page_match_the_code(page):
     assert write_reference.written(page) == page.read_text(encoding="utf-8"), "run python docs/write_reference.py"
 
 
