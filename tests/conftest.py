@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return the header with the seed, with which a run can be repeated."""
+    """Return the header with the seed, which allows to repeat a run."""
     return f"seed of random tests: {config.getoption('--seed')} (--seed N)"
 
 
@@ -104,7 +104,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test when the cores that it keeps busy are free; its own time limit excludes that wait."""
+    """Run a test once its cores are free; its own time limit excludes the wait."""
     mark = item.get_closest_marker("cores")
     with cores_of(os.environ[SERVER_VARIABLE], mark.args[0] if mark else 1):
         return (yield)
@@ -122,7 +122,7 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def joins_no_job() -> Iterator[None]:
-    """Check that no test joins a job in this process, which would become an instance for tests of other files, too."""
+    """Check that no test joins a job in this process, which would stay an instance in the tests of other files."""
     before = process.instance, process.cluster, process.num_replicas
     yield
     after = process.instance, process.cluster, process.num_replicas
@@ -147,7 +147,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def take_signals_as_in_a_terminal() -> None:
-    """Restore signals that nohup or a background shell ignores, so that they end programs started by tests."""
+    """Restore signals ignored by nohup or a background shell, so that they end programs started by tests."""
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -165,7 +165,7 @@ def share_compiled_programs(config: pytest.Config) -> None:
         try:
             os.environ[JAX_KEEPS] = str(kept_programs(os.environ))
             remove_unused(os.environ)
-        except OSError:  # a home that nobody may write
+        except OSError:  # a read-only home
             os.environ[JAX_KEEPS] = str(cache.mkdir("jax"))
     half_written = [f"ignore:Error {verb} persistent compilation cache:UserWarning" for verb in ("reading", "writing")]
     os.environ.setdefault("PYTHONWARNINGS", ",".join(half_written))

@@ -1,4 +1,4 @@
-"""A strategy of instances that are already connected, by threads or by a transport that a test selects."""
+"""A strategy of instances already connected by threads or by a transport that a test selects."""
 
 from __future__ import annotations
 

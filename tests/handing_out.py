@@ -1,8 +1,8 @@
 """Distribution of test files to the workers of pytest-xdist, even after one of them is killed.
 
-When a worker dies, xdist 3.8 may hang: it puts the files that the worker had completed back into the queue, in front
-of the others; the new worker is given one file, perhaps one of these, and is given the next when it has completed a
-test, which never happens. A worker also begins a test only when it has been given the next one.
+When a worker dies, xdist 3.8 may hang: it puts the worker's completed files back at the head of the queue. The new
+worker may be given one of them, and gets the next file only after it has completed a test, which never happens. A
+worker also begins a test only when it has been given the next one.
 """
 
 from __future__ import annotations

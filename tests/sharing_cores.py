@@ -1,9 +1,9 @@
 """Server of tokens that limits the tests running at the same time to the cores of the machine.
 
-A test takes a token for each core that it keeps busy (`@pytest.mark.cores(2)`), and returns the tokens by closing its
-connection, so that a killed test returns them, too. There are three times as many tokens as cores, because jobs of two
-or three processes keep 0.7 of a core busy on average: they wait for each other and for faults.
-Tests that need fewer tokens may overtake a waiting one a few times.
+A test takes a token for each core that it keeps busy (`@pytest.mark.cores(2)`). It returns the tokens by closing its
+connection, so that a killed test returns them, too. There are three times as many tokens as cores: jobs of two or
+three processes keep 0.7 of a core busy on average, because they wait for each other and for faults. Tests that need
+fewer tokens may overtake a waiting one a few times.
 """
 
 from __future__ import annotations

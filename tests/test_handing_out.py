@@ -35,7 +35,7 @@ def test_that_may_kill(number):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("killed_by", [0, *(pytest.param(number, marks=pytest.mark.complete) for number in (2, 3))])
 def test_other_tests_run_once_each_and_the_run_ends_after_a_worker_is_killed(tmp_path, killed_by):
-    """The worker dies near the end of the run, when the other worker expects no more files."""
+    """The worker dies near the end of the run, after the other worker has learnt that no files are left."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for number in range(5):
         (tmp_path / f"test_{number}.py").write_text(DIES.format(number=killed_by if number == 4 else -1))

@@ -48,7 +48,7 @@ def pip(environment, *words, cwd=None):
 
 
 def copy_project(place):
-    """Copy the parts that an installation needs, so that pip's files are not written into the original."""
+    """Copy all files needed for an installation, so that pip does not write into the original."""
     for name in PACKAGES:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):

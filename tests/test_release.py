@@ -1,4 +1,4 @@
-"""Files that a release needs, compared with each other and with the tools that they describe."""
+"""Files of a release, compared with each other and with the tools that they describe."""
 
 import re
 import subprocess

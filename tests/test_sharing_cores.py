@@ -1,4 +1,4 @@
-"""The server of tokens, which admits as many tests as the machine has cores for."""
+"""The server of tokens, which limits simultaneous tests by the number of cores."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ import pytest
 
 
 def first_of(values: Iterable[Any], default: int = 1) -> list[Any]:
-    """Return all values of a parameter, of which the default tier takes only the first ones."""
+    """Return all values of a parameter, all but the first ones marked for the complete tier."""
     values = list(values)
     return [*values[:default], *(also(value) for value in values[default:])]
 
 
 def only(few: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Return all values of a parameter, of which the default tier takes only a few."""
+    """Return all values of a parameter, all but a few marked for the complete tier."""
     few = list(few)
     return [value if value in few else also(value) for value in values]
 

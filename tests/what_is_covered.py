@@ -8,7 +8,7 @@ The figures are lower bounds: processes that are killed (SIGKILL) or run without
 poprun), and threads that are not Python's (calls back from compiled programs), are not measured. Everything is slower
 when measured, so time limits are longer.
 
-With `--tree` the tests of another checkout, such as an earlier commit, are run and measured alike.
+With `--tree` the tests of another checkout are run and measured, such as those of an earlier commit.
 """
 
 from __future__ import annotations

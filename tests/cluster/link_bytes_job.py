@@ -1,8 +1,7 @@
 """One instance of a job that reduces arrays: `link_bytes_job.py ELEMENTS`.
 
-Prints the bytes that the link of its host has sent and received meanwhile, and the number of segments that TCP resent,
-by the kernel's counters, its mechanism, and whether the sum is right. Counters are read between two barriers of
-MPI, whose messages are counted.
+Prints the kernel's counts of bytes sent and received over the link of its host and of segments resent by TCP, the
+mechanism, and whether the sum is right. Counters are read between two MPI barriers, whose messages are counted, too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ OVER_LIMIT_S = 100.0
 LOOK_S = 0.05
 
 POPRUN = [sys.executable, "-m", "poprun", "--process-placement", "disabled"]
-"""The first words of a command that starts a job; each simulated host believes that it owns every core."""
+"""The first words of a command that starts a job; each simulated host would claim every core."""
 if os.geteuid() == 0:
     POPRUN += ["--allow-run-as-root", "yes"]
 

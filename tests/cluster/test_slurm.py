@@ -115,7 +115,7 @@ class TestSrun:
         assert done.returncode != 0
         assert blamed in done.stderr
 
-    def test_k1_makes_a_failed_instance_end_all_others(self, slurm):
+    def test_srun_kill_on_bad_exit_ends_all_other_instances(self, slurm):
         program = [sys.executable, "-c", FAILS, "sys.exit(3)", "sleeps"]
         done = slurm.run("srun", "-K1", "--mpi=pmix", "-N2", "-n2", *program)
         assert done.returncode != 0

@@ -615,7 +615,7 @@ _WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
         "out",
     ),
 }
-# Each call reads four or more elements of a line and writes others, which overlap with the ones read.
+# Each call reads four or more elements of a line and writes others that overlap with them.
 _line = np.zeros(64, np.float32)
 _OVERLAPS: dict[str, Wrong] = {
     "behind the first contribution": lambda c: c.ordered_all_reduce([_line[:4], _good], _line[1:5]),

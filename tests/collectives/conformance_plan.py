@@ -1,4 +1,4 @@
-"""The choice of statements for each transport: all of them once, and elsewhere those that can differ."""
+"""The choice of statements for each transport: all of them once, elsewhere only transport-specific ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite
 DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
 """The dtypes for networks, where arrays travel as bytes: one of each width, and floats added in a wider type."""
 DTYPES_AT_OTHER_SIZES = ("bfloat16", "float32")
-"""The dtypes for other sizes: one that is added in a wider type, and one that is not."""
+"""The dtypes for other sizes: one added in a wider type, and one added in its own."""
 
 USUAL_SIZES = {RING: 3, WINDOW: 3, HOSTS: 3, GRPC: 3, HOROVOD: 2}
 """The numbers of processes of the default tier, enough for all transport-specific behaviour."""
@@ -29,7 +29,7 @@ USUAL_SIZES = {RING: 3, WINDOW: 3, HOSTS: 3, GRPC: 3, HOROVOD: 2}
 def statements_for(size: int, transport: str, *, complete: bool) -> list[Statement]:
     """Return the statements to check over a network between `size` processes: everything only once for each transport.
 
-    Between hosts there are the window and the ring, each of which is checked wholly on its own.
+    Window and ring, which together connect hosts, are each checked completely on their own.
     """
     suites = (*SUITES, conformance_horovod.suite) if transport == HOROVOD else SUITES
     statements = [statement for suite in suites for statement in suite.statements if statement.at_least <= size]

@@ -27,7 +27,7 @@ class WorkerThreads:
 
     Attributes:
         addresses: The addresses of all workers.
-        security: The security of workers that have none of their own.
+        security: The default security of workers.
     """
 
     addresses: Sequence[str]

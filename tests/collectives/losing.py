@@ -64,7 +64,7 @@ def thread_name(rank: int) -> str:
 def run_members(hub: ThreadHub, member: Callable[[int], Result]) -> list[Result | None]:
     """Run `member(rank)` for every rank, each in its own thread; return None for lost ranks.
 
-    A rank whose function raises `Lost` is lost, and the others learn of that. Any other exception has the same effect
+    A rank whose function raises `Lost` is lost, and the others are told. Any other exception has the same effect
     on the others, and is raised here, too.
     """
 

@@ -20,7 +20,7 @@ LIMITS = Limits(stall_warning_s=5, timeout_s=60)
 
 
 class About(Enum):
-    """The subject of a statement, which decides where it is checked (`conformance_plan`)."""
+    """The subject of a statement; `conformance_plan` selects transports by it."""
 
     ARGUMENTS = "calls refused before they reach a transport: on one rank, and on one group of threads"
     DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"

@@ -55,7 +55,7 @@ def answer_to(
     method: str = CONTROL_METHOD,
     messages: Iterable[bytes] = (b"",),
 ) -> tuple[grpc.StatusCode, str]:
-    """Return the status and the message with which a worker ends a stream."""
+    """Return the status and message at the end of a worker's stream."""
     call = channel.stream_unary(METHODS.get(method, method)).future(
         _messages(messages), metadata=tuple(metadata), timeout=LIMIT_S
     )

@@ -1,4 +1,4 @@
-"""The identity of a worker: the one process that says hello in its name and answers at its address."""
+"""The identity of a worker: a single process says hello in its name and answers at its address."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_contributions_are_added_in_the_order_of_the_tree(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bit_floats_are_rounded_once(dtype: type) -> None:
-    """The sum is that of 1 and seven quarters of eps; additions in pairs in 16 bits would lose three of them."""
+    """The terms are 1 and seven quarters of eps; additions in pairs in 16 bits would lose three of them."""
     quarter = float(ml_dtypes.finfo(dtype).eps) / 4
     contributions = [np.full(5, value, dtype) for value in (1.0, *[quarter] * 7)]
     assert set(reduced("sum", contributions).astype(float)) == {1 + 8 * quarter}

@@ -100,7 +100,7 @@ def test_a_certificate_is_invalid_for_other_hosts(host: str, alternative: bytes)
     assert not bearer(alternative).is_for(host)
 
 
-def test_an_ip_address_among_the_names_is_no_address() -> None:
+def test_an_ip_address_in_a_certificate_s_names_does_not_count_as_address() -> None:
     context = {"x509_subject_alternative_name": [b"192.0.2.7"], "peer_dns": [b"192.0.2.7"]}
     assert not Bearer.of(context).is_for("192.0.2.7")
 

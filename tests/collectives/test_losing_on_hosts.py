@@ -30,7 +30,7 @@ def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
 
 
 def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[bool, list[list[int] | None]]:
-    """Return whether the rank had that many messages to send, and the remaining ranks that each rank sees."""
+    """Return whether the rank had this many messages to send, and each rank's view of the remaining ranks."""
     fault = OnMessage(lost, number)
     hub = ThreadHub(4, fault, hosts)
     nobody_is_inside = meeting_point(4)

@@ -153,7 +153,7 @@ def test_sums_of_16_bit_floats_and_means_of_integers_are_kept_wider(dtype: str, 
 
 
 def test_the_error_of_a_sum_grows_with_the_logarithm() -> None:
-    """The error is at most half of that of a sum in sequence."""
+    """The error is at most half as large as a sequential sum's."""
     sources = [np.random.default_rng(number).standard_normal(20_000).astype(np.float32) for number in range(64)]
     exact = np.sum([source.astype(np.float64) for source in sources], axis=0)
     of_tree, of_chain = (

@@ -40,7 +40,7 @@ def timed_by(clock: FakeClock, mechanism: str) -> Settings:
 
 
 def short_ticks() -> FakeClock:
-    """Return a clock by which waits reach their sleep, but not their limit."""
+    """Return a clock that lets waits reach their sleep, but not their limit."""
     return FakeClock(tick_s=1e-5)
 
 

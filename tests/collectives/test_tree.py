@@ -1,4 +1,4 @@
-"""The tree in which replicas are added."""
+"""The tree of sums over replicas."""
 
 from __future__ import annotations
 

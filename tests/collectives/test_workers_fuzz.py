@@ -67,7 +67,7 @@ def chance_of(seed: int, turn: int) -> random.Random:
 
 @dataclass(frozen=True)
 class Target:
-    """A pair of workers that reduce repeatedly, the first of which gets the random input.
+    """A pair of workers that reduce repeatedly; the first one gets the random input.
 
     Attributes:
         job: The job of both workers.
@@ -419,7 +419,7 @@ class Impostor:
                 assert mebibytes_of(self.worker) <= self.mebibytes + mebibytes
 
     def answer(self, lane: str, *messages: bytes) -> grpc.StatusCode:
-        """Return the status with which the worker ends a stream."""
+        """Return the status at the end of the worker's stream."""
         call = self.begin(lane, iter(messages))
         call.exception(LIMIT_S)
         return call.code()
@@ -517,7 +517,7 @@ def test_an_unknown_lane_is_refused(impostor: Impostor, lane: str, reason: str) 
 
 @in_a_job
 def test_a_lane_has_one_stream(impostor: Impostor) -> None:
-    """The messages of a second stream would mix with those of the first."""
+    """The messages of two streams would mix."""
     may_end = threading.Event()
     calls = [impostor.begin("all/0/1", until(may_end)) for _ in range(2)]
     impostor.worker.wait_for("WARNING", "rank 1 has begun that lane already")

@@ -174,7 +174,7 @@ def test_the_error_after_the_limit_names_the_addresses() -> None:
 @in_a_job
 @pytest.mark.complete
 @pytest.mark.parametrize("kind", ["port", "socket"])
-def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: str) -> None:
+def test_an_address_in_use_gives_one_clear_error(addresses: Sequence[str], kind: str) -> None:
     if kind == "port":
         addresses = port_addresses(2)
     with listening_at(addresses[1]), disposed_of() as workers:

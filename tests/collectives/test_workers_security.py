@@ -78,7 +78,7 @@ def test_only_loopback_addresses_count_as_the_local_machine(host: str) -> None:
         connect([f"{host}:3737", "127.0.0.1:3738"], 0)
 
 
-def test_a_public_address_of_the_local_machine_is_no_loopback_address() -> None:
+def test_a_public_address_of_the_local_machine_is_not_a_loopback_address() -> None:
     addresses = own_addresses()
     with pytest.raises(SecurityError, match=f"{addresses[0]}, {addresses[1]} are not on this machine"):
         connect(addresses, 0)

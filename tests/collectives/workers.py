@@ -24,7 +24,7 @@ from collectives.network.addresses import Address
 PROGRAM = HERE / "worker_job.py"
 LIMIT_S = 60.0
 PORTS_OF_PROCESS = 2500
-LOST_LIMIT_S = 10.0  # the time in which every worker that has lost another one ends
+LOST_LIMIT_S = 10.0  # the time after which all workers end that have lost another
 
 
 class Worker:
@@ -186,13 +186,13 @@ def assert_still_right(workers: Sequence[Worker]) -> None:
 
 
 def last_line(worker: Worker) -> str:
-    """Return the error with which a worker ended."""
+    """Return the error at the end of a worker."""
     lines = [line for line in worker.lines if re.match(r"[\w.]+(Error|Exit|Exception)\b", line)]
     return lines[-1] if lines else ""
 
 
 def free_ports(count: int, host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> list[int]:
-    """Return free ports of this machine that neither the kernel nor a parallel test will soon use."""
+    """Return free ports of this machine outside the ranges of the kernel and of parallel tests."""
     free: list[int] = []
     for _ in range(PORTS_OF_PROCESS):
         if len(free) == count:

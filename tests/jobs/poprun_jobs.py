@@ -1,4 +1,4 @@
-"""Helpers that run poprun, or plain mpirun, in tests, and that look for processes they left behind."""
+"""Helpers that run poprun or plain mpirun in tests, and search for leftover processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Finished:
 
     @property
     def said(self) -> list[str]:
-        """Return all lines that poprun itself wrote, without those of libraries and programs."""
+        """Return all lines that poprun itself wrote, without lines of libraries and programs."""
         return [line for line in self.stderr.splitlines() if " POPRUN [" in line]
 
 
@@ -152,7 +152,7 @@ class Stream:
 
 
 def start(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
-    """Start `poprun` with these words, as root too; options are those of Popen."""
+    """Start `poprun` with these words, even as root; `options` are options of Popen."""
     return start_command(sys.executable, "-m", "poprun", *words, environ=environ, root_allowed=root_allowed, **options)
 
 
@@ -218,11 +218,10 @@ def await_none(marker: str) -> None:
 
 
 def end_all(marker: str) -> None:
-    """Kill all processes that carry the marker; they are all stopped first, so that none reacts to the end of
-    another.
+    """Kill all processes with the marker, stopping all of them first, so that none reacts to another's end.
 
-    Children go before their parents, whose session has to be ours: the kernel sends SIGHUP and SIGCONT to those that
-    stand still in a group of processes whose last parent in another group of its session has ended.
+    Children are killed before their parents: when the last parent of a stopped process group ends, in the same session
+    but another group, the kernel sends SIGHUP and SIGCONT to the group.
     """
     pids = sorted(leftovers(marker), key=lambda pid: len(ancestors_of(pid)), reverse=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):

@@ -1,4 +1,4 @@
-"""Collectives between replicas in jobs of several instances, compared with those of one process."""
+"""Collectives between replicas in jobs of several instances, compared with one process."""
 
 import sys
 from pathlib import Path

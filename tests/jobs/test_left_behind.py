@@ -21,7 +21,7 @@ from poprun.supervisor.control import Member, Reception
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 FAMILY = "setsid sleep 1000 & sh -c 'setsid sleep 1000 & exec sleep 1000' & echo up; exec sleep 1000"
-"""A program whose descendants have sessions of their own; only their ancestry tells which job they belong to."""
+"""A program whose descendants have separate sessions; only their ancestry reveals their job."""
 SHARES_MEMORY = MPI_HEAD + "print('ready', rank, flush=True)\nsignal.pause()\n"
 SEGMENT = re.compile(r"/dev/shm/sm_segment[.]\S+")
 

@@ -29,7 +29,7 @@ POPRUN = (sys.executable, "-m", "poprun")
 
 @pytest.fixture
 def little_memory():
-    """Provide the file to which a process writes its number to share 512 MiB with its descendants."""
+    """Provide a file; a process that writes its number there shares 512 MiB with its descendants."""
     path = "/sys/fs/cgroup/memory" + own_cgroups().get("memory", "")
     limit = "memory.limit_in_bytes"
     if not os.path.exists(path):

@@ -33,7 +33,7 @@ STUCK_S = 10
 
 
 MESSAGES = {"POPDIST_MECHANISM": "ring"}
-"""The environment of instances that share no memory, as those of several hosts."""
+"""The environment of instances without shared memory, as on several hosts."""
 
 
 def train(

@@ -35,7 +35,7 @@ for step in range(30):
 """
 LOST = 22
 SLOW = range(2, LOST)
-"""Steps in which instance 1 is slow by 50 ms."""
+"""Steps that take instance 1 50 ms longer."""
 UNTIL_RECORDED = f"""\
     if step == {LOST} - 1 and communicator.rank == 1:
         import pathlib, sys, numpy as np

@@ -72,7 +72,7 @@ def test_an_instance_that_raises_ends_the_training(strategy, instances):
 
 @needs_horovod
 def test_an_instance_that_leaves_too_early_ends_the_training():
-    """An instance that waits over Horovod does not know for which other it waits."""
+    """An instance that waits over Horovod does not know which other is late."""
     assert "too early" in blamed(train("leave", "IPUHorovodStrategy").finish(), 1)
 
 

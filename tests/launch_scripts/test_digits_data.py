@@ -1,4 +1,4 @@
-"""Loading digits: those of scikit-learn, and MNIST from small files written here."""
+"""Loading digits from scikit-learn, and MNIST from small files written here."""
 
 import gzip
 import io

@@ -1,6 +1,6 @@
 """Installations, kept wheels and error messages of `install_horovod.sh`.
 
-Nothing is built or fetched here: small programs replace those that the script calls. If Horovod is really
+Nothing is built or fetched here: small programs replace the script's tools. If Horovod is really
 installed, the last test tries that installation.
 """
 

@@ -13,7 +13,7 @@ import strategies
 LISTINGS = Path(__file__).parents[2] / "popdist" / "examples" / "listings"
 
 LIMIT_S = 100
-VARIABLES = {  # of each listing that the tests look at; the last two start popdist, which the others do without
+VARIABLES = {  # variables that the tests check in each listing; only the last two listings start popdist
     "training_loop.py": ["losses"],
     "iterator_form.py": ["means"],
     "read_while_running.py": ["losses", "reads"],
@@ -111,6 +111,6 @@ def test_a_wider_accumulator_keeps_all_contributions(listing):
 
 
 def test_every_listing_is_run():
-    """The listings of Keras run in `test_keras_scripts.py`, that of PyTorch in `test_torch_documentation.py`."""
+    """The Keras listings run in `test_keras_scripts.py`, the PyTorch listing in `test_torch_documentation.py`."""
     elsewhere = {"keras_quick_start.py", "keras_pipelined.py", "poptorch_network.py"}
     assert {path.name for path in LISTINGS.glob("[a-z]*.py")} == VARIABLES.keys() | elsewhere

@@ -262,7 +262,7 @@ class TestCheckpoints:
 @pytest.mark.cores(2)
 @pytest.mark.timeout(250)
 class TestHorovod:
-    """Trainings with `--strategy horovod`; sums of two replicas have only one order, so the bits are those of ipu."""
+    """Trainings with `--strategy horovod`; sums of two replicas have only one order, so the bits equal those of ipu."""
 
     OPTIONS = ("--strategy", "horovod", "--model", "mlp", "--max-steps", "20", "--json", "-")
     PLACES = ("-H", "localhost:2")

@@ -146,7 +146,7 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/plans/test_plan_choice.py::test_bytes_inside_of_a_host_are_those_that_a_rank_sends",
     ),
     Fault(
-        name="the cost of adding 16-bit floats is that of 16 bits",
+        name="the cost of adding 16-bit floats assumes additions in 16 bits",
         path="collectives/plans/choice.py",
         old="load.added * width.partial",
         new="load.added * width.leaf",

@@ -34,7 +34,7 @@ IN_FRONT_ENDS = (
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_a_replica_takes_its_micro_batches_one_after_another",
     ),
     Fault(
-        name="rows of later steps are numbered like those of the first",
+        name="all steps number their rows from the start of the epoch",
         path="strategies/keras/batches.py",
         old="self.first_row += self.layout.global_batch_size",
         new="self.first_row += 0",
@@ -146,7 +146,7 @@ IN_FRONT_ENDS = (
         caught_by="tests/strategies/on_torch/test_randomness.py::test_seeds_differ_for_each_replica_step_and_micro_batch",
     ),
     Fault(
-        name="buffers of a module are those of replica 0 instead of the mean",
+        name="buffers of a module come from replica 0 instead of the mean",
         path="strategies/torch/model_buffers.py",
         old="return word or (MEAN if is_float else FIRST)",
         new="return word or FIRST",
@@ -384,7 +384,7 @@ IN_FRONT_ENDS = (
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestSeveralModels::test_that_take_part_in_another_order_are_an_error",
     ),
     Fault(
-        name="a model's gradients are sent before those of the model that came first",
+        name="a model's gradients are sent before those of an earlier model",
         path="strategies/torch/backward_passes.py",
         old="            if not model_pass.has_left:\n                return\n",
         new="",

@@ -20,7 +20,7 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_timetable.py::test_micro_batches_do_not_overtake_each_other",
     ),
     Fault(
-        name="a backward pass does not wait for that of the next stage",
+        name="a backward pass does not wait for the next stage's",
         path="strategies/pipelines/timetable.py",
         old="return (StageAction(ActionKind.FORWARD, stage, number), *behind)",
         new="return (StageAction(ActionKind.FORWARD, stage, number),)",
@@ -48,7 +48,7 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_gradients_are_those_of_the_whole_function",
     ),
     Fault(
-        name="the gradient of a stage is only that of its last micro-batch",
+        name="the gradient of a stage contains only its last micro-batch",
         path="strategies/pipelines/running/replica_run.py",
         old="sums = self.sums[number]\n        if sums is None:",
         new="sums = self.sums[number]\n        if micro_batch or sums is None:",
@@ -69,7 +69,7 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_weights_are_not_kept_nor_what_depends_on_them_alone",
     ),
     Fault(
-        name="the gradients of a stage start from those of the previous update",
+        name="the gradients of a stage include the previous update's",
         path="strategies/pipelines/running/stage_programs.py",
         old="before = jnp.where(number == 0, jnp.zeros_like(sum_), sum_)",
         new="before = sum_",
@@ -90,7 +90,7 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_captures.py::test_they_are_whole_where_the_optimizer_state_is_in_parts",
     ),
     Fault(
-        name="a penalty is computed by the stage that adds it, not by that of its weights",
+        name="a penalty is computed by the stage that adds it, not by the stage of its weights",
         path="strategies/pipelines/marks.py",
         old="if before or _is_penalty(equation, own, needed):",
         new="if before:",

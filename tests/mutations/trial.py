@@ -1,4 +1,4 @@
-"""Tests on a copy of the project, in which a fault can be planted."""
+"""Tests on a copy of the project that can contain a planted fault."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Trial:
         _end_all(f"{_MARK}={self._place}".encode())
 
     def _environ(self) -> dict[str, str]:
-        """Return variables with which all processes import the copy's packages and share compiled programs."""
+        """Return variables that let all processes import the copy's packages and share compiled programs."""
         cache = str(self._folder / "jax")
         return {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": cache, _MARK: str(self._place)}
 

@@ -130,7 +130,7 @@ class TestOpenMPI:
         with pytest.raises(EnvironmentMismatchError, match=ways_out):
             detect_instance(mpirun_variables(1, 4), num_replicas=replicas)
 
-    def test_a_rank_lies_below_the_size(self):
+    def test_a_rank_must_be_less_than_the_size(self):
         with pytest.raises(EnvironmentMismatchError, match="OMPI_COMM_WORLD_RANK=2"):
             detect_instance(mpirun_variables(rank=2, size=2))
 

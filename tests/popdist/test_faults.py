@@ -71,7 +71,7 @@ def happens(fault: str, note) -> bool:
 
 
 def train(instruments, step, operation="ordered_all_reduce"):
-    """Run a step, whose update has no name that a collective could have."""
+    """Run a step whose update has a name that no collective has."""
     instruments.step_begins(step)
     instruments.operation_begins(5, Call(operation, "gradients"))
     instruments.operation_ends()
@@ -101,7 +101,7 @@ def test_a_phase_covers_all_variants_of_a_collective(operation):
     assert not happens(",phase=reduce_scatter", lambda instruments: train(instruments, 3, operation))
 
 
-def test_the_name_of_a_tensor_is_no_phase():
+def test_the_name_of_a_tensor_is_not_a_phase():
     def move(instruments):
         instruments.operation_begins(1, Call("broadcast", "barrier"))
 

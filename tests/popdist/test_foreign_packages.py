@@ -1,4 +1,4 @@
-"""User files that hide a package of the project, named at the point where the package would be missing."""
+"""User files that hide a package of the project; error messages name them."""
 
 from __future__ import annotations
 

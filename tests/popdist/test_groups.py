@@ -246,6 +246,6 @@ class TestLeaving:
         assert mpirun(2, "popdist.finalizeBackend()\nassert not popdist.isBackendInitialized()\n")[0] == 0
 
     @pytest.mark.complete
-    def test_a_handled_exception_is_no_failure(self):
+    def test_a_handled_exception_is_not_a_failure(self):
         program = "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass\npopdist.synchronize()\n"
         assert mpirun(2, program)[0] == 0

@@ -119,7 +119,7 @@ def test_a_communicator_needs_popdist_init():
 
 @functools.cache
 def failures():
-    """Return for each statement its tracebacks in the processes where it fails."""
+    """Return for each statement the tracebacks of failing processes."""
     with tempfile.TemporaryDirectory(prefix="statements-") as folder:
         program = [sys.executable, horovod_statements.__file__, folder]
         paths = f"{ROOT}:{ROOT / 'tests' / 'collectives'}"

@@ -48,7 +48,7 @@ def test_init_may_be_repeated():
 
 
 @pytest.mark.complete
-def test_a_strategy_initialises_popdist_unless_it_was_done():
+def test_a_strategy_initialises_popdist_only_once():
     python(
         "import strategies\n"
         "popdist.init()\n"

@@ -76,7 +76,7 @@ def test_an_unwritable_destination_is_refused_before_the_start(tmp_path):
     assert fault_of(MetricWord("csv", "/proc/1/a.csv")).endswith("/proc/1 cannot be written; name another file")
 
 
-def test_a_file_is_no_folder_for_tensorboard(tmp_path):
+def test_a_file_is_not_a_folder_for_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     (tmp_path / "file").write_text("")
     assert "it is no folder" in fault_of(MetricWord("tensorboard", str(tmp_path / "file")))

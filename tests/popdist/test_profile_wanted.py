@@ -1,4 +1,4 @@
-"""The requested profile, and the steps in which a profiler runs."""
+"""The requested profile, and the profiled steps."""
 
 from __future__ import annotations
 

@@ -110,13 +110,13 @@ class TestDeviceId:
             popdist.getDeviceId(4)
 
 
-def test_incomplete_variables_are_one_clear_error(monkeypatch):
+def test_incomplete_variables_give_one_clear_error(monkeypatch):
     monkeypatch.setenv("POPDIST_NUM_TOTAL_REPLICAS", "4")
     with pytest.raises(popdist.EnvironmentMismatchError, match="POPDIST_NUM_LOCAL_REPLICAS"):
         popdist.getNumLocalReplicas()
 
 
-def test_contradictory_variables_are_one_clear_error(monkeypatch, second_of_four):
+def test_contradictory_variables_give_one_clear_error(monkeypatch, second_of_four):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     with pytest.raises(popdist.EnvironmentMismatchError, match="contradict each other.*OMPI_COMM_WORLD_RANK=3"):
         popdist.getInstanceIndex()

@@ -1,4 +1,4 @@
-"""Processes that an instance starts, which must not join the job as the same instance."""
+"""Child processes of an instance, which must not join the job as the same instance."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHILD = "import popdist\ntry: popdist.init()\nexcept popdist.LifeCycleError as e
 
 
 def joined(environ: dict[str, str]) -> dict[str, str]:
-    """Return the environment that children inherit from a process that has joined the job."""
+    """Return the environment that children inherit from a joined process."""
     environ = dict(environ)
     join_once(detect_instance(environ), None, environ)
     return environ

@@ -1,4 +1,4 @@
-"""TF_CONFIG: the instance that it describes, and the error for each invalid content, which quotes the fault."""
+"""TF_CONFIG: the described instance, and errors that quote invalid content."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class TestFaultyTFConfig:
         assert f"the task index is {json.dumps(index)}, not a whole number; write 0" in refused(environ(index=index))
 
     @pytest.mark.parametrize("index", [-1, 2, 10**30, "2"])
-    def test_the_index_lies_in_the_range_of_its_job(self, index):
+    def test_the_index_must_be_in_the_range_of_its_job(self, index):
         message = refused(environ(index=index))
         assert f"the task index is {index}, but the cluster lists 2 of type worker: {json.dumps(TWO)}" in message
         assert message.endswith("use one of 0..1")

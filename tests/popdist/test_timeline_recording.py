@@ -450,7 +450,7 @@ class TestTheLineBetweenSteps:
         assert abs(int(number) - wait.__code__.co_firstlineno - 2) <= 1
         assert line_of(-1) == ""
 
-    def test_the_line_is_an_event_whose_name_is_written_before(self):
+    def test_a_line_is_an_event_preceded_by_its_name(self):
         recorder = Recorder(ring := RingBuffer())
         recorder.seen_at("train.py:12")
         recorder.seen_at("train.py:12")

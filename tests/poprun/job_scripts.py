@@ -69,7 +69,7 @@ def inside(*waiting_for: int, number: int = 5, since_s: float = 0.0) -> Progress
 
 
 def joining(since_s: float = 0.0) -> ProgressRecord:
-    """Return the record of an instance in `popdist.init`, where it waits for the others."""
+    """Return the record of an instance that waits for the others in `popdist.init`."""
     return ProgressRecord(state=State.JOINING, since_s=BEGIN_S + since_s)
 
 

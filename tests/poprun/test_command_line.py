@@ -23,7 +23,7 @@ def test_a_value_follows_as_a_word_or_after_an_equals_sign(text):
     assert read(text) == CommandLine({"num-replicas": 4}, ("prog",))
 
 
-def test_options_end_at_the_first_word_that_is_none():
+def test_options_end_at_the_first_other_word():
     line = read("-v python -v --num-replicas 4 --help")
     assert line.values == {"verbose": True}
     assert line.program == ("python", "-v", "--num-replicas", "4", "--help")

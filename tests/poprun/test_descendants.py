@@ -21,7 +21,7 @@ else:
     print(os.getpid(), flush=True)
 time.sleep(600)
 """
-"""Each generation is the child of the one before; the last one prints its pid."""
+"""Each process is a child of the previous one; the last one prints its pid."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_children_of_children_are_found(family: tuple[int, int]) -> None:
     assert {oldest, youngest} < set(descendants(os.getpid()))
 
 
-def test_an_ended_process_that_nobody_waited_for_is_no_descendant() -> None:
+def test_a_zombie_is_not_a_descendant() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert ended.stdout is not None
     ended.stdout.read()

@@ -184,7 +184,7 @@ def test_a_narrow_table_puts_the_way_out_below_the_result(columns):
     assert max(map(len, draw_table(findings).splitlines())) > columns
 
 
-def test_advice_is_no_fault():
+def test_advice_is_not_a_fault():
     assert DoctorReport((Finding("load", "h0", "load 9", "others compute there"),)).is_well
     assert not DoctorReport((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
 

@@ -64,7 +64,7 @@ def test_a_different_version_is_a_fault(name, version, line):
     assert faults(host(1, versions=VERSIONS | {name: version})) == [f"host h1: {line}"]
 
 
-def test_a_package_installed_on_no_host_is_no_difference():
+def test_a_package_installed_on_no_host_is_not_a_difference():
     bare = VERSIONS | {"jax": "", "jaxlib": ""}
     here = host(0, versions=bare)
     assert faults_of({"h0": here, "h1": host(1, versions=bare)}, wanted(here=here)) == []

@@ -82,7 +82,7 @@ def until(holds):
 
 
 def is_over(pid):
-    """Return whether a process has ended, even if nobody has waited for it."""
+    """Return whether a process has ended, even as a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

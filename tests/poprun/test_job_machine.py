@@ -64,7 +64,7 @@ from poprun.supervisor.job_events import (
 from poprun.supervisor.members import MOST_QUESTIONS
 
 SOON_S = 1.0
-"""The time in which failure_table.md promises to end a job after most failures."""
+"""The time limit of failure_table.md for the end of a job after most failures."""
 
 
 def at(seconds: float) -> pytest.approx:
@@ -72,7 +72,7 @@ def at(seconds: float) -> pytest.approx:
 
 
 def training(count: int = 2, **more) -> Script:
-    """Return a script of instances that have joined and compute; the last one is the one that fails."""
+    """Return a script of instances that have joined and compute; the last one fails."""
     script = Script(count, **more)
     for each in script.instances:
         each.record = running()
@@ -81,7 +81,7 @@ def training(count: int = 2, **more) -> Script:
 
 
 def waiting_for(victim: int, count: int = 2, since_s: float = 0.5, **more) -> Script:
-    """Return a script in which all instances but the victim wait for it in a collective."""
+    """Return a script that lets all instances except the victim wait for it in a collective."""
     script = training(count, **more)
     for index in range(count):
         if index != victim:
@@ -149,7 +149,7 @@ class TestProgramsThatExitWithTheStatusOfASignal:
     """A process other than poprun has sent the signal, and the programs leave after they have saved."""
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-    def test_a_job_whose_instances_all_exit_so_ends_with_a_warning(self, number):
+    def test_a_job_ends_with_a_warning_if_all_instances_exit_with_a_signal_s_status(self, number):
         script = training(2)
         for instance in range(2):
             script.end(1.0, instance, exited(128 + number))
@@ -417,7 +417,7 @@ class TestTheWholeLifeOfAnInstance:
     LIMIT_S = 20.0
 
     def starting(self, **more) -> Script:
-        """Return a script in which the last instance has not reached `popdist.init`, where the others wait."""
+        """Return a script that lets all instances except the last wait in `popdist.init`."""
         script = Script(3, stuck_timeout_s=self.LIMIT_S, **more)
         for index in (0, 1):
             script.note(2.0, index, joining(since_s=2.0))
@@ -470,7 +470,7 @@ class TestTheWholeLifeOfAnInstance:
         assert script.over_s < 3.0 + SOON_S
 
     def alone(self, **more) -> Script:
-        """Return a script in which all instances but the last have ended well."""
+        """Return a script that ends all instances except the last successfully."""
         script = training(2, stuck_timeout_s=self.LIMIT_S, **more)
         script.end(1.0, 0, exited())
         return script
@@ -858,7 +858,7 @@ class TestSignals:
         assert (script.closed_s, script.exit_status) == (at(2.0), 143)
         assert script.over_s == at(2.5 + 2 * ANSWER_S)
 
-    def test_an_instance_that_the_signal_ends_is_no_loss(self):
+    def test_an_instance_ended_by_the_signal_is_not_a_loss(self):
         script = training(2, least=1)
         script.instances[1].after_signal = (0.1, killed(signal.SIGTERM))
         script.interrupt(1.0, signal.SIGTERM)

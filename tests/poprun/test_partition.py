@@ -82,7 +82,7 @@ class TestFit:
     @pytest.mark.parametrize(
         ("replicas", "per_replica", "nearest"), [(6, 1, "4 or 8"), (3, 4, "8 or 16"), (5, 5, "16 or 32")]
     )
-    def test_a_size_that_is_no_power_of_two_is_refused(self, replicas, per_replica, nearest):
+    def test_a_size_other_than_a_power_of_two_is_refused(self, replicas, per_replica, nearest):
         with pytest.raises(UsageError, match=f"the size of a partition must be a power of two: use {nearest} "):
             fit_partition(None, "p", need(replicas, per_replica, 1, update_partition=True))
 

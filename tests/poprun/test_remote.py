@@ -51,7 +51,7 @@ def test_a_dry_run_without_a_known_network_names_none():
     assert "prte_if_include" not in pairs(mpirun_options(Remote("", "", (), 10), ()))
 
 
-def test_the_users_ssh_options_come_first():
+def test_the_user_s_ssh_options_come_first():
     assert ssh_options({"POPRUN_SSH_ARGS": "-p 22 -o BatchMode=no"})[:4] == ("-p", "22", "-o", "BatchMode=no")
     assert "BatchMode=yes" in ssh_options({})
 

@@ -114,7 +114,7 @@ class TestOnSeveralHosts:
 
     @pytest.fixture
     def silent(self, job: Job, tmp_path: Path) -> Path:
-        """Provide the file that lists the hosts that do not answer."""
+        """Provide the file with the names of unresponsive hosts."""
         hosts, ssh = tmp_path / "silent", tmp_path / "bin" / "ssh"
         hosts.touch()
         ssh.parent.mkdir()

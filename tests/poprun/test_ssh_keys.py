@@ -36,7 +36,7 @@ class TestTarget:
 
 
 class TestKey:
-    def test_lines_that_are_no_keys_are_ignored(self):
+    def test_lines_without_keys_are_ignored(self):
         assert read_keys(f"{ED}\nThe agent has no identities.\n\nssh-rsa\nsk-ssh-ed25519@openssh.com AAAA\n") == [
             ED,
             "sk-ssh-ed25519@openssh.com AAAA",

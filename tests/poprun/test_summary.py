@@ -28,7 +28,7 @@ FAILED = JobEnd(137, False, Verdict(1, 137, ("instance 1 was killed", "more")))
 
 
 def made(waited_s: float = 0.0, steps: int = 101, seconds: float = 10.0, samples: int = 32) -> Made:
-    """Return the record of `steps` steps, the first of which is not timed."""
+    """Return the record of `steps` steps; the first one is not timed."""
     timed = steps - 1
     return Made(steps, steps * samples, timed, timed * samples, 5.0, 5.0 + seconds, waited_s, 0.25)
 

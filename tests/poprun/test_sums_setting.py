@@ -16,7 +16,7 @@ from poprun.launch.variables import find_jaxlib, sums_setting
 
 @pytest.fixture
 def wrong_jaxlib(tmp_path):
-    """Provide variables with which a program finds a jaxlib with wrong sums."""
+    """Provide variables that let a program find a jaxlib with wrong sums."""
     return with_jaxlib(tmp_path, "0.10.2")
 
 

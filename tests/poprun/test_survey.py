@@ -190,7 +190,7 @@ def test_ssh_resolves_an_alias():
     assert name_behind("far", ("/no/ssh",)) == "far"
 
 
-def test_the_users_ssh_arguments_come_first():
+def test_the_user_s_ssh_arguments_come_first():
     words = ssh_words({"POPRUN_SSH_ARGS": "-F 'my config' -o ConnectTimeout=9"})
     assert words[:5] == ("ssh", "-F", "my config", "-o", "ConnectTimeout=9")
     assert "BatchMode=yes" in words
@@ -322,7 +322,7 @@ class TestCache:
             kept.symlink_to(tmp_path / "elsewhere") if what == "link" else os.mkfifo(kept)
         assert cache.load("far") is None
 
-    def test_an_unwritable_folder_is_no_fault(self, question, facts, tmp_path):
+    def test_an_unwritable_folder_is_not_a_fault(self, question, facts, tmp_path):
         (tmp_path / "file").touch()
         cache = SurveyCache(tmp_path / "file" / "below", question, LOCAL, "stamp")
         cache.store(facts)

@@ -338,7 +338,7 @@ class TestCopies:
         assert has_lost_reason(copy, ended(11, said)) == (not reason)
         assert not has_lost_reason(copy, ended(12, said))
 
-    def test_files_that_vanish_during_the_copy_are_no_failure(self):
+    def test_files_that_vanish_during_the_copy_are_not_a_failure(self):
         assert copy_fault(Copy("h1", Tree(Path("/e")), True), ended(24), LATE) is None
         assert copy_fault(Copy("h1", Tree(Path("/e")), False), ended(24), LATE) is not None
 

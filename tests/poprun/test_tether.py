@@ -1,4 +1,4 @@
-"""A program whose life is tied to the process that has started it."""
+"""A program whose life is tied to its starter's."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:
 
 
 def with_event(recording: InstanceRecording, place: int, kind: EventKind, **more: int) -> InstanceRecording:
-    """Insert an event before the one at a position, at the same time."""
+    """Insert an event before a position, at the time of its successor."""
     event = recording.events[place : place + 1].copy()
     event["kind"] = kind
     for field, value in more.items():
@@ -49,7 +49,7 @@ def culprit_of(made: Made):
 class TestACollectiveThatFails:
     @pytest.fixture
     def recordings(self):
-        """Return recordings in which instance 0 began the collective of step 3 twice; the first attempt failed."""
+        """Return recordings of an instance 0 that began the collective of step 3 twice; the first attempt failed."""
         first, second = Made(2, steps=6).recordings()
         return with_event(first, places(first, EventKind.OPERATION_BEGINS)[3], EventKind.OPERATION_BEGINS), second
 

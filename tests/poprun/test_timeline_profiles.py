@@ -91,7 +91,7 @@ def test_inner_spans_of_a_thread_end_no_later_than_outer_ones(spans, ends):
 
 class TestATrace:
     def merged(self, tmp_path, profile, file=b""):
-        """Merge a job of two instances, the second of which has this profile."""
+        """Merge a job of two instances; the second one has this profile."""
         (tmp_path / "a.profile").mkdir()
         (tmp_path / PROFILE.file).write_bytes(file)
         first, second = Made(instances=2, steps=3).recordings()

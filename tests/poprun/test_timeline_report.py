@@ -127,7 +127,7 @@ def test_a_slow_link_is_named(seed, instances):
 
 
 def traffic_among(instances, slow=(), nbytes=1e6, ms=2.0, slow_ms=20.0):
-    """Return equal traffic on all links, some of which need longer."""
+    """Return equal traffic on all links, some of them slower."""
     pairs = [(source, target) for source in range(instances) for target in range(instances) if source != target]
     return {pair: (nbytes, slow_ms if pair in slow else ms) for pair in pairs}
 

@@ -93,7 +93,7 @@ def assert_scatters(plan: Plan) -> None:
 
 
 def fewest_sums(spread: Spread, owner: int) -> int:
-    """Return the fewest messages with sums by which the owner of a slice gets the result, for any plan.
+    """Return the smallest number of messages with sums after which the owner of a slice has the result, for any plan.
 
     Each node of the tree is added on some rank, and each leaf is where it is owned: a message is an edge of the tree
     with different ranks at its ends. The fewest such edges are found from the leaves up (Sankoff, Minimal Mutation
@@ -102,7 +102,7 @@ def fewest_sums(spread: Spread, owner: int) -> int:
     ranks = range(spread.size)
 
     def costs(node: TreeNode) -> list[int]:
-        """Return for each rank the fewest messages by which it gets the sum of a node."""
+        """Return for each rank the smallest number of messages after which it has the sum of a node."""
         if node.is_leaf:
             return [int(node not in spread.leaves(rank)) for rank in ranks]
         one, other = map(costs, halves(node))

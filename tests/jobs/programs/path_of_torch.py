@@ -34,7 +34,7 @@ SPREADS = {2: [(1, 1), (2, 2), (3, 2)], 3: [(1, 1, 1), (2, 1, 2), (1, 3, 1)]}
 
 
 def contribution(replica: int, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return random numbers of which some are denormal, even after the division."""
+    """Return random numbers, some of them denormal even after the division."""
     drawn = np.random.default_rng([replica, size]).standard_normal(size)
     drawn[: size // 3] *= 1e-40 if dtype != np.float16 else 1e-7
     return drawn.astype(dtype)

@@ -34,7 +34,7 @@ class Training:
     Attributes:
         steps: The number of steps of each of two epochs.
         digest_every: See `strategies.Trainer`.
-        folder: The folder of checkpoints, one for every step, from which the training resumes; empty: no checkpoints.
+        folder: The folder of checkpoints of all steps, used to resume the training; empty: no checkpoints.
         until: The last step; 0: both epochs.
         width: The network's width.
     """

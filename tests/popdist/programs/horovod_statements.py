@@ -38,7 +38,7 @@ def assert_same_in_all(hvd, array):
 
 
 def small(dtype, rank):
-    """Return values that stay exact when those of three processes are added or multiplied, in any order."""
+    """Return values whose sums and products over three processes are exact in any order."""
     return np.array([1, 2, 3, 0, rank + 1], dtype_of(dtype))
 
 
