@@ -97,14 +97,6 @@ def test_documented_replacements_of_other_libraries_arguments_exist():
 
 @pytest.mark.complete
 @pytest.mark.job
-def test_cells_of_the_notebook_run_one_after_another(tmp_path):
-    (tmp_path / "cells.py").write_text("\n".join(page_programs("notebooks.md")))
-    done = poprun_jobs.run_alone(sys.executable, "-W", "error", "cells.py", cwd=tmp_path)
-    assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
-
-
-@pytest.mark.complete
-@pytest.mark.job
 @pytest.mark.cores(2)
 def test_a_custom_training_loop_has_the_same_bits_on_several_instances(tmp_path):
     program = tmp_path / "program.py"
