@@ -104,7 +104,7 @@ CLAIM = re.compile(r"[\[(\d-]|\w+$")
 
 
 def check_comments(program, output):
-    """Check that a comment after a call of print, if it begins like a value, begins with the output or has its numbers."""
+    """Check comments after calls of print: a comment like a value begins with the output, or has its numbers."""
     comments = re.findall(r"^print\(.*?\)(?:  # (.+))?$", program, flags=re.MULTILINE)
     lines = output.splitlines()
     if len(lines) != len(comments):
