@@ -112,12 +112,16 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
     best = int(np.argmax(steps))
     chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
     lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
-    said = (
-        f"instances {', '.join(map(str, lost))} were lost, and the others carried on; this report covers the "
-        f"{steps[best]} of {sum(steps)} steps that instances {', '.join(str(each.instance) for each in chosen)} began "
-        "together"
-    )
+    gone = f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"
+    began = f"{_listed([each.instance for each in chosen])} began{' together' if len(chosen) > 1 else ''}"
+    said = f"{gone}, and the others carried on; this report covers the {steps[best]} of {sum(steps)} steps that {began}"
     return chosen, [said]
+
+
+def _listed(instances: Sequence[int]) -> str:
+    if not instances:
+        return "some instances"
+    return f"{'instance' if len(instances) == 1 else 'instances'} {', '.join(map(str, instances))}"
 
 
 def _renumbered(recording: InstanceRecording) -> np.ndarray:

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
+from poprun.cli.wording import count
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import PathSegment
 from poprun.trace.report.step_table import CATEGORIES, last_attempt
@@ -85,7 +86,7 @@ def _draw_steps(verdict: TimelineReport) -> str:
     top = float(lasted[table.is_settled].max())
     higher = np.flatnonzero(lasted > top)
     said = f" Step {table.steps[lasted.argmax()]}, which took {time_text(lasted.max() / 1e9)}," if len(higher) else ""
-    also = f" and {len(higher) - 1} others" if len(higher) > 1 else ""
+    also = f" and {count(len(higher) - 1, 'other')}" if len(higher) > 1 else ""
     said += (
         f"{also} {'are' if also else 'is'} higher than the picture: steps that compile, and the first two."
         if said
