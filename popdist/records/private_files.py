@@ -159,7 +159,7 @@ def open_recording(path: Path) -> BinaryIO:
     """Open an empty, unbuffered file that only this process writes until it closes the file or ends.
 
     Args:
-        path: Path of the file. If another process writes to it, this process's number is added to the name.
+        path: Path of the file. If another process writes to it, this process's id is added to the name.
 
     Raises:
         OSError: The file cannot be made.

@@ -34,7 +34,7 @@ _BOOTSTRAP = (
     "such as a start-up file of the shell'); exec(text)"
 )
 
-_CHANGED = "identification has changed"  # stands long before the last line, which is the same as for an unknown key
+_CHANGED = "identification has changed"  # ssh's last line does not say this
 _WAYS_OUT = {
     _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
     "could not resolve": "check the spelling in --host, or give the name an address (/etc/hosts, DNS, ~/.ssh/config)",

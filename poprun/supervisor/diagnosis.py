@@ -175,7 +175,7 @@ def list_instances(indices: Sequence[int]) -> str:
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
-    """Return the instances that have not reached their exit handlers, if all of them are in `still`; else nothing."""
+    """Return the instances that have not reached their exit handlers; none if one of them is not in `still`."""
     here = [each for each in facts if each.ending is None and not each.record.is_leaving]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
@@ -317,7 +317,7 @@ def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
     if not blamed.is_gone:
         place = _describe_place(blamed)
         if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
-            place = f"; last heard of {place.lstrip(', ')}"  # it may have come further since
+            place = f"; last heard of {place.lstrip(', ')}"  # the last report may be old
         return f"{blamed.name} {how}{place}"
     waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
     return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"

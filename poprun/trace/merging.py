@@ -50,7 +50,7 @@ def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[Instan
 
 
 def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
-    """Return the part of a job that a report covers: the longest time of the last attempt with the same instances."""
+    """Return the part of a job that a report covers: the last attempt's period with most steps and no loss."""
     chosen, said = of_longest_membership(with_first_numbers(recordings))
     job = put_together(chosen, recordings)
     return replace(job, warnings=[*said, *job.warnings])
@@ -95,13 +95,13 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
 
 
 def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """Return recordings whose events name instances by their first numbers, even if a loss has renumbered them."""
+    """Return the recordings; their events name instances by their numbers before any loss."""
     of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
     return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
 
 
 def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """Return the last attempt's longest part with the same instances, measured in steps, and remarks on the rest."""
+    """Return the last attempt's period with most steps and no loss, and remarks on the other periods."""
     attempt = max(each.attempt for each in recordings)
     own = [each for each in recordings if each.attempt == attempt]
     losses = max(len(_renumbered(each)) for each in own)
@@ -153,5 +153,5 @@ def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceR
 
 
 def _number_in(recording: InstanceRecording, period: int) -> int:
-    """Return the number of an instance in a period after losses."""
+    """Return the number that an instance has in a period after the first loss."""
     return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

@@ -74,7 +74,7 @@ def _wide(drawn: str) -> str:
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
-    """Draw the duration of each step and each instance's own work, up to the longest settled step."""
+    """Draw the duration of each step and each instance's own work; the longest settled step sets the scale."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
@@ -179,7 +179,7 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
 def draw_curves(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
 ) -> str:
-    """Draw curves over a common axis; each group of points that are too close to be told apart becomes its largest.
+    """Draw curves over a common axis. If points are too close to be told apart, only the highest of them is drawn.
 
     Args:
         curves: x and y of each curve, by name; both have one dimension.

@@ -35,7 +35,8 @@ class StepTable:
 
     Attributes:
         steps: The numbers of the steps, increasing.
-        begin_ns: The begin of each step, by instance and step: the end of the step before, or the reading of data.
+        begin_ns: The begin of each step, by instance and step. It is the end of the step before; if an evaluation or
+            other code came between, it is the first phase of the step.
         end_ns: The end of each step, by instance and step.
         of: For each of `CATEGORIES`, the time in ns, by instance and step.
     """
