@@ -221,7 +221,7 @@ def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
 
 
 def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
-    """Return the host whose daemon ended first; "" if mpirun ended first, since the daemons follow it."""
+    """Return the host whose daemon ended first; "" if mpirun ended first, because all daemons end after mpirun."""
     orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
     others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
     return next(others, "")
@@ -253,7 +253,7 @@ def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
 def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
     """Return the host whose instances were all told to stop before the victim failed in a collective; "" if none.
 
-    When a host's daemon ends, Open MPI makes instances on other hosts fail before it tells those to stop.
+    When a host's daemon ends, instances on other hosts fail before Open MPI tells them to stop.
     """
     ending = victim.ending
     if ending is None or not _is_victim(victim):

@@ -32,9 +32,7 @@ class Job:
     environ: dict[str, str]
     launches: list[Launch] = field(default_factory=list)
 
-    def run(
-        self, ends: Sequence[JobEnd], pause: Callable[[float], None] = lambda _: None, **options: object
-    ) -> JobEnd:
+    def run(self, ends: Sequence[JobEnd], pause: Callable[[float], None] = lambda _: None, **options: object) -> JobEnd:
         """Run one launch for each of the ends, and return the end of the last launch."""
         settings = LaunchSettings(
             program=("echo",),
