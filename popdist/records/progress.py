@@ -191,7 +191,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that `lost` instances in all are lost, and that the others continue without them."""
+        """Note that the others continue without `lost` lost instances in all."""
 
     @abstractmethod
     def cut_off(self) -> bool:

@@ -52,8 +52,8 @@ class RingBuffer:
 
     Drawing a number, filling a slot, and copying slots are one C call each, during which no other thread runs. (NumPy's
     indexing would release the interpreter lock.) So a slot always holds a complete record. If a thread has drawn a
-    number but not filled its slot, `take` leaves the record to its next call, which counts it as lost if it is still
-    missing: an exception may have stopped the thread.
+    number but not filled its slot, `take` leaves the record to its next call. If it is still missing then, it counts
+    as lost: an exception may have stopped the thread.
 
     Args:
         slots: Number of slots, a power of two; more records than that between two calls of `take` are lost.

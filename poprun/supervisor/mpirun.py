@@ -126,8 +126,8 @@ def start_tethered(
         words: The program, looked up in PATH, and its arguments.
         environ: The environment of the program.
         prepare: Called in the program's process before the program is executed.
-        farewell: Pairs of a signal and seconds. After we are gone, the program gets each signal in turn, and then all
-            processes have so many seconds to end. After the last pair, they are killed.
+        farewell: Pairs of a signal and a time limit in seconds. After we are gone, the program gets each signal in
+            turn, and all processes have that time to end. After the last pair, they are killed.
         at_the_end: Called with the program's pid after both we and the program are gone.
 
     Returns:

@@ -242,8 +242,8 @@ def _core_wait_ns(spans: Spans) -> float:
 
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
-"""An outlier exceeds the median by more than each of: this part of the median, this number of standard deviations, and
-this part of the time of all settled steps.
+"""The three limits that an outlier's excess over the median must exceed: in parts of the median, in standard
+deviations, and in parts of the time of all settled steps.
 """
 _MOST_OUTLIERS = 5
 

@@ -138,7 +138,7 @@ def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 
 def categories_of(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndarray]:
-    """Return the spans of an instance by category, without those that follow from others: between and rest."""
+    """Return the spans of an instance by category, without "between" and "rest": their times are computed later."""
     phases = spans.of(Sort.PHASE)
     found = {WAITING: spans.of(Sort.WAIT), EXCHANGE: spans.of(Sort.TRANSFER, Sort.OPERATION)}
     for number, said in recording.names.items():
