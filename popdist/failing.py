@@ -23,7 +23,7 @@ def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool
 
     Args:
         note: Function to call with the exit status, in the main thread, before the exception is shown.
-        is_ended_soon: Whether a supervisor ends this process after another instance has ended too early.
+        is_ended_soon: Function that returns whether a supervisor ends this process if another instance ends too early.
     """
     previous_hook, previous_exit = sys.excepthook, sys.exit
 

@@ -33,7 +33,7 @@ def can_carry_on() -> bool:
 
 
 def is_to_carry_on() -> bool:
-    """Return whether the user started the job to continue after losses, whether or not it can."""
+    """Return whether the user wants the job to continue after losses, even if it cannot."""
     return SHRINKS_VARIABLE in os.environ
 
 

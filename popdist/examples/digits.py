@@ -384,7 +384,7 @@ def test_set(strategy: strategies.Strategy, data: Digits) -> strategies.Distribu
 
 
 def accuracy_of(model: Model) -> Callable[[Any, Any, jax.Array, jax.Array], dict[str, strategies.Mean]]:
-    """Return a function that computes the accuracy without padding."""
+    """Return a function that computes the accuracy of all rows except padding."""
 
     def metrics_fn(variables: Any, batch: Any, mask: jax.Array, key: jax.Array) -> dict[str, strategies.Mean]:
         is_right = model.apply(variables, batch["image"]).argmax(-1) == batch["label"]

@@ -60,7 +60,7 @@ def fault_of(folder: Path) -> str:
 def fault_of_entries(folder: Path) -> str:
     """Return who else can change the entries of a folder, with advice; "" if only this user and root can.
 
-    Entries may be older than the folder's present rights.
+    Other users may have made entries before the folder got its present rights.
 
     Raises:
         OSError: The folder cannot be examined.

@@ -137,7 +137,7 @@ def program_words(python: str, program: bytes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """A command that runs on this machine; the command for another host is an ssh.
+    """A command to run on this machine; a command for another host begins with ssh.
 
     Attributes:
         words: The words of the command.

@@ -76,7 +76,7 @@ class InstanceRecording:
 
     @property
     def title(self) -> str:
-        """The name of the recording among several."""
+        """A name that distinguishes the recording from the others of the job."""
         again = f", attempt {self.attempt}" if self.attempt else ""
         return f"instance {self.instance} ({self.host}{again})"
 
